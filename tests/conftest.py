@@ -1,0 +1,37 @@
+"""Fixtures shared by all tests.
+
+`ranks` runs a function on real gloo processes, started once per session:
+
+    def gathered_sum(x):                       # top level of the test module: it is sent to the ranks by name
+        return dist.all_gather(x + dist.rank()).sum()
+
+    def test_gather(ranks):
+        results = ranks(2, gathered_sum, torch.ones(3))      # one result per rank, in rank order
+        assert results[0] == results[1] == 9
+
+- `ranks(world_size, fn, *args, init=True, timeout=120.0)`, world size 1 to 4; all ranks get the same arguments, and pick
+  their share by `dist.rank()`. Arguments and results are pickled (tensors are copied).
+- The process group is formed before `fn` and taken down after it; with `init=False` the function finds torchrun's
+  environment variables only. Each rank starts with `torch.manual_seed(0)` and one thread.
+- A failing rank raises `tests.ranks.RankError` with its traceback in the test; `error.value.results` holds what the
+  other ranks returned. A rank that dies or hangs costs a restart of the pool, never a hang of pytest.
+- The test folders are packages (each has an `__init__.py`), so modules in different folders may share a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Run a function on 1 to 4 gloo ranks; see the top of this file."""
+    torch.set_num_threads(1)
+    pool = RankPool()
+    yield pool
+    pool.kill()

@@ -1,0 +1,185 @@
+"""A pool of real processes in which tests run a function on 1 to 4 gloo ranks. Use it through the `ranks` fixture.
+
+The processes are started once (importing torch takes seconds) and serve every test of the session. Each call forms a
+fresh process group over the first `world_size` of them, exactly as under torchrun (the same environment variables, the
+same rendezvous), and takes it down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is
+killed: the next call starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from torch.distributed import TCPStore
+
+MAX_RANKS = 4
+GRACE_S = 15.0  # what the other ranks get to report after the first one failed
+
+
+class RankError(Exception):
+    """At least one rank failed. The message holds the traceback of each; `results` those of the ranks that finished."""
+
+    def __init__(self, message: str, results: dict[int, Any]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class RankPool:
+    """Worker processes that wait for functions to run as ranks of one process group."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def __call__(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, init: bool = True, timeout: float = 120.0
+    ) -> list[Any]:
+        """Run `fn(*args)` on each of `world_size` ranks and return what each returned, in rank order.
+
+        Args:
+            world_size: Number of ranks, 1 to 4.
+            fn: A function defined at the top level of a module (it is sent by name, so no lambda and no closure).
+            args: Anything that can be pickled; the same for all ranks.
+            init: Form the gloo process group before the call. With False the function finds only torchrun's environment
+                variables and calls `vqclip.dist.init` itself, or never.
+            timeout: Seconds for the whole call, and for each collective inside.
+
+        Raises:
+            RankError: A rank raised, died or did not finish in time.
+        """
+        assert 1 <= world_size <= MAX_RANKS, f"world_size is 1 to {MAX_RANKS}, got {world_size}"
+        request = pickle.dumps((fn, args, init, timeout))
+        # The rendezvous is served from here, as torchrun's agent does; a new one a call, for a rank might read old keys.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._start(world_size)
+        for rank, (_, connection) in enumerate(self._workers[:world_size]):
+            connection.send_bytes(pickle.dumps((_torchrun_env(rank, world_size, store.port), request)))
+        results, failures, healthy = self._collect(world_size, timeout)
+        if not healthy:
+            self.kill()
+        if failures:
+            raise RankError("\n".join(failures), results)
+        return [results[rank] for rank in range(world_size)]
+
+    def kill(self) -> None:
+        """End every worker, whatever it is doing."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers = []
+
+    def _start(self, count: int) -> None:
+        if any(not process.is_alive() for process, _ in self._workers):
+            self.kill()
+        context = mp.get_context("spawn")
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
+            process = context.Process(target=_serve, args=(theirs,), name=f"rank-{len(self._workers)}")
+            with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
+                process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, Any], list[str], bool]:
+        """Wait for all ranks: (results by rank, failure texts, whether every worker can serve again)."""
+        pending = dict(enumerate(self._workers[:world_size]))
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        healthy = True
+        deadline = time.monotonic() + timeout + GRACE_S  # a collective that times out should report that itself
+        while pending and (left := deadline - time.monotonic()) > 0:
+            wait([c for _, c in pending.values()] + [p.sentinel for p, _ in pending.values()], timeout=left)
+            for rank, (process, connection) in list(pending.items()):
+                try:
+                    if not connection.poll():
+                        if process.is_alive():
+                            continue
+                        raise EOFError
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    process.join()
+                    ok, value, healthy = False, f"the process died with exit code {process.exitcode}", False
+                del pending[rank]
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank} of {world_size}: {value}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        failures += [f"rank {rank} of {world_size}: did not finish in time, killed" for rank in pending]
+        return results, failures, healthy and not pending
+
+
+def _torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # connect to our store instead of serving another
+    }
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]):
+    before = os.environ.copy()
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(connection: Connection) -> None:
+    """What a worker does: run what it is sent until the parent goes away."""
+    parent = mp.parent_process()
+    assert parent is not None
+    # A worker stuck in a collective must not outlive pytest.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            env, request = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            reply = pickle.dumps((True, _run(env, request)))
+        except BaseException:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(reply)
+
+
+def _run(env: dict[str, str], request: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    with _environment(env), warnings.catch_warnings():
+        fn, args, init, timeout = pickle.loads(request)
+        try:
+            if init:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            return fn(*args)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if "torch._dynamo" in sys.modules:
+                sys.modules["torch._dynamo"].reset()
