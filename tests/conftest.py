@@ -9,8 +9,8 @@
         results = ranks(2, gathered_sum, torch.ones(3))      # one result per rank, in rank order
         assert results[0] == results[1] == 9
 
-- `ranks(world_size, fn, *args, init=True, timeout=120.0)`, world size 1 to 4; all ranks get the same arguments, and pick
-  their share by `dist.rank()`. Arguments and results are pickled (tensors are copied).
+- `ranks(world_size, fn, *args, init=True, timeout=120.0)`, world size 1 to 4; all ranks get the same arguments, and
+  pick their share by `dist.rank()`. Arguments and results are pickled (tensors are copied).
 - The process group is formed before `fn` and taken down after it; with `init=False` the function finds torchrun's
   environment variables only. Each rank starts with `torch.manual_seed(0)` and one thread.
 - A failing rank raises `tests.ranks.RankError` with its traceback in the test; `error.value.results` holds what the

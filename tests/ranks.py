@@ -60,7 +60,7 @@ class RankPool:
         """
         assert 1 <= world_size <= MAX_RANKS, f"world_size is 1 to {MAX_RANKS}, got {world_size}"
         request = pickle.dumps((fn, args, init, timeout))
-        # The rendezvous is served from here, as torchrun's agent does; a new one a call, for a rank might read old keys.
+        # The rendezvous is served from here, as by torchrun's agent; a new one per call, lest a rank read old keys.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._start(world_size)
         for rank, (_, connection) in enumerate(self._workers[:world_size]):

@@ -54,7 +54,7 @@ def test_without_init_only_the_environment_is_set(ranks):
 
 def test_an_exception_arrives_with_its_traceback_and_the_pool_lives_on(ranks):
     pids = ranks(2, os.getpid)
-    with pytest.raises(RankError, match="(?s)rank 1 of 2: Traceback.*fail_on_rank_one.*rank one says no"):
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2: Traceback.*fail_on_rank_one.*rank one says no"):
         ranks(2, fail_on_rank_one)
     assert ranks(2, os.getpid) == pids
 
