@@ -1,0 +1,29 @@
+"""Checkpoints: written aside, hashed, synced and renamed; read back bit for bit, or refused. No pickle anywhere.
+
+    checkpoints/step-00001000/
+      model/                   whatever ``write_model`` puts there, e.g. a tokenizer folder that loads by itself
+      optimizer.json           parameter groups: names, shapes, dtypes, options
+      optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
+      tensors.safetensors      further tensors of the caller, if any
+      state.json               the caller's JSON-able state
+      manifest.json            size and SHA-256 of each file, and of itself
+
+One process writes (the caller decides which); any number may read.
+"""
+
+from vqclip.checkpoint.folders import checkpoints, latest, set_aside_newer, verify
+from vqclip.checkpoint.optimizer import OptimizerState, pack_optimizer, restore_optimizer
+from vqclip.checkpoint.store import Checkpoint, load, save
+
+__all__ = [
+    "Checkpoint",
+    "OptimizerState",
+    "checkpoints",
+    "latest",
+    "load",
+    "pack_optimizer",
+    "restore_optimizer",
+    "save",
+    "set_aside_newer",
+    "verify",
+]

@@ -1,0 +1,189 @@
+"""Checkpoint folders on disk: made whole or not at all, found again, and the old ones removed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from vqclip.checkpoint import manifest
+from vqclip.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
+_TEMPORARY = ".tmp-"
+_REPLACED = ".replaced-"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, whole or damaged, oldest first. Nothing is opened."""
+    if not folder.is_dir():
+        return []
+    # A save that was killed while it replaced a checkpoint of the same step leaves the old one under ".replaced-";
+    # it sorts before ("." < "s") a folder of the same step, so it is looked at last.
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint folder."""
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path}: not a checkpoint folder; expected a name like step-00001000")
+    return int(match.group(1))
+
+
+def verify(path: Path) -> None:
+    """Read the whole checkpoint ``path`` and compare it with its manifest.
+
+    Raises:
+        CheckpointError: A file is missing, added or damaged; the message names it.
+    """
+    step = manifest.verify(path)
+    if step != step_of(path):
+        raise CheckpointError(f"{path}: the manifest is of step {step}: the folder was renamed")
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint in ``folder`` that is whole, or None where there is none at all.
+
+    Every candidate is read and verified. A damaged one is reported as an error and the one before it is tried.
+
+    Raises:
+        CheckpointError: There are checkpoints, but not one is usable. (To start over, name another folder.)
+    """
+    problems: list[str] = []
+    for path in reversed(checkpoints(folder)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.error("damaged checkpoint, trying the one before it: %s", error)
+            problems.append(str(error))
+        else:
+            return path
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(
+            f"{folder}: none of its {len(problems)} checkpoints can be used; "
+            f"restore one, or train in another folder to start over:\n{listed}"
+        )
+    return None
+
+
+def set_aside_newer(folder: Path, step: int) -> list[Path]:
+    """Rename checkpoints newer than ``step`` to ``set-aside-step-...``, so that nothing resumes from them later.
+
+    To be called on resume from ``step``: what is newer is damaged or belongs to a future that will not happen again.
+
+    Returns:
+        The new paths.
+    """
+    moved = []
+    for path in checkpoints(folder):
+        if step_of(path) <= step:
+            continue
+        name, number = f"set-aside-{path.name.lstrip('.')}", 1
+        while (target := folder / name).exists():
+            number += 1
+            name = f"set-aside-{path.name.lstrip('.')}-{number}"
+        path.rename(target)
+        logger.warning("%s is newer than step %d, from which the run goes on: renamed to %s", path, step, target.name)
+        moved.append(target)
+    if moved:
+        _sync_folder(folder)
+    return moved
+
+
+def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
+    """Make ``folder/step-<step>`` from what ``fill`` writes into an empty folder: all of it, or nothing.
+
+    A checkpoint of the same step is replaced; until the new one is in place, the old one is found by ``latest``.
+
+    Raises:
+        CheckpointError: The folder could not be written (disk full, ...). Older checkpoints are untouched.
+    """
+    target = folder / f"step-{step:08d}"
+    aside = folder / f"{_TEMPORARY}{target.name}"
+    try:
+        _make_folder(folder)
+        _clean_up(folder)
+        aside.mkdir()
+        fill(aside)
+        manifest.write_manifest(aside, step)
+        _sync_tree(aside)
+        if target.exists():
+            target.rename(folder / f"{_REPLACED}{target.name}")
+        aside.rename(target)
+        _sync_folder(folder)
+        _clean_up(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{target}: the checkpoint could not be written ({error}); older checkpoints are untouched"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def remove_old(folder: Path, newest: Path, keep_last: int) -> None:
+    """Remove all but ``keep_last`` of the checkpoints up to ``newest``, oldest first; newer ones do not count."""
+    older = [path for path in checkpoints(folder) if step_of(path) <= step_of(newest)]
+    for path in older[: max(0, len(older) - keep_last)]:
+        # Renamed first: a removal that is cut short must not leave half a checkpoint under its old name.
+        doomed = folder / f"{_TEMPORARY}removed-{path.name}"
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.error("%s: the old checkpoint could not be removed: %s", path, error)
+
+
+def _clean_up(folder: Path) -> None:
+    """Finish what a killed save left: its temporary folders go, a replaced checkpoint without successor comes back."""
+    for path in folder.iterdir():
+        if path.name.startswith(_TEMPORARY):
+            shutil.rmtree(path)
+        elif path.name.startswith(_REPLACED):
+            successor = folder / path.name.removeprefix(_REPLACED)
+            if successor.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(successor)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            _sync(path)
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder at all
+            raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

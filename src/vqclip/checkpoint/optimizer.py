@@ -1,0 +1,222 @@
+"""An optimizer's state as named tensors and JSON, and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vqclip.checkpoint.plain import check_plain
+from vqclip.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_TENSORS = "optimizer.safetensors"
+_LAYOUT = "optimizer.json"
+# Options that say how a step is computed, not what it computes: the running optimizer's own are kept.
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+# Set anew before every step by the schedule: taken over without comparison.
+_SCHEDULED = frozenset({"lr"})
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """A copy of an optimizer's state that no longer changes with the optimizer.
+
+    A parameter is known by the name it was given to the optimizer with (``AdamW(model.named_parameters())``), or by
+    its number, counted over all groups, where no names were given.
+    """
+
+    kind: str
+    """Class name of the optimizer."""
+    groups: list[dict[str, Any]]
+    """One entry a parameter group: ``options`` (JSON-able) and ``parameters``, name to shape, dtype and scalars."""
+    tensors: dict[str, Tensor]
+    """``<parameter>/<key>`` to a contiguous tensor on the CPU."""
+
+
+def pack_optimizer(optimizer: Optimizer) -> OptimizerState:
+    """Copy the state of ``optimizer`` to the CPU.
+
+    Raises:
+        CheckpointError: A part of the state is neither a tensor nor JSON-able.
+    """
+    tensors: dict[str, Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    for group, named in _named_groups(optimizer):
+        parameters: dict[str, Any] = {}
+        for name, parameter in named.items():
+            scalars: dict[str, Any] = {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+                else:
+                    check_plain(value, f"optimizer state {key!r} of parameter {name!r}")
+                    scalars[key] = value
+            parameters[name] = {**_outline(parameter), "scalars": scalars}
+        groups.append({"options": _options(group), "parameters": parameters})
+    return OptimizerState(type(optimizer).__name__, groups, tensors)
+
+
+def write_optimizer(state: OptimizerState, folder: Path) -> None:
+    """Write ``state`` into ``folder`` as ``optimizer.json`` and ``optimizer.safetensors``."""
+    save_file(state.tensors, folder / _TENSORS)
+    layout = {"kind": state.kind, "groups": state.groups}
+    (folder / _LAYOUT).write_text(json.dumps(layout, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_optimizer(folder: Path) -> OptimizerState:
+    """Read what ``write_optimizer`` wrote.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    try:
+        layout = json.loads((folder / _LAYOUT).read_text(encoding="utf-8"))
+        return OptimizerState(layout["kind"], layout["groups"], load_file(folder / _TENSORS))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: the optimizer's state cannot be read ({error})") from error
+
+
+def restore_optimizer(optimizer: Optimizer, state: OptimizerState, allow: Collection[str] = ()) -> None:
+    """Put ``state`` into ``optimizer``; nothing is changed unless everything fits.
+
+    Tensors keep their dtype bit for bit (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the
+    device on which the running optimizer wants them, in the memory layout of the parameter. The learning rate is taken
+    from ``state``; ``fused``, ``foreach`` and the like stay as they are in ``optimizer``.
+
+    Args:
+        optimizer: An optimizer over the same named parameters, in the same groups.
+        state: What ``pack_optimizer`` made.
+        allow: Names of options that may differ (``"weight_decay"``); the running optimizer's value is kept.
+
+    Raises:
+        CheckpointError: Another kind of optimizer, or parameters or options that differ: the message says which.
+    """
+    if type(optimizer).__name__ != state.kind:
+        raise CheckpointError(f"the checkpoint is of {state.kind}, the running optimizer is {type(optimizer).__name__}")
+    running = list(_named_groups(optimizer))
+    problems = [*_parameter_problems(running, state), *_option_problems(running, state, allow)]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(f"the checkpoint does not fit the running optimizer:\n{listed}")
+
+    slots = _slots(state)
+    optimizer.state.clear()
+    for (group, named), saved in zip(running, state.groups, strict=True):
+        for option in _SCHEDULED & group.keys() & saved["options"].keys():
+            _set_option(group, option, saved["options"][option])
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for name, parameter in named.items():
+            values = dict(saved["parameters"][name]["scalars"])
+            for key, tensor in slots.get(name, {}).items():
+                stays = key == "step" and not on_device  # torch keeps the step counter on the CPU unless told otherwise
+                values[key] = _placed(tensor, parameter, torch.device("cpu") if stays else parameter.device)
+            if values:
+                optimizer.state[parameter] = values
+
+
+def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Each parameter group with its parameters by name."""
+    seen: set[str] = set()
+    for group in optimizer.param_groups:
+        numbers = range(len(seen), len(seen) + len(group["params"]))
+        names = group.get("param_names") or [str(number) for number in numbers]
+        named = dict(zip(names, group["params"], strict=True))
+        if len(named) != len(names) or seen & named.keys():
+            raise CheckpointError("two parameters of the optimizer have one name; names must be unique over all groups")
+        seen |= named.keys()
+        yield group, named
+
+
+def _outline(parameter: Tensor) -> dict[str, Any]:
+    return {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        plain = value.item() if isinstance(value, Tensor) else value  # a learning rate may be a 0-d tensor
+        check_plain(plain, f"optimizer option {key!r}")
+        options[key] = list(plain) if isinstance(plain, tuple) else plain
+    return options
+
+
+def _slots(state: OptimizerState) -> dict[str, dict[str, Tensor]]:
+    slots: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in state.tensors.items():
+        name, _, key = full_name.rpartition("/")
+        slots.setdefault(name, {})[key] = tensor
+    return slots
+
+
+def _placed(tensor: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+    if tensor.shape != parameter.shape:
+        return tensor.to(device, copy=True)
+    # Fused kernels walk through memory: the state needs the strides that torch gave it, those of the parameter.
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
+
+
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group[key], Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def _parameter_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState) -> list[str]:
+    here = {name: (number, tensor) for number, (_, named) in enumerate(running) for name, tensor in named.items()}
+    there = {
+        name: (number, outline)
+        for number, group in enumerate(state.groups)
+        for name, outline in group["parameters"].items()
+    }
+    problems = []
+    if missing := [name for name in here if name not in there]:
+        problems.append(f"parameters that the checkpoint lacks: {_listed(missing)}")
+    if added := [name for name in there if name not in here]:
+        problems.append(f"parameters that only the checkpoint has: {_listed(added)}")
+    if len(running) != len(state.groups):
+        problems.append(f"{len(state.groups)} parameter groups in the checkpoint, {len(running)} here")
+    for name in (name for name in here if name in there):
+        (group, parameter), (saved_group, outline) = here[name], there[name]
+        if group != saved_group:
+            problems.append(f"parameter {name!r}: in group {saved_group} of the checkpoint, in group {group} here")
+        for key, value in _outline(parameter).items():
+            if value != outline[key]:
+                problems.append(f"parameter {name!r}: {key} {outline[key]} in the checkpoint, {value} here")
+    return problems
+
+
+def _option_problems(
+    running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState, allow: Collection[str]
+) -> list[str]:
+    problems = []
+    for number, ((group, _), saved) in enumerate(zip(running, state.groups, strict=False)):
+        here, there = _options(group), saved["options"]
+        for key in sorted(here.keys() | there.keys()):
+            if key in _SCHEDULED or (key in here and key in there and here[key] == there[key]):
+                continue
+            change = f"option {key!r} of group {number}: {there.get(key)!r} in the checkpoint, {here.get(key)!r} here"
+            if key in _IMPLEMENTATION or key in allow or key not in here or key not in there:
+                logger.warning("%s: the running optimizer's is kept", change)
+            else:
+                problems.append(change)
+    return problems
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vqclip import checkpoint
+from vqclip.checkpoint import folders
+from vqclip.errors import CheckpointError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+STATE = {"lr": 0.1 + 0.2, "tiny": 5e-324, "big": 2**80, "text": "π\n", "none": None, "levels": [8, 5.0], "scaler": {}}
+
+
+def make(device: str = "cpu", seed: int = 0, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    named = list(model.named_parameters())
+    decay, rest = [p for p in named if p[1].ndim > 1], [p for p in named if p[1].ndim <= 1]
+    groups = [{"params": decay, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    images = torch.randn(8, 3, 3, 3, generator=torch.Generator().manual_seed(number))
+    device = next(model.parameters()).device
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (number + 1)
+    optimizer.zero_grad()
+    model(images.to(device)).square().mean().backward()
+    optimizer.step()
+
+
+def writer(model: nn.Module) -> Callable[[Path], None]:
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    return lambda folder: save_file(tensors, folder / "model.safetensors")
+
+
+def save(folder: Path, number: int, keep_last: int = 3, state: dict | None = None, seed: int = 0) -> Path:
+    model, optimizer = make(seed=seed)
+    step(model, optimizer, number)
+    return checkpoint.save(
+        folder,
+        number,
+        write_model=writer(model),
+        optimizer=optimizer,
+        state=STATE if state is None else state,
+        keep_last=keep_last,
+    )
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return checkpoint.pack_optimizer(optimizer).tensors
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_state_comes_back_exactly(tmp_path):
+    path = save(tmp_path, 1000)
+    assert path.name == "step-00001000"
+    loaded = checkpoint.load(path)
+    assert loaded.step == 1000
+    assert loaded.state == STATE
+    assert type(loaded.state["levels"][1]) is float
+    assert {"manifest.json", "state.json", "optimizer.safetensors", "optimizer.json", "model"} == set(os.listdir(path))
+    assert load_file(loaded.model_folder / "model.safetensors")
+    assert not loaded.tensors()
+
+
+def test_further_tensors(tmp_path):
+    model, optimizer = make()
+    tensors = {"rng": torch.get_rng_state(), "ema": torch.randn(4, 3).t(), "count": torch.tensor(2**62)}
+    path = checkpoint.save(
+        tmp_path, 3, write_model=writer(model), optimizer=optimizer, state={}, tensors=tensors, keep_last=1
+    )
+    loaded = checkpoint.load(path).tensors()
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {"b": [1, float("nan")]}}, r"state\.a\.b\[1\]: nan"),
+        ({"a": {1: 2}}, r"state\.a: key 1 is int"),
+        ({"a": torch.zeros(1)}, r"state\.a: Tensor"),
+    ],
+)
+def test_state_that_json_would_change_is_refused(tmp_path, state, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path, 1, state=state)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_resume_equals_going_on(tmp_path, device, options, memory_format):
+    model, optimizer = make(device, **options)
+    model.to(memory_format=memory_format)
+    for number in range(3):
+        step(model, optimizer, number)
+    path = checkpoint.save(tmp_path, 3, write_model=writer(model), optimizer=optimizer, state={"step": 3}, keep_last=1)
+    saved = {key: value.clone() for key, value in snapshot(optimizer).items()}
+    for number in range(3, 6):
+        step(model, optimizer, number)
+
+    other, resumed = make(device, seed=1, **options)
+    other.to(memory_format=memory_format)
+    step(other, resumed, 99)  # stale state that must go
+    loaded = checkpoint.load(path)
+    other.load_state_dict(load_file(loaded.model_folder / "model.safetensors"))
+    loaded.restore_optimizer(resumed)
+    for key, value in snapshot(resumed).items():
+        assert torch.equal(value, saved[key]), key
+        assert value.dtype == saved[key].dtype
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
+            assert resumed.state[twin][key].device == value.device
+            assert resumed.state[twin][key].stride() == value.stride()
+    assert [group["lr"] for group in resumed.param_groups] == [1e-2 / 3] * 2
+
+    for number in range(3, 6):
+        step(other, resumed, number)
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, twin)
+    for key, value in snapshot(optimizer).items():
+        assert torch.equal(value, snapshot(resumed)[key])
+
+
+def test_state_wider_than_the_parameter_keeps_its_bits():
+    parameter = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([parameter])
+    wide = torch.full((5,), 1 / 3, dtype=torch.float32)
+    optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": wide, "exp_avg_sq": wide * 2}
+    packed = checkpoint.pack_optimizer(optimizer)
+    twin = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    resumed = torch.optim.AdamW([twin])
+    checkpoint.restore_optimizer(resumed, packed)
+    assert resumed.state[twin]["exp_avg"].dtype == torch.float32
+    assert torch.equal(resumed.state[twin]["exp_avg"], wide)
+
+
+def test_packed_state_does_not_follow_the_optimizer():
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    packed = checkpoint.pack_optimizer(optimizer)
+    before = {key: value.clone() for key, value in packed.tensors.items()}
+    step(model, optimizer, 1)
+    assert all(torch.equal(before[key], value) for key, value in packed.tensors.items())
+    assert packed.groups[0]["options"]["lr"] == 1e-2
+
+
+def test_other_optimizers_unused_parameters_and_tensor_learning_rate():
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([used, unused], lr=torch.tensor(0.3))
+    optimizer.state[used] = {"momentum_buffer": None, "count": 3}
+    twins = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    resumed = torch.optim.SGD(twins, lr=torch.tensor(0.5))
+    checkpoint.restore_optimizer(resumed, checkpoint.pack_optimizer(optimizer))
+    assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.3))
+    assert resumed.state[twins[0]] == {"momentum_buffer": None, "count": 3}
+    assert twins[1] not in resumed.state
+
+
+def test_mismatches_are_refused_by_name_and_change_nothing():
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    packed = checkpoint.pack_optimizer(optimizer)
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(5, 2), nn.Linear(2, 2))
+    named = [(name, p) for name, p in other.named_parameters() if name != "0.bias"]
+    resumed = torch.optim.AdamW([{"params": named[:1]}, {"params": named[1:]}])
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.restore_optimizer(resumed, packed)
+    message = str(caught.value)
+    assert "parameters that the checkpoint lacks: 3.weight, 3.bias" in message
+    assert "parameters that only the checkpoint has: 0.bias" in message
+    assert "parameter '2.weight': shape [2, 4] in the checkpoint, [2, 5] here" in message
+    assert "parameter '2.weight': in group 0 of the checkpoint, in group 1 here" in message
+    assert "option 'weight_decay' of group 0: 0.2 in the checkpoint, 0.01 here" in message
+    assert not resumed.state
+
+
+def test_changed_options(caplog):
+    model, optimizer = make(foreach=True)
+    step(model, optimizer, 0)
+    packed = checkpoint.pack_optimizer(optimizer)
+    _, resumed = make(foreach=False, eps=1e-3)
+    with pytest.raises(CheckpointError, match=r"option 'eps' of group 0: 1e-08 in the checkpoint, 0\.001 here"):
+        checkpoint.restore_optimizer(resumed, packed)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.restore_optimizer(resumed, packed, allow=["eps"])
+    assert resumed.param_groups[0]["eps"] == 1e-3
+    assert resumed.param_groups[0]["foreach"] is False
+    assert "'eps'" in caplog.text
+    assert "'foreach'" in caplog.text
+    with pytest.raises(CheckpointError, match="of AdamW, the running optimizer is SGD"):
+        checkpoint.restore_optimizer(torch.optim.SGD(model.parameters()), packed)
+
+
+def test_keep_last_removes_the_oldest(tmp_path):
+    for number in (1, 2, 10, 9):
+        save(tmp_path, number, keep_last=2)
+    # Step 9 came after step 10: the newer folder is not counted and not touched.
+    assert names(tmp_path) == ["step-00000002", "step-00000009", "step-00000010"]
+
+
+def test_latest(tmp_path):
+    assert checkpoint.latest(tmp_path / "missing") is None
+    assert checkpoint.latest(tmp_path) is None
+    (tmp_path / ".tmp-step-00000005").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert checkpoint.latest(tmp_path) is None
+    for number in (99_999_999, 100_000_000):  # nine digits sort after eight
+        save(tmp_path, number)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-100000000"
+    assert names(tmp_path) == ["notes", "step-100000000", "step-99999999"]
+
+
+def test_damaged_newest_is_reported_and_the_one_before_used(tmp_path, caplog):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    (bad / "optimizer.safetensors").write_bytes(b"")
+    with caplog.at_level(logging.ERROR):
+        assert checkpoint.latest(tmp_path) == good
+    assert "step-00000002/optimizer.safetensors: 0 bytes" in caplog.text
+    shutil.rmtree(good / "model")
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints can be used") as caught:
+        checkpoint.latest(tmp_path)
+    assert "missing files: ['model/model.safetensors']" in str(caught.value)
+
+
+def test_damaged_checkpoint_is_replaced_and_newer_ones_set_aside(tmp_path):
+    save(tmp_path, 1)
+    bad, worse = save(tmp_path, 2), save(tmp_path, 3)
+    (bad / "state.json").unlink()
+    (worse / "state.json").unlink()
+    assert checkpoint.set_aside_newer(tmp_path, 2) == [tmp_path / "set-aside-step-00000003"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    assert checkpoint.latest(tmp_path) != save(tmp_path, 2)
+    assert checkpoint.latest(tmp_path) == bad
+    save(tmp_path, 3)
+    assert checkpoint.set_aside_newer(tmp_path, 2) == [tmp_path / "set-aside-step-00000003-2"]
+
+
+def test_any_flipped_bit_is_detected(tmp_path):
+    path = save(tmp_path, 1)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    assert len(files) == 5
+    draw = random.Random(0)
+    manifest = path / "manifest.json"
+    places = [(file, draw.randrange(file.stat().st_size)) for file in files for _ in range(20)]
+    places += [(manifest, offset) for offset in range(manifest.stat().st_size)]
+    for file, offset in places:
+        data = file.read_bytes()
+        flipped = bytearray(data)
+        flipped[offset] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=file.name):
+            checkpoint.verify(path)
+        file.write_bytes(data)
+    checkpoint.verify(path)
+
+
+def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
+    path = save(tmp_path / "run", 1)
+    (path / "model" / "extra.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"files not in manifest\.json: \['model/extra\.pt'\]"):
+        checkpoint.load(path)
+    (path / "model" / "extra.pt").unlink()
+    (path / "link").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="neither a plain file nor a folder"):
+        checkpoint.load(path)
+    (path / "link").unlink()
+    renamed = path.rename(path.parent / "step-00000007")
+    with pytest.raises(CheckpointError, match="the folder was renamed"):
+        checkpoint.load(renamed)
+    with pytest.raises(CheckpointError, match="expected a name like step-00001000"):
+        checkpoint.load(renamed.rename(tmp_path / "best"))
+
+
+def test_a_newer_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.manifest, "VERSION", 2)
+    path = save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="version 2; this vqclip reads 'vqclip-checkpoint' version 1"):
+        checkpoint.load(path)
+
+
+FAILING = ["pathlib.Path.write_text", "pathlib.Path.write_bytes", "pathlib.Path.rename", "os.fsync"]
+
+
+@pytest.mark.parametrize("call", [*FAILING, "vqclip.checkpoint.optimizer.save_file"])
+@pytest.mark.parametrize("number", [1, 2], ids=["same step", "new step"])
+def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch, call, number):
+    save(tmp_path, 1)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(call, full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path, number, keep_last=1, seed=5)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    save(tmp_path, number, keep_last=1, seed=5)
+    assert checkpoint.latest(tmp_path) == tmp_path / f"step-{number:08d}"
+
+
+def test_interrupted_replacement_loses_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 1, state={"try": 1})
+    rename = Path.rename
+
+    def fail_second(self, target):
+        if Path(target).name == "step-00000001":
+            raise OSError(errno.EIO, "input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_second)
+    with pytest.raises(CheckpointError, match="input/output error"):
+        save(tmp_path, 1, state={"try": 2})
+    monkeypatch.undo()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert checkpoint.load(found).state == {"try": 1}
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert checkpoint.load(tmp_path / "step-00000001").state == {"try": 1}
+
+
+def test_error_in_write_model_leaves_nothing_behind(tmp_path):
+    _, optimizer = make()
+
+    def broken(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 1, write_model=broken, optimizer=optimizer, state={}, keep_last=1)
+    assert names(tmp_path) == []
+
+
+# A process that saves as fast as it can, in a forked child so that each death costs no new import of torch.
+SAVER = """
+    import os, random, signal, sys, time
+    from pathlib import Path
+    import torch
+    from safetensors.torch import save_file
+    from vqclip import checkpoint
+
+    folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+    parameter = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = torch.optim.AdamW([("w", parameter)])
+
+    def save_for_ever(step):
+        while True:
+            value = torch.full((20_000,), float(step))
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), "exp_avg": value}
+            model = lambda aside: save_file({"w": value}, aside / "model.safetensors")
+            checkpoint.save(folder, step, write_model=model, optimizer=optimizer, state={"at": step}, keep_last=1)
+            step += draw.random() < 0.5  # often the same step again
+
+    last = 0
+    for death in range(30):
+        child = os.fork()
+        if child == 0:
+            save_for_ever(last + 1)
+        time.sleep(draw.uniform(0.02, 0.12))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        path = checkpoint.latest(folder)
+        if path is None:
+            assert last == 0
+            continue
+        loaded = checkpoint.load(path)
+        assert loaded.step == loaded.state["at"] >= last, (loaded.step, last)
+        loaded.restore_optimizer(optimizer)
+        assert (optimizer.state[parameter]["exp_avg"] == loaded.step).all()
+        last = loaded.step
+    assert last > 5, last
+    print("survived")
+"""
+
+
+def test_killed_while_saving(tmp_path):
+    folder = tmp_path / "checkpoints"
+    script = textwrap.dedent(SAVER)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, str(folder), "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "survived\n"
+    assert len(names(folder)) <= 4, names(folder)
+    last = checkpoint.latest(folder)
+    assert last is not None
+    save(folder, checkpoint.load(last).step + 1, keep_last=1)
+    assert len(names(folder)) == 1
+
+
+def test_full_disk_for_real(tmp_path):
+    """A file-size limit stops every writer, the one inside safetensors too, as a full disk does."""
+    script = """
+        import resource, signal, sys
+        from pathlib import Path
+        import torch
+        from vqclip import checkpoint
+        from vqclip.errors import CheckpointError
+
+        parameter = torch.nn.Parameter(torch.zeros(100_000))
+        optimizer = torch.optim.AdamW([("w", parameter)])
+        def save(step):
+            checkpoint.save(Path(sys.argv[1]), step, write_model=lambda aside: None, optimizer=optimizer, state={},
+                            keep_last=1)
+        save(1)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            save(2)
+        except CheckpointError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "step-00000002: the checkpoint could not be written" in done.stdout
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
