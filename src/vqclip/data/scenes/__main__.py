@@ -1,0 +1,40 @@
+"""Draw the data set and look at it: `python -m vqclip.data.scenes --out FOLDER --contact-sheet sheet.png`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vqclip.config import load_config
+from vqclip.data.scenes.contact_sheet import contact_sheet
+from vqclip.data.scenes.make import ScenesConfig, make_scenes
+from vqclip.errors import VqclipError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m vqclip.data.scenes", description="Draw the scenes data set.")
+    parser.add_argument("--out", type=Path, help="folder to draw into (default: $VQCLIP_CACHE or ~/.cache/vqclip)")
+    parser.add_argument("--contact-sheet", type=Path, metavar="FILE", help="also write pictures with captions as PNG")
+    parser.add_argument("--split", choices=("train", "val"), default="train", help="split on the contact sheet")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. image_size=224 train=500 seed=1")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        paths = make_scenes(options.out, load_config(ScenesConfig, None, options.overrides))
+        for split in ("train", "val", "test", "heldout"):
+            print(f"{split:8} {getattr(paths, split)}")
+        if options.contact_sheet:
+            contact_sheet(getattr(paths, options.split)).save(options.contact_sheet)
+            print(f"sheet    {options.contact_sheet}")
+    except VqclipError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
