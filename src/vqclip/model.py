@@ -1,0 +1,173 @@
+"""The thing that is trained: two tokenizers and a temperature."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal, NamedTuple, overload
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import CheckpointError
+from vqclip.pretrained import CONFIG_FILE, load_weights, parse_section, read_config, resolve, write_folder
+from vqclip.tokenizer import (
+    ImageTokenizer,
+    ImageTokenizerConfig,
+    TextTokenizer,
+    TextTokenizerConfig,
+    Tokenizer,
+    TokenizerOutput,
+)
+
+
+class TemperatureConfig(Config):
+    """The learned scale (and, for the sigmoid loss, bias) of the logits."""
+
+    init: float = Field(1 / 0.07, gt=0)
+    """First value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10."""
+    max: float = Field(100.0, gt=0)
+    """The scale is held at or below this."""
+    bias: float | None = None
+    """First value of a learned bias of the logits (SigLIP: -10); null for none. The sigmoid loss needs one."""
+
+    @model_validator(mode="after")
+    def _init_below_max(self) -> TemperatureConfig:
+        if self.init > self.max:
+            raise ValueError(f"got init {self.init} and max {self.max}; expected init <= max")
+        return self
+
+
+class ModelConfig(Config):
+    """Two tokenizers that share a joint embedding."""
+
+    embed_dim: int = Field(256, ge=2)
+    """E, width of the joint embedding."""
+    image: ImageTokenizerConfig
+    """The image tokenizer."""
+    text: TextTokenizerConfig
+    """The text tokenizer."""
+    temperature: TemperatureConfig = TemperatureConfig()
+    """The logits' scale and bias."""
+
+    def build(self) -> CLIP:
+        """Make the model; weights that are not pretrained come from torch's global generator."""
+        return CLIP(self)
+
+
+class CLIPOutput(NamedTuple):
+    """What the model gives in training."""
+
+    image: TokenizerOutput
+    text: TokenizerOutput
+    scale: Tensor
+    """() positive, factor of the logits."""
+    bias: Tensor | None
+    """() added to the logits, or None."""
+
+
+class CLIP(nn.Module):
+    """Contrastive language-image pretraining (Radford et al. 2021) through discrete tokens.
+
+    Args:
+        config: sizes and kinds of all parts.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.image = config.image.build(config.embed_dim)
+        self.text = config.text.build(config.embed_dim)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(config.temperature.init)))
+        bias = config.temperature.bias
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
+
+    def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
+        """Both tokenizers' training paths.
+
+        Args:
+            images: ``(B, 3, H, W)`` uint8.
+            tokens: ``(B, N)`` int64, as `TextTokenizer.preprocess` makes them.
+        """
+        # `* 1` hands the loss a tensor of this forward: DDP then sees the bias in its graph like all else.
+        bias = None if self.logit_bias is None else self.logit_bias * 1
+        return CLIPOutput(self.image(images), self.text(tokens), self.logit_scale.exp(), bias)
+
+    @torch.no_grad()
+    def clamp_temperature(self) -> None:
+        """Hold the scale at or below its maximum; called after an optimizer step."""
+        self.logit_scale.clamp_(max=math.log(self.config.temperature.max))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
+        config = {name: _section(part) for name, part in (("image", self.image), ("text", self.text))}
+        temperature = {"temperature": self.config.temperature.model_dump(mode="json")}
+        write_folder(Path(folder), config | temperature, self.state_dict())
+
+    @staticmethod
+    def from_pretrained(folder: str | Path) -> CLIP:
+        """Read a folder (or hub name) with both tokenizers, strictly; the model is in evaluation mode.
+
+        Raises:
+            CheckpointError: for a folder that is missing, damaged, or holds one modality alone.
+        """
+        path = resolve(folder)
+        stored = read_config(path)
+        sections = {name: dict(_stored_section(path, stored, name)) for name in ("image", "text")}
+        embed_dim = {name: section.pop("embed_dim", None) for name, section in sections.items()}
+        if embed_dim["image"] != embed_dim["text"]:
+            raise CheckpointError(f"{path / CONFIG_FILE}: image and text differ in embed_dim: {embed_dim}")
+        whole = {"embed_dim": embed_dim["image"], "temperature": stored.get("temperature", {}), **sections}
+        model = parse_section(path / CONFIG_FILE, ModelConfig, whole).build()
+        load_weights(path, model)
+        return model.eval()
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write one tokenizer alone to ``folder``."""
+    name = tokenizer.modality
+    state = {f"{name}.{key}": value for key, value in tokenizer.state_dict().items()}
+    write_folder(folder, {name: _section(tokenizer)}, state)
+
+
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
+def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
+    """Load a tokenizer for use: on the CPU, in evaluation mode.
+
+    Args:
+        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+        modality: ``"image"`` or ``"text"``.
+
+    Raises:
+        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
+        ValueError: for another modality.
+    """
+    if modality not in ("image", "text"):
+        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
+    path = resolve(folder)
+    section = dict(_stored_section(path, read_config(path), modality))
+    embed_dim = section.pop("embed_dim", None)
+    schema = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
+    tokenizer = parse_section(path / CONFIG_FILE, schema, section).build(embed_dim)
+    load_weights(path, tokenizer, prefix=f"{modality}.")
+    return tokenizer.eval()
+
+
+def _section(tokenizer: Tokenizer) -> dict[str, object]:
+    """The tokenizer's part of ``config.json``; its weights lie beside it, so none are fetched again."""
+    config = tokenizer.config
+    tower = config.tower.model_copy(update=config.tower.random_weights)
+    return config.model_copy(update={"tower": tower}).model_dump(mode="json") | {"embed_dim": tokenizer.embed_dim}
+
+
+def _stored_section(folder: Path, stored: dict[str, object], name: str) -> dict[str, object]:
+    section = stored.get(name)
+    if not isinstance(section, dict):
+        held = ", ".join(key for key in ("image", "text") if key in stored) or "no"
+        raise CheckpointError(f"{folder}: holds {held} tokenizer, not {name!r}")
+    return section

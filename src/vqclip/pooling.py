@@ -1,0 +1,86 @@
+"""From a sequence of decoded code vectors to one joint embedding: position, mixing, attention pooling.
+
+Shapes: B samples, N tokens, D width, E joint width (DESIGN section 2). Batches of zero samples pass through.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Multi-head attention of ``queries`` over ``keys`` with a mask of the keys (Vaswani et al. 2017).
+
+    Args:
+        width: D, must be a multiple of ``heads``.
+        heads: attention heads.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.head_width = heads, width // heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        """``(B, M, D)`` over ``(B, N, D)`` with mask ``(B, N)`` bool (True = real) → ``(B, M, D)``."""
+        q = self._split(self.query(queries))
+        k, v = (self._split(x) for x in self.key_value(keys).chunk(2, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None, :])
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block, so that codes may speak to each other before they are pooled."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """``(B, N, D)`` → ``(B, N, D)``."""
+        normed = self.norm_attention(x)
+        x = x + self.attention(normed, normed, mask)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class PooledEmbedding(nn.Module):
+    """Vectors of one sample to its unit-norm embedding: positions are added, blocks mix, one query pools.
+
+    Attention pooling with a learned query follows Set Transformer (Lee et al. 2019) and CoCa (Yu et al. 2022).
+
+    Args:
+        num_tokens: N.
+        width: D.
+        embed_dim: E.
+        heads: attention heads.
+        depth: transformer blocks before the pooling; 0 for none.
+    """
+
+    def __init__(self, num_tokens: int, width: int, embed_dim: int, heads: int, depth: int):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(num_tokens, width) * 0.02)
+        self.query = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm_keys = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, embed_dim, bias=False)
+
+    def forward(self, vectors: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``(B, N, D)`` with an optional mask ``(B, N)`` (True = real) → ``(B, E)``, each of length 1 (fp32)."""
+        x = vectors + self.position
+        for block in self.blocks:
+            x = block(x, mask)
+        keys = self.norm_keys(x)
+        pooled = self.attention(self.query.expand(x.shape[0], -1, -1), keys, mask).squeeze(1)
+        embedding = self.head(self.norm(pooled))
+        return F.normalize(embedding.double() if embedding.dtype == torch.float64 else embedding.float(), dim=-1)

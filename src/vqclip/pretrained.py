@@ -1,0 +1,105 @@
+"""The tokenizer folder: ``config.json`` and ``model.safetensors``, read strictly and without pickle.
+
+One folder holds an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
+under its name (``image.``, ``text.``), so that one modality is read without the other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+FORMAT_VERSION = 1
+ID_LAYOUT_VERSION = 1
+"""Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
+
+
+def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
+    (folder / CONFIG_FILE).write_text(json.dumps(header | config, indent=2) + "\n")
+    # The file is read on any machine: from the CPU, contiguous, tied tensors apart.
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, folder / WEIGHTS_FILE)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and check ``config.json``.
+
+    Raises:
+        CheckpointError: when the folder or file is missing, not ours, or of a newer version.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        raise CheckpointError(f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}")
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != "vqclip":
+        raise CheckpointError(f'{path}: expected "format": "vqclip"; this is some other model\'s folder')
+    for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
+        if config.get(key) != known:
+            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one")
+    return config
+
+
+def parse_section(path: Path, schema: type[Config], section: Any) -> Any:
+    """Validate one section of ``config.json`` as ``schema``; raises CheckpointError naming the file."""
+    try:
+        return schema.model_validate(section)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
+    """Load the tensors under ``prefix`` into ``module``: every one, and no other.
+
+    Raises:
+        CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped tensors.
+    """
+    path = folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
+    expected = module.state_dict()
+    problems = [f"missing {prefix}{name}" for name in expected if name not in state]
+    problems += [f"unexpected {prefix}{name}" for name in state if name not in expected]
+    problems += [
+        f"{prefix}{name}: got shape {tuple(state[name].shape)}, expected {tuple(expected[name].shape)}"
+        for name in expected
+        if name in state and state[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
+    module.load_state_dict(state, strict=True)
+
+
+def resolve(folder: str | Path) -> Path:
+    """A local folder, or a hub name (``owner/name``) brought to the hub's cache; only JSON, safetensors and card."""
+    path = Path(folder)
+    if path.exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, "README.md"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(f"{folder}: neither a folder here nor a model on the hub that can be reached: {error}") from error

@@ -1,0 +1,246 @@
+"""Tokenizers: image or text → ids → vectors → joint embedding.
+
+    tower → project to the quantizer → quantizer → project back → pool → unit-norm embedding
+                                           └→ ids
+
+Everything after the quantizer sees the codes alone, so the embedding that training optimises is the one that stored
+ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.data.decode import pil_to_uint8
+from vqclip.data.transforms import EvalTransformConfig
+from vqclip.errors import ShapeError
+from vqclip.pooling import PooledEmbedding
+from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
+from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class TokenizerOutput(NamedTuple):
+    """What a tokenizer gives in training."""
+
+    embedding: Tensor
+    """``(B, E)`` unit-norm, through the quantizer, gradients straight-through."""
+    ids: Tensor
+    """``(B, N, C)`` int64, -1 at padding."""
+    stats: Stats
+    """This rank's sums for the quantizer's losses and metrics."""
+
+
+class Tokenizer(nn.Module):
+    """What image and text tokenizers share: everything from tower features on.
+
+    Args:
+        tower: `ImageTower` or `TextTower`.
+        quantizer: any quantizer of `vqclip.quantizers`.
+        embed_dim: E, width of the joint embedding.
+        depth: transformer blocks between codes and pooling.
+        width: D, width of the vectors after the quantizer.
+        heads: attention heads of blocks and pooling.
+    """
+
+    def __init__(
+        self, tower: ImageTower | TextTower, quantizer: Quantizer, embed_dim: int, depth: int, width: int, heads: int
+    ):
+        super().__init__()
+        self.tower = tower
+        self.project_in = nn.Sequential(nn.LayerNorm(tower.width), nn.Linear(tower.width, quantizer.dim))
+        self.quantizer = quantizer
+        self.project_out = nn.Linear(quantizer.dim, width)
+        self.pool = PooledEmbedding(tower.num_tokens, width, embed_dim, heads, depth)
+        self.embed_dim = embed_dim
+
+    @property
+    def num_tokens(self) -> int:
+        """N, tokens a sample (for text: positions, padding included)."""
+        return self.tower.num_tokens
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """K of each of the C codebooks."""
+        return self.quantizer.codebook_sizes
+
+    @property
+    def bits_per_sample(self) -> float:
+        """Tokens × Σ log2(codebook size); for text that of a caption that fills every position."""
+        return self.num_tokens * self.quantizer.bits
+
+    def mask(self, inputs: Tensor) -> Tensor | None:
+        """``(B, N)`` bool, True at real tokens, or None where every token is real."""
+        raise NotImplementedError
+
+    def ids_mask(self, ids: Tensor) -> Tensor | None:
+        """`mask`, read off the ids."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> TokenizerOutput:
+        """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
+        mask = self.mask(inputs)
+        out = self.quantizer(self.project_in(self.tower(inputs)), mask)
+        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
+
+    def continuous(self, inputs: Tensor) -> Tensor:
+        """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
+        vectors = self.quantizer.continuous(self.project_in(self.tower(inputs)))
+        return self._embed(vectors, self.mask(inputs))
+
+    @torch.no_grad()
+    def _encode(self, inputs: Tensor) -> Tensor:
+        return self.quantizer(self.project_in(self.tower(inputs)), self.mask(inputs)).ids
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 at padding.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id outside its codebook.
+        """
+        vectors, mask = self.project_out(self._lookup(ids)), self.ids_mask(ids)
+        return vectors if mask is None else vectors * mask.unsqueeze(-1)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)``, unit-norm: from the codes alone.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id outside its codebook.
+        """
+        return self._embed(self._lookup(ids), self.ids_mask(ids))
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        expected = (self.num_tokens, len(self.codebook_sizes))
+        if ids.ndim != 3 or tuple(ids.shape[1:]) != expected:
+            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {expected[0]}, {expected[1]})")
+        return self.quantizer.decode(ids)
+
+    def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
+        return self.pool(self.project_out(vectors), mask)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
+        from vqclip.model import save_tokenizer
+
+        save_tokenizer(Path(folder), self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.project_out.weight.device
+
+
+class ImageTokenizer(Tokenizer):
+    """Images → ids → vectors and embeddings. Built by `ImageTokenizerConfig.build`.
+
+    Attributes:
+        config: what it was built from.
+        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation.
+    """
+
+    modality = "image"
+
+    def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
+        tower = config.tower.build()
+        super().__init__(tower, config.quantizer.build(), embed_dim, config.depth, config.width, config.heads)
+        self.config = config
+        self.transform = config.preprocess.build(tower.image_size)
+
+    def mask(self, inputs: Tensor) -> None:
+        """Every patch is real."""
+
+    def ids_mask(self, ids: Tensor) -> None:
+        """Every patch is real."""
+
+    def preprocess(self, image: Image) -> Tensor:
+        """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
+        return self.transform(pil_to_uint8(image))
+
+    def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+        """Images → ids ``(B, N, C)`` int64.
+
+        Args:
+            images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
+        """
+        if not isinstance(images, Tensor):
+            images = torch.stack([self.preprocess(image) for image in _listed(images)])
+        return self._encode(images.to(self.device))
+
+
+class TextTokenizer(Tokenizer):
+    """Captions → ids → vectors and embeddings. Built by `TextTokenizerConfig.build`.
+
+    Attributes:
+        config: what it was built from.
+        preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded.
+    """
+
+    modality = "text"
+    tower: TextTower
+
+    def __init__(self, config: TextTokenizerConfig, embed_dim: int):
+        tower = config.tower.build()
+        super().__init__(tower, config.quantizer.build(), embed_dim, config.depth, config.width, config.heads)
+        self.config = config
+        self.preprocess = config.tower.vocabulary()
+
+    def mask(self, inputs: Tensor) -> Tensor:
+        """``(B, N)`` bool, True at real tokens."""
+        return self.tower.mask(inputs)
+
+    def ids_mask(self, ids: Tensor) -> Tensor:
+        """A position is real when it has an id."""
+        return (ids >= 0).any(dim=-1)
+
+    def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
+        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding."""
+        tokens = captions if isinstance(captions, Tensor) else self.preprocess(captions)
+        return self._encode(tokens.to(self.device))
+
+
+def _listed(images: Any) -> list[Any]:
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+class _TokenizerConfig(Config):
+    quantizer: QuantizerConfig
+    """What turns features into codes."""
+    width: int = Field(256, ge=8)
+    """D, width of the vectors that are rebuilt from the codes."""
+    heads: int = Field(4, ge=1)
+    """Attention heads after the quantizer; must divide `width`."""
+    depth: int = Field(1, ge=0)
+    """Transformer blocks between the codes and the pooling."""
+
+
+class ImageTokenizerConfig(_TokenizerConfig):
+    """An image tokenizer."""
+
+    tower: ImageTowerConfig
+    """What turns pixels into patch features."""
+    preprocess: EvalTransformConfig = EvalTransformConfig()
+    """How an image is brought to the tower's size outside training."""
+
+    def build(self, embed_dim: int) -> ImageTokenizer:
+        """Make the tokenizer with a joint embedding of ``embed_dim``."""
+        return ImageTokenizer(self, embed_dim)
+
+
+class TextTokenizerConfig(_TokenizerConfig):
+    """A text tokenizer."""
+
+    tower: TextTowerConfig
+    """What turns captions into per-token features."""
+
+    def build(self, embed_dim: int) -> TextTokenizer:
+        """Make the tokenizer with a joint embedding of ``embed_dim``."""
+        return TextTokenizer(self, embed_dim)

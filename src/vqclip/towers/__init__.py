@@ -1,0 +1,16 @@
+"""Towers: networks that map pixels or text to a grid or sequence of features ``(B, N, D)``.
+
+A tower is one file with its config class beside it and one line in a union below.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vqclip.towers.image import ImageTower, OpenCLIPImageTowerConfig, TimmTowerConfig
+from vqclip.towers.text import OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig, Vocabulary
+
+ImageTowerConfig = Annotated[TimmTowerConfig | OpenCLIPImageTowerConfig, Field(discriminator="kind")]
+TextTowerConfig = Annotated[TransformerTowerConfig | OpenCLIPTextTowerConfig, Field(discriminator="kind")]
+
+__all__ = ["ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig", "Vocabulary"]

@@ -1,0 +1,168 @@
+"""Image towers: any timm model, or the vision half of an open_clip model; pixels to a grid of features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
+
+
+class ImageTower(nn.Module):
+    """A backbone that turns pixels into patch features.
+
+    Args:
+        backbone: module ``(B, 3, H, W) -> (B, N, D)``; ``set_grad_checkpointing`` is forwarded to it.
+        normalize: what is done to the pixels first.
+
+    Attributes:
+        image_size: height and width in pixels.
+        num_tokens: N, patches an image.
+        width: D, features a patch.
+    """
+
+    def __init__(self, backbone: nn.Module, normalize: Normalize):
+        super().__init__()
+        _refuse_batch_norm(backbone)
+        self.normalize = normalize
+        self.backbone = backbone
+        self.image_size = normalize.image_size
+        with torch.no_grad():
+            probe = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
+        self.train()
+        self.num_tokens, self.width = probe.shape[1], probe.shape[2]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``(B, 3, H, W)`` uint8 or 0..1 → patch features ``(B, N, D)``."""
+        return self.backbone(self.normalize(images))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade compute for memory: recompute the backbone's activations in the backward pass."""
+        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+
+class _TimmFeatures(nn.Module):
+    """A timm model's last feature map as ``(B, N, D)``, prefix (class, register) tokens dropped."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.prefix = int(getattr(model, "num_prefix_tokens", 0))
+        self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        features: Tensor = self.model.forward_features(pixels)  # type: ignore[operator]
+        if features.ndim == 3:
+            return features[:, self.prefix :]
+        return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.model.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+
+class _OpenCLIPFeatures(nn.Module):
+    """The last patch features of an open_clip vision tower (its own ViT or a timm trunk) as ``(B, N, D)``."""
+
+    def __init__(self, visual: nn.Module):
+        super().__init__()
+        self.visual = visual
+        # Pooling and head are never run: without this their weights would wait for a gradient that never comes.
+        visual.prune_intermediate_layers(1, prune_norm=False, prune_head=True)  # type: ignore[operator]
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        out = self.visual.forward_intermediates(  # type: ignore[operator]
+            pixels, indices=1, normalize_intermediates=True, intermediates_only=True, output_fmt="NLC"
+        )
+        return out["image_intermediates"][-1]
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.visual.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+
+class TimmTowerConfig(Config):
+    """An image tower made by ``timm.create_model``."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
+    """What to change to build the same network without fetching weights."""
+
+    kind: Literal["timm"] = "timm"
+    name: str
+    """Name of the timm model, such as `vit_base_patch16_224` or `convnext_atto`."""
+    image_size: int = Field(ge=8, le=4096)
+    """Height and width of the input in pixels."""
+    pretrained: bool = False
+    """Load timm's pretrained weights (needs the network or timm's cache)."""
+    checkpoint: Path | None = None
+    """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
+    args: dict[str, Any] = {}
+    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`."""
+
+    def build(self) -> ImageTower:
+        """Make the tower.
+
+        Raises:
+            ConfigError: for a name or an argument that timm does not know, or a model with batch normalisation.
+        """
+        import timm
+
+        if not timm.is_model(self.name):
+            close = ", ".join(timm.list_models(f"*{self.name[:6]}*")[:5]) or "see timm.list_models()"
+            raise ConfigError(f"tower.name: timm has no model {self.name!r}; did you mean one of: {close}?")
+        args = dict(self.args)
+        if "vit" in self.name or "img_size" in args:  # convolutional models take any size and refuse the argument
+            args.setdefault("img_size", self.image_size)
+        try:
+            model = timm.create_model(
+                self.name,
+                pretrained=self.pretrained,
+                checkpoint_path=str(self.checkpoint or ""),
+                num_classes=0,
+                global_pool="",
+                **args,
+            )
+        except TypeError as error:
+            raise ConfigError(f"tower.args: timm model {self.name!r} refuses {args}: {error}") from error
+        # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
+        stats = model.pretrained_cfg or {}
+        mean, std = stats.get("mean", OPENAI_MEAN), stats.get("std", OPENAI_STD)
+        return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+
+
+class OpenCLIPImageTowerConfig(Config):
+    """The vision half of an open_clip model."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
+    """What to change to build the same network without fetching weights."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    model: str
+    """Name of the open_clip model, such as `ViT-B-16`."""
+    pretrained: str | None = None
+    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+
+    def build(self) -> ImageTower:
+        """Make the tower; raises ConfigError for an unknown model or tag."""
+        from vqclip.towers.open_clip import create_open_clip
+
+        clip = create_open_clip(self.model, self.pretrained)
+        visual = clip.visual
+        size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
+        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
+        return ImageTower(_OpenCLIPFeatures(visual), Normalize(int(size), mean, std))
+
+
+def _refuse_batch_norm(backbone: nn.Module) -> None:
+    """Batch norm ties a sample to the others of its rank: N processes would not compute what one computes."""
+    names = [name for name, module in backbone.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if names:
+        raise ConfigError(
+            f"tower: got a model with {len(names)} batch-normalisation layers (first: {names[0]}), whose statistics "
+            "differ between one process and many; expected one without: choose a ViT or ConvNeXt, or for timm ResNets "
+            "set args: {norm_layer: groupnorm1} or {norm_layer: layernorm2d}"
+        )

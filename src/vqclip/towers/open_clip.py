@@ -1,0 +1,43 @@
+"""One place that asks open_clip for a whole model and turns its complaints into ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vqclip.errors import ConfigError
+
+
+def create_open_clip(model: str, pretrained: str | None) -> Any:
+    """Make an open_clip model whose text half is a module of its own (``.visual``, ``.text``).
+
+    Args:
+        model: name of an open_clip model configuration.
+        pretrained: tag of pretrained weights, path of a local file, or None for random weights.
+
+    Raises:
+        ConfigError: for a model or tag that open_clip does not know.
+    """
+    import open_clip
+
+    config = open_clip.get_model_config(model)
+    if config is None:
+        from difflib import get_close_matches
+
+        close = ", ".join(get_close_matches(model, open_clip.list_models(), n=5)) or "see open_clip.list_models()"
+        raise ConfigError(f"tower.model: open_clip has no model {model!r}; did you mean one of: {close}?")
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained is not None and pretrained not in tags and not Path(pretrained).is_file():
+        raise ConfigError(
+            f"tower.pretrained: got {pretrained!r}, which is neither a file nor one of the tags of {model}: "
+            f"{', '.join(tags) or 'none'}"
+        )
+    if pretrained in tags:
+        activation = bool(open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False))
+        if activation != bool(config.get("quick_gelu", False)):
+            raise ConfigError(
+                f"tower.pretrained: the weights {pretrained!r} were trained {'with' if activation else 'without'} "
+                f"QuickGELU, {model} is built {'without' if activation else 'with'} it; expected "
+                f"{model + '-quickgelu' if activation else model.removesuffix('-quickgelu')} as the model"
+            )
+    return open_clip.create_model(model, pretrained=pretrained, force_custom_text=True, weights_only=True)

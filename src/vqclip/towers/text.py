@@ -1,0 +1,174 @@
+"""Text towers: open_clip's text transformer over its byte-pair vocabulary; captions to per-token features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError, ShapeError
+
+Vocabulary = Callable[[Sequence[str]], Tensor]
+"""Captions to token numbers ``(B, N)`` int64, padded with 0."""
+
+
+class TextTower(nn.Module):
+    """A text transformer that gives a feature for every token.
+
+    Args:
+        transformer: an ``open_clip.transformer.TextTransformer``.
+
+    Attributes:
+        context_length: N, the fixed number of positions; captions are cut or padded to it.
+        width: D, features a token.
+        vocab_size: size of the byte-pair vocabulary.
+    """
+
+    def __init__(self, transformer: nn.Module):
+        super().__init__()
+        # Per-token features leave before pooling and projection, which would wait for a gradient that never comes.
+        transformer.pool_type = "none"  # type: ignore[assignment]
+        transformer.text_projection = None  # type: ignore[assignment]
+        transformer.output_tokens = False  # type: ignore[assignment]
+        self.transformer = transformer
+        self.context_length = int(transformer.context_length)  # type: ignore[arg-type]
+        self.width = int(transformer.width)  # type: ignore[arg-type]
+        self.vocab_size = int(transformer.vocab_size)  # type: ignore[arg-type]
+        self.pad_id = int(transformer.pad_id)  # type: ignore[arg-type]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, token positions a caption, padding included."""
+        return self.context_length
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """``(B, N)`` bool, True where ``tokens`` holds a real token."""
+        return tokens != self.pad_id
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``(B, N)`` int64 token numbers → features ``(B, N, D)``; those of padding mean nothing.
+
+        Raises:
+            ShapeError: when shape or dtype is another.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] != self.context_length or tokens.dtype != torch.int64:
+            raise ShapeError(
+                f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
+                f"(B, {self.context_length}) int64; tokenizer.preprocess makes such a tensor from captions"
+            )
+        return self.transformer(tokens)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Trade compute for memory: recompute the transformer's activations in the backward pass."""
+        self.transformer.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+
+class TransformerTowerConfig(Config):
+    """A text transformer of your own size (open_clip's module and vocabulary)."""
+
+    random_weights: ClassVar[dict[str, Any]] = {}
+    """What to change to build the same network without fetching weights."""
+
+    kind: Literal["transformer"] = "transformer"
+    context_length: int = Field(32, ge=4, le=4096)
+    """Token positions a caption, start and end marks included; longer captions are cut."""
+    width: int = Field(512, ge=8)
+    """Features a token."""
+    heads: int = Field(8, ge=1)
+    """Attention heads; must divide `width`."""
+    layers: int = Field(12, ge=1)
+    """Transformer blocks."""
+    causal: bool = True
+    """True: a token sees only those before it, as in CLIP. False: it sees the whole caption but the padding."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> TransformerTowerConfig:
+        if self.width % self.heads:
+            raise ValueError(f"got width {self.width} and heads {self.heads}; expected heads that divide width")
+        return self
+
+    def build(self) -> TextTower:
+        """Make the tower with random weights (torch's global generator)."""
+        from open_clip.transformer import TextTransformer
+
+        transformer = TextTransformer(
+            context_length=self.context_length,
+            vocab_size=_bpe().vocab_size,
+            width=self.width,
+            heads=self.heads,
+            layers=self.layers,
+            output_dim=None,  # type: ignore[arg-type]
+            pool_type="none",
+            no_causal_mask=not self.causal,
+            use_pad_mask=not self.causal,
+        )
+        return TextTower(transformer)
+
+    def vocabulary(self) -> Vocabulary:
+        """What turns captions into this tower's token numbers."""
+        return BPE(self.context_length)
+
+
+class OpenCLIPTextTowerConfig(Config):
+    """The text half of an open_clip model."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
+    """What to change to build the same network without fetching weights."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    model: str
+    """Name of the open_clip model, such as `ViT-B-16`."""
+    pretrained: str | None = None
+    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+
+    def build(self) -> TextTower:
+        """Make the tower; raises ConfigError for an unknown model or tag, or a text tower that is not open_clip's."""
+        from open_clip.transformer import TextTransformer
+
+        from vqclip.towers.open_clip import create_open_clip
+
+        text = create_open_clip(self.model, self.pretrained).text
+        if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != _bpe().vocab_size:
+            raise ConfigError(
+                f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
+                "class token; expected open_clip's own text transformer over its byte-pair vocabulary (such as ViT-B-16)"
+            )
+        return TextTower(text)
+
+    def vocabulary(self) -> Vocabulary:
+        """What turns captions into this tower's token numbers."""
+        import open_clip
+
+        config = open_clip.get_model_config(self.model) or {}
+        return BPE(int(config.get("text_cfg", {}).get("context_length", 77)))
+
+
+class BPE:
+    """open_clip's byte-pair vocabulary at a fixed context length.
+
+    Holds only the length, so that data-loader workers receive it cheaply; the tables are loaded once a process.
+
+    Args:
+        context_length: N, token positions a caption.
+    """
+
+    def __init__(self, context_length: int):
+        self.context_length = context_length
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """``list[str]`` of length B → ``(B, N)`` int64, start and end marks included, padded with 0."""
+        if isinstance(captions, str):
+            raise ShapeError(f"captions: got one str ({captions[:40]!r}), expected a list of str")
+        return _bpe()(list(captions), context_length=self.context_length)
+
+
+@lru_cache(maxsize=1)
+def _bpe() -> Any:
+    from open_clip.tokenizer import SimpleTokenizer
+
+    return SimpleTokenizer()
