@@ -1,0 +1,65 @@
+"""All that vqclip knows of other processes: the only package that talks to torch.distributed.
+
+Everything here is the identity when there is one process, reads the state of the process group when called (so a module
+may be built before or after `init`), and takes an optional `group`; ranks are then ranks within that group. All ranks
+of the group must call the same functions in the same order.
+
+**How gradients are scaled.** Every rank computes the full loss over the global batch, so all ranks hold the same
+scalar L and each calls `L.backward()`. The backward of a collective returns the *sum* over ranks of the incoming
+gradients; as all W ranks differentiate the same L, what reaches a rank's own input is W · dL/dx. DDP then *averages*
+the gradients of the parameters over ranks, which divides by W. Together they give the gradient that one process
+computes on the whole batch, for equal, unequal and empty shares alike. Two rules follow: normalise a loss by the
+*global* count (`global_mean`), never by the local one; and a parameter that every rank uses in the loss itself, such as
+the temperature, needs no collective, for DDP's average of W equal gradients is the right one.
+
+Which sum to use:
+
+- `reduce_`: statistics that carry no gradient, in place (it refuses a tensor that requires one).
+- `replicated_sum`, `global_mean`: all ranks compute the *same* loss from the result. Backward is W times the gradient,
+  without any collective, so it cannot hang.
+- `all_reduce`: the ranks compute *different* things from the result; backward is a collective, like that of
+  `all_gather`, and must run on every rank.
+
+A peer that died, or a wait longer than the timeout given to `init`, ends in a `DistributedError` that names the
+collective. (NCCL enforces its timeout in a thread of its own, which ends the process with NCCL's message instead.)
+"""
+
+from vqclip.dist._collectives import all_gather, all_reduce, gather_sizes, global_mean, reduce_, replicated_sum
+from vqclip.dist._control import any_rank, barrier, broadcast_json, gather_json, shared_seed
+from vqclip.dist._ddp import unwrap_ddp, wrap_ddp
+from vqclip.dist._state import (
+    Group,
+    init,
+    is_distributed,
+    is_main,
+    local_rank,
+    named_errors,
+    rank,
+    shutdown,
+    world_size,
+)
+
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_reduce",
+    "any_rank",
+    "barrier",
+    "broadcast_json",
+    "gather_json",
+    "gather_sizes",
+    "global_mean",
+    "init",
+    "is_distributed",
+    "is_main",
+    "local_rank",
+    "named_errors",
+    "rank",
+    "reduce_",
+    "replicated_sum",
+    "shared_seed",
+    "shutdown",
+    "unwrap_ddp",
+    "world_size",
+    "wrap_ddp",
+]

@@ -1,0 +1,229 @@
+"""Collectives on tensors. How their gradients are scaled is said once, in the docstring of the package.
+
+The autograd functions below stand on the public `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce`,
+which are the same, eager and compiled, from torch 2.6 on. `torch.distributed.nn.functional` offers the like, but from
+torch 2.15 on it warns that it is deprecated and refuses to be compiled. A test holds the gradients equal to its.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vqclip.dist._state import Group, control_device, is_distributed, rank, run_collective, world_size
+from vqclip.errors import DistributedError, ShapeError
+
+
+def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
+    """Concatenate every rank's `x` along the first dimension, in rank order, keeping the gradient.
+
+    Args:
+        x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero, everything else must be equal.
+        sizes: All B_r in rank order, where the caller knows them. Saves the exchange that asks for them, with its
+            checks, and lets `torch.compile` keep one graph.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        `(ΣB_r, ...)`, the same on every rank. Backward gives a rank the sum over ranks of the gradients of its own
+        rows; it is a collective, so every rank must run it.
+
+    Raises:
+        ShapeError: `x` is a scalar, or `sizes` do not fit.
+        DistributedError: The ranks' dtypes or shapes do not fit together, or only some of them want gradients (the
+            others would never enter the backward).
+    """
+    if x.ndim == 0:
+        raise ShapeError("all_gather: got a scalar, expected at least one dimension; pass x[None]")
+    if not is_distributed(group):
+        return x
+    sizes = gather_sizes(x, group) if sizes is None else sizes
+    if len(sizes) != world_size(group) or sizes[rank(group)] != x.shape[0]:
+        raise ShapeError(
+            f"all_gather: sizes {list(sizes)} do not fit rank {rank(group)} of {world_size(group)}, which has "
+            f"{x.shape[0]} rows; pass every rank's number of rows, in rank order"
+        )
+    if sum(sizes) * math.prod(x.shape[1:]) == 0:
+        return x.new_empty(sum(sizes), *x.shape[1:])
+    if x.dtype == torch.bool:  # gloo knows none
+        return all_gather(x.to(torch.uint8), sizes, group).to(torch.bool)
+    longest = max(sizes)
+    padding = x.new_zeros(longest - x.shape[0], *x.shape[1:])
+    gathered = _Gather.apply(torch.cat([x, padding]) if len(padding) else x, group)
+    if min(sizes) == longest:
+        return gathered
+    return torch.cat([rows[:size] for rows, size in zip(gathered.split(longest), sizes, strict=True)])
+
+
+def gather_sizes(x: Tensor, group: Group = None) -> list[int]:
+    """Every rank's number of rows B_r, in rank order, having checked that `all_gather(x)` is possible.
+
+    Raises:
+        DistributedError: The ranks differ in dtype, in the shape of a row, or in whether they want gradients.
+    """
+    if not is_distributed(group):
+        return [x.shape[0]]
+    row = f"{tuple(x.shape[1:])} of {x.dtype}"
+    wants_grad = torch.is_grad_enabled() and x.requires_grad
+    mine = torch.tensor([x.shape[0], zlib.crc32(row.encode()), wants_grad], device=control_device(group))
+    gathered = mine.new_empty(world_size(group) * len(mine))
+    run_collective("all_gather (sizes)", c10d.all_gather_into_tensor, gathered, mine, group=group)
+    sizes, rows, wants = (list(column) for column in zip(*gathered.view(-1, len(mine)).tolist(), strict=True))
+    if len(set(rows)) > 1:
+        others = [r for r, other in enumerate(rows) if other != rows[rank(group)]]
+        raise DistributedError(
+            f"all_gather: rank {rank(group)} has rows {row}, and ranks {others} have other ones; "
+            "dtype and all dimensions but the first must be equal"
+        )
+    if len(set(wants)) > 1:
+        with_grad = [r for r, want in enumerate(wants) if want]
+        raise DistributedError(
+            f"all_gather: only ranks {with_grad} of {len(wants)} want gradients, so the backward would wait for ever; "
+            "run all ranks with gradients (an empty batch too) or all under torch.no_grad()"
+        )
+    return sizes
+
+
+def all_reduce(x: Tensor, group: Group = None) -> Tensor:
+    """Sum `x` over ranks into a new tensor, keeping the gradient; `x` itself stays as it is.
+
+    Args:
+        x: Any shape, equal on every rank.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        Like `x`, the same on every rank. Backward sums the gradients over ranks: a collective, to be run by every rank.
+    """
+    return _AllReduce.apply(x, group) if is_distributed(group) else x
+
+
+def replicated_sum(x: Tensor, group: Group = None) -> Tensor:
+    """Sum `x` over ranks into a new tensor from which every rank computes the same loss.
+
+    As the ranks' incoming gradients are then equal, their sum is W times one's own: backward holds no collective.
+
+    Args:
+        x: Any shape, equal on every rank.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        Like `x`, the same on every rank.
+    """
+    return _ReplicatedSum.apply(x, group) if is_distributed(group) else x
+
+
+def global_mean(total: Tensor, count: Tensor | float, group: Group = None) -> Tensor:
+    """Σ total ÷ Σ count over ranks, in one reduction, for a loss that every rank computes alike (`replicated_sum`).
+
+    A mean of the ranks' means would be wrong where they hold different counts.
+
+    Args:
+        total: This rank's sum, any shape, floating point; may carry a gradient.
+        count: This rank's number of terms (or sum of weights), a scalar or shaped like `total`; zero on an empty rank.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        Shape and dtype of `total`, the same on every rank; 0 where the global count is 0. Summed in fp64.
+    """
+    # In fp64, in which every count is exact.
+    share = torch.as_tensor(count, device=total.device).to(torch.float64)
+    flat = torch.cat([total.to(torch.float64).reshape(-1), share.reshape(-1)])
+    totals, counts = replicated_sum(flat, group).split([total.numel(), share.numel()])
+    counts = counts.view(share.shape)
+    mean = totals.view(total.shape) / counts.masked_fill(counts == 0, 1.0)
+    return mean.masked_fill(counts == 0, 0.0).to(total.dtype)
+
+
+def reduce_(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
+    """Reduce statistics over ranks in place.
+
+    Args:
+        x: Any shape, equal on every rank; must not require a gradient.
+        op: "sum", "max" or "min".
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        `x`, the same on every rank.
+
+    Raises:
+        DistributedError: `x` requires a gradient, which an in-place reduction would silently drop.
+    """
+    if x.requires_grad:
+        raise DistributedError(
+            "reduce_ was given a tensor that requires a gradient, and would drop it; use replicated_sum where every "
+            "rank computes the same loss from the sum, all_reduce where not, or pass x.detach()"
+        )
+    ops = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX, "min": c10d.ReduceOp.MIN}
+    if op not in ops:
+        raise DistributedError(f"reduce_: got op {op!r}, expected one of {', '.join(ops)}")
+    if is_distributed(group) and x.numel():
+        dense = x.contiguous()
+        run_collective("reduce_", c10d.all_reduce, dense, op=ops[op], group=group)
+        if dense is not x:
+            x.copy_(dense)
+    return x
+
+
+def _summed(x: Tensor, name: str, group: Group) -> Tensor:
+    """A new tensor with the sum over ranks; half precision is summed in fp32."""
+    total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
+    if total.numel():
+        run_collective(name, c10d.all_reduce, total, group=group)
+    return total.to(x.dtype)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of equal shares; backward sums the gradients over ranks and hands each its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        out = x.new_empty(world_size(group) * x.shape[0], *x.shape[1:])
+        run_collective("all_gather", c10d.all_gather_into_tensor, out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        full = grad.to(_sum_dtype(grad)).contiguous()
+        mine = full.new_empty(full.shape[0] // world_size(ctx.group), *full.shape[1:])
+        run_collective("all_gather (backward)", c10d.reduce_scatter_tensor, mine, full, group=ctx.group)
+        return mine.to(grad.dtype), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over ranks; backward sums the gradients over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _summed(x, "all_reduce", group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, "all_reduce (backward)", ctx.group), None
+
+
+class _ReplicatedSum(torch.autograd.Function):
+    """Sum over ranks; backward is W times the gradient, which is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.world_size = world_size(group)
+        return _summed(x, "replicated_sum", group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.world_size, None

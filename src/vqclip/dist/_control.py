@@ -1,0 +1,102 @@
+"""Small messages between ranks: flags, seeds, and plain values as JSON (never pickle, which can run code)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+
+from vqclip.dist._collectives import all_gather, reduce_
+from vqclip.dist._state import Group, control_device, is_distributed, run_collective, world_size
+from vqclip.errors import DistributedError
+
+
+def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
+    """Whether `flag` is true on at least one rank: how ranks agree to stop at the same step."""
+    if not is_distributed(group):
+        return bool(flag)
+    return bool(reduce_(torch.tensor(int(bool(flag)), device=control_device(group)), "max", group))
+
+
+def barrier(group: Group = None) -> None:
+    """Wait until every rank is here."""
+    any_rank(False, group)
+
+
+def shared_seed(group: Group = None) -> int:
+    """A fresh random integer in [0, 2^63), the same on every rank; drawn from the system, touching no generator."""
+    return int(broadcast_json(secrets.randbits(63), group=group))
+
+
+def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
+    """Give every rank the `value` that rank `src` of the group holds.
+
+    Args:
+        value: What JSON can hold; what the other ranks pass is ignored. Comes back as JSON gives it: tuples as lists,
+            keys as strings.
+        src: Rank within `group`.
+        group: The ranks that take part; all of them by default.
+
+    Raises:
+        DistributedError: `value` cannot be written as JSON, or `src` is no rank of the group. Raised on every rank.
+    """
+    if not 0 <= src < world_size(group):
+        raise DistributedError(f"broadcast_json: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
+    if not is_distributed(group):
+        return _decode(_encode(value))
+    source = src if group is None else c10d.get_global_rank(group, src)
+    sends = c10d.get_rank() == source
+    payload = _encode(value) if sends else b""
+    length = torch.tensor(len(payload), device=control_device(group))
+    run_collective("broadcast_json", c10d.broadcast, length, source, group=group)
+    data = _to_tensor(payload, group) if sends else torch.empty(int(length), dtype=torch.uint8, device=length.device)
+    run_collective("broadcast_json", c10d.broadcast, data, source, group=group)
+    return _decode(_to_bytes(data))
+
+
+def gather_json(value: Any, group: Group = None) -> list[Any]:
+    """Every rank's `value`, in rank order, on every rank.
+
+    Args:
+        value: What JSON can hold. Comes back as JSON gives it: tuples as lists, keys as strings.
+        group: The ranks that take part; all of them by default.
+
+    Raises:
+        DistributedError: Some rank's value cannot be written as JSON. Raised on every rank.
+    """
+    if not is_distributed(group):
+        return [_decode(_encode(value))]
+    payload = _to_tensor(_encode(value), group)
+    lengths = all_gather(torch.tensor([len(payload)], device=payload.device), [1] * world_size(group), group).tolist()
+    parts = all_gather(payload, lengths, group).split(lengths)
+    return [_decode(_to_bytes(part)) for part in parts]
+
+
+# A value that cannot be encoded travels as an error, so that all ranks raise instead of some waiting.
+def _encode(value: Any) -> bytes:
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError) as error:
+        return json.dumps({"error": f"{type(value).__name__}: {error}"}).encode()
+
+
+def _decode(payload: bytes) -> Any:
+    message = json.loads(payload)
+    if "error" in message:
+        raise DistributedError(
+            f"got a value that JSON cannot hold ({message['error']}); "
+            "expected numbers, strings, booleans, None, and lists and dicts of them"
+        )
+    return message["value"]
+
+
+def _to_tensor(payload: bytes, group: Group) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(control_device(group))
+
+
+def _to_bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()

@@ -1,0 +1,148 @@
+"""Who and how many we are, joining and leaving the job, and errors that name the collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as c10d
+
+from vqclip.errors import DistributedError
+
+Group: TypeAlias = "c10d.ProcessGroup | None"
+
+# What torchrun sets for every process and `env://` needs.
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_distributed(group: Group = None) -> bool:
+    """Whether there is more than one process (in `group`)."""
+    return world_size(group) > 1
+
+
+def world_size(group: Group = None) -> int:
+    """Number of ranks W in `group`; 1 without a process group.
+
+    Raises:
+        DistributedError: This process does not belong to `group`.
+    """
+    if not _initialized():
+        return 1
+    size = c10d.get_world_size(group)
+    if size < 1:
+        raise DistributedError(
+            f"rank {c10d.get_rank()} is not in the group it was given; "
+            "call the collectives of a subgroup on its members only"
+        )
+    return size
+
+
+def rank(group: Group = None) -> int:
+    """This process's rank within `group`; 0 without a process group, -1 outside of `group`."""
+    return c10d.get_rank(group) if _initialized() else 0
+
+
+def local_rank() -> int:
+    """This process's rank on its machine, by which it picks its GPU; 0 unless torchrun says otherwise."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main(group: Group = None) -> bool:
+    """Whether this is rank 0 (of `group`), which writes logs and checkpoints."""
+    return rank(group) == 0
+
+
+def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
+    """Join the job that torchrun's environment variables describe; without them (one process) do nothing.
+
+    Tensors on the CPU travel by gloo, those on CUDA devices by NCCL. Does nothing if a process group exists already.
+
+    Args:
+        device: "cpu" or "cuda"; for "cuda" this process's GPU becomes the current one.
+        timeout_s: Seconds after which a wait for another rank, here or in any collective, ends in an error.
+
+    Raises:
+        DistributedError: Some variables are missing, the machine has fewer GPUs than ranks, or not all ranks came
+            within `timeout_s`.
+    """
+    if _initialized() or not any(name in os.environ for name in _TORCHRUN[:2]):
+        return
+    if missing := [name for name in _TORCHRUN if name not in os.environ]:
+        raise DistributedError(
+            f"the environment has some of torchrun's variables but not {', '.join(missing)}; "
+            "start the job with `torchrun -m vqclip.train ...`, or unset RANK and WORLD_SIZE to run one process"
+        )
+    on_cuda = torch.device(device).type == "cuda"
+    if on_cuda:
+        if local_rank() >= torch.cuda.device_count():
+            raise DistributedError(
+                f"rank {os.environ['RANK']} wants GPU {local_rank()}, but this machine shows "
+                f"{torch.cuda.device_count()} of them; lower torchrun's --nproc-per-node, or train on the cpu"
+            )
+        torch.cuda.set_device(local_rank())
+    with named_errors("init"):
+        # gloo stays for the small messages between the hosts even on GPUs: those then never wait for a GPU.
+        backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        c10d.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def shutdown() -> None:
+    """Leave the job. Does nothing without a process group."""
+    if _initialized():
+        c10d.destroy_process_group()
+
+
+@contextlib.contextmanager
+def named_errors(what: str) -> Iterator[None]:
+    """Turn torch's errors about lost peers and timeouts inside the block into a `DistributedError` that names `what`.
+
+    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward.
+
+    Raises:
+        DistributedError: The block failed because of another rank.
+    """
+    try:
+        yield
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        # gloo has no error class of its own, but says where it comes from.
+        if isinstance(error, c10d.DistError) or "gloo" in str(error).lower():
+            raise _lost_peer(what, error) from error
+        raise
+
+
+def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call `collective(*args, **kwargs)`; whatever goes wrong in it is raised as a `DistributedError` naming `name`."""
+    if torch.compiler.is_compiling():
+        collective(*args, **kwargs)
+        return
+    try:
+        collective(*args, **kwargs)
+    except RuntimeError as error:
+        raise _lost_peer(name, error) from error
+
+
+def control_device(group: Group) -> torch.device:
+    """Where the tensors of small messages live: the CPU, or this process's GPU in a group that has NCCL alone."""
+    if "gloo" in c10d.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _initialized() -> bool:
+    return c10d.is_available() and c10d.is_initialized()
+
+
+def _lost_peer(what: str, error: RuntimeError) -> DistributedError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    who = os.environ.get("RANK", "?") if not _initialized() else str(c10d.get_rank())
+    return DistributedError(
+        f"{what} failed on rank {who}: {reason}\n"
+        "Another rank has most likely died, stalled for longer than the timeout, or called something else; "
+        "the first error in the output of the other ranks is the cause"
+    )
