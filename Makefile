@@ -1,0 +1,55 @@
+# Everything a newcomer needs: `make train`, `make test`, `make check`. Each makes the environment when it is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Flags for pip, such as --extra-index-url https://download.pytorch.org/whl/cpu for a small torch without CUDA.
+PIP_FLAGS ?=
+
+# make train CONFIG=configs/eurosat.yaml PROCS=1 ARGS='train.steps=100 seed=1'
+CONFIG ?= configs/base.yaml
+PROCS ?= 2
+ARGS ?=
+# make test TESTS='tests/quantizers -k fsq'
+TESTS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := src tests $(wildcard scripts benchmarks)
+
+# Processes share the cores; without this each would start a thread on every one of them.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-slow check format clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS)'
+
+train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS='section.key=value ...'
+	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
+
+test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest'
+	$(BIN)/python -m pytest $(TESTS)
+
+test-slow: $(STAMP) ## run the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(TESTS)
+
+check: $(STAMP) ## check format, style and types
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(STAMP) ## put the code into the project's format, mend what can be mended
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean: ## remove the environment and all caches; runs are kept
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "vqclip needs Python 3.10 or later, got $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test,dev]'
+	@touch $@
