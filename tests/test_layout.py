@@ -1,0 +1,163 @@
+"""The shape of the package: who may import whom, and what an import may start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
+
+# Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("_config_yaml",),
+    ("_config_types",),
+    ("config", "dist"),
+    ("data", "towers", "quantizers", "pooling", "pretrained"),
+    ("tokenizer",),
+    ("model",),
+    ("losses",),
+    ("optim", "checkpoint", "evaluation", "report"),
+    ("train",),
+)
+# Losses see embeddings and nothing else.
+ONLY = {"losses": {"errors", "config", "dist"}}
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """``vqclip.data.order`` -> ``data``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Every module that the source imports, also inside functions; those for type checkers alone are left out."""
+    tree = ast.parse(source)
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                package = parents[: len(parents) - node.level + is_package]
+                base = ".".join([*package, *([base] if base else [])])
+            # `from vqclip import dist` imports vqclip.dist, not vqclip alone.
+            yield from (f"{base}.{alias.name}" if base == "vqclip" else base for alias in node.names)
+
+
+def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What breaks the import order in one file."""
+    part = part_of(module)
+    layer_of = {name: number for number, names in enumerate(LAYERS) for name in names}
+    found = []
+    for imported in imports_of(source, module, is_package):
+        other = part_of(imported)
+        if imported.split(".")[0] != "vqclip" or other in ("", part, "__version__") or not part:
+            continue
+        if part in ONLY:
+            allowed = other in ONLY[part]
+        else:
+            allowed = layer_of.get(other, len(LAYERS)) < layer_of.get(part, -1)
+        if not allowed:
+            found.append(f"{module} imports {imported}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_imports_go_one_way(file):
+    assert breaches(file.read_text(), module_of(file), file.name == "__init__.py") == []
+
+
+def test_every_part_has_its_layer():
+    parts = {part_of(module_of(file)) for file in FILES} - {""}
+    assert parts <= {name for names in LAYERS for name in names}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vqclip.data.order", "from vqclip.towers import image"),
+        ("vqclip.quantizers.fsq", "import vqclip.tokenizer"),
+        ("vqclip.quantizers.fsq", "def f():\n    from ..data import order"),
+        ("vqclip.losses.sigmoid", "from vqclip.model import CLIP"),
+        ("vqclip.config", "from vqclip import dist"),
+        ("vqclip.model", "from . import train"),
+    ],
+)
+def test_order_is_really_checked(module, source):
+    assert len(breaches(source, module)) == 1
+
+
+def test_order_allows_what_it_should():
+    assert breaches("from . import base\nfrom .. import dist\nfrom ..errors import X", "vqclip.quantizers.fsq") == []
+    assert breaches("from .order import X\nfrom ..config import Config", "vqclip.data", is_package=True) == []
+    assert breaches("if TYPE_CHECKING:\n    from vqclip.train import X", "vqclip.errors") == []
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if part_of(module_of(file)) != "dist"], ids=module_of)
+def test_only_dist_talks_to_torch_distributed(file):
+    """In code; comments and docstrings may speak of it."""
+    tree = ast.parse(file.read_text())
+    names = set(imports_of(file.read_text(), module_of(file), file.name == "__init__.py"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            names |= {f"torch.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    assert not [name for name in names if name.startswith(("torch.distributed", "torch.nn.parallel"))]
+
+
+CHEAP = """
+import sys
+{imports}
+heavy = [name for name in {heavy} if name in sys.modules]
+assert not heavy, heavy
+distributed = sys.modules.get("torch.distributed")
+assert distributed is None or not distributed.is_available() or not distributed.is_initialized()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "heavy"),
+    [
+        ("import vqclip", ["torch", "webdataset", "open_clip", "timm", "pydantic", "yaml"]),
+        ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
+        ("import vqclip; vqclip.load_tokenizer", ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics"]),
+    ],
+    ids=["package", "config", "load_tokenizer"],
+)
+def test_import_is_cheap_and_starts_nothing(imports, heavy):
+    if "load_tokenizer" in imports and not (SOURCE / "tokenizer.py").exists():
+        pytest.skip("no tokenizer yet")
+    code = CHEAP.format(imports=imports, heavy=heavy)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_public_names():
+    import vqclip
+
+    assert vqclip.__version__.split(".")[0].isdecimal()
+    assert {"__version__", "load_tokenizer"} <= set(dir(vqclip))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        vqclip.nothing  # noqa: B018
