@@ -1,0 +1,209 @@
+"""AdamW, its parameter groups, the learning-rate schedule and gradient clipping."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Devices whose fused AdamW kernel every torch since 2.6 has.
+_FUSED_DEVICES = frozenset({"cpu", "cuda"})
+# Parameters that are added, looked up or multiplied in, not matrices to multiply with; by the last part of the name,
+# as timm ("pos_embed", "cls_token", "latent") and open_clip ("positional_embedding", "logit_scale") spell them.
+_UNDECAYED_NAME = re.compile(
+    r"(.*_)?(bias|scale|gamma|embed|embedding|tokens?|latent|query|queries|positions?|bias_table)"
+)
+_UNDECAYED_MODULES = (nn.Embedding, nn.EmbeddingBag)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Config):
+    """Optimizer, learning-rate schedule and gradient clipping."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Highest learning rate, reached after the warm-up."""
+    warmup_steps: int = Field(default=100, ge=0)
+    """Steps of linear warm-up; fewer than the steps of the run."""
+    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end of the cosine, as a share of `lr`."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """Decay rates of AdamW's two moments."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices and convolutions; biases, norms, embeddings and scalars have none."""
+    image_lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor on the learning rate of the image tower's parameters (names `image.*`)."""
+    text_lr_ratio: float = Field(default=1.0, gt=0)
+    """Factor on the learning rate of the text tower's parameters (names `text.*`)."""
+    clip_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the whole gradient; null clips nothing."""
+    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
+    """How AdamW computes a step; `auto` is `fused` on CPU and CUDA, else `for_loop`. They differ in rounding."""
+
+    def build(self, model: nn.Module) -> AdamW:
+        """An optimizer over the parameters of `model` that require a gradient, under their names.
+
+        `model` is the bare one, before DDP or `torch.compile` add to the names.
+
+        Raises:
+            ConfigError: There is no such parameter, or the device has no fused kernel.
+        """
+        ratios = {"image.": self.image_lr_ratio, "text.": self.text_lr_ratio}
+        for prefix, ratio in ratios.items():
+            if ratio != 1 and not any(name.startswith(prefix) for name, _ in model.named_parameters()):
+                raise ConfigError(
+                    f"optim.{prefix[:-1]}_lr_ratio: got {ratio}, but no parameter's name begins with {prefix!r}"
+                )
+        groups = parameter_groups(model, self.weight_decay, ratios)
+        if not groups:
+            raise ConfigError("no parameter of the model requires a gradient: nothing to train")
+        chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
+        flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+        logger.info("AdamW (%s): %s", chosen, "; ".join(_describe(group) for group in groups))
+        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **flags)
+        set_lr(optimizer, self.lr)
+        return optimizer
+
+    def schedule(self, total_steps: int) -> Schedule:
+        """The learning rate of each of `total_steps` steps.
+
+        Raises:
+            ConfigError: The warm-up is not shorter than the run.
+        """
+        return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio)
+
+    def _implementation(self, devices: set[str]) -> str:
+        has_fused = devices <= _FUSED_DEVICES
+        if self.implementation == "fused" and not has_fused:
+            raise ConfigError(
+                f"optim.implementation: got 'fused', which {', '.join(sorted(devices - _FUSED_DEVICES))} may not have; "
+                "expected 'auto', 'foreach' or 'for_loop'"
+            )
+        if self.implementation == "auto":
+            return "fused" if has_fused else "for_loop"
+        return self.implementation
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then a cosine down to a floor: a pure function of the step, so there is no state to save.
+
+    `schedule(step)` is the learning rate of the step that comes after `step` done ones: `lr / warmup_steps` for the
+    first one, `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on.
+    """
+
+    lr: float
+    """Highest learning rate."""
+    warmup_steps: int
+    """Steps of the warm-up."""
+    total_steps: int
+    """Steps of the run."""
+    final_lr_ratio: float = 0.0
+    """Floor, as a share of `lr`."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps >= self.total_steps:
+            raise ConfigError(
+                f"optim.warmup_steps: got {self.warmup_steps}; "
+                f"expected fewer than the {self.total_steps} steps of the run"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of the step after `step` done ones."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * cosine)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, lr_ratios: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Group the parameters that require a gradient by weight decay and learning rate.
+
+    No weight decay goes to parameters with fewer than two axes (biases, norms, temperatures), to embeddings, class
+    tokens and learned queries, and to whatever a submodule names in timm's ``no_weight_decay()``.
+
+    Args:
+        model: Every trainable parameter of it ends up in exactly one group, shared ones once.
+        weight_decay: Of all other parameters.
+        lr_ratios: Beginning of a parameter's name to a factor on its learning rate, kept as ``lr_ratio`` in the group.
+
+    Returns:
+        Groups for a torch optimizer, each with ``params`` as (name, parameter) pairs, ``weight_decay``, ``lr_ratio``.
+    """
+    undecayed = _undecayed(model)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        ratio = next((ratio for prefix, ratio in (lr_ratios or {}).items() if name.startswith(prefix)), 1.0)
+        decay = 0.0 if id(parameter) in undecayed else weight_decay
+        group = groups.setdefault((decay, ratio), {"params": [], "weight_decay": decay, "lr_ratio": ratio})
+        group["params"].append((name, parameter))
+    return list(groups.values())
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group, times the group's ``lr_ratio``."""
+    for group in optimizer.param_groups:
+        value = lr * group.get("lr_ratio", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+    """Scale the gradients down to a total norm of `limit`, in place, without waiting for the device.
+
+    Nothing is checked here: with a gradient that is not finite the result is not finite either, and the gradients are
+    of no use; look at the result before the optimizer's step.
+
+    Args:
+        parameters: Those without a gradient are left out.
+        limit: Largest norm; None only measures.
+
+    Returns:
+        The norm before clipping, a scalar on the gradients' device.
+    """
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    if limit is not None:
+        nn.utils.clip_grads_with_norm_(held, limit, norm)
+    return norm
+
+
+def _undecayed(model: nn.Module) -> set[int]:
+    """Identities of the parameters without weight decay."""
+    found = set()
+    for module in model.modules():
+        if callable(listing := getattr(module, "no_weight_decay", None)):
+            names = set(listing())  # timm's lists also name what some variants of a model do not have
+            found |= {id(parameter) for name, parameter in module.named_parameters() if name in names}
+        for name, parameter in module.named_parameters(recurse=False):
+            looked_up = isinstance(module, _UNDECAYED_MODULES) or _UNDECAYED_NAME.fullmatch(name)
+            if parameter.ndim < 2 or looked_up:
+                found.add(id(parameter))
+    return found
+
+
+def _describe(group: dict[str, Any]) -> str:
+    size = sum(parameter.numel() for _, parameter in group["params"])
+    ratio = "" if group["lr_ratio"] == 1 else f", learning rate × {group['lr_ratio']:g}"
+    return f"{len(group['params'])} tensors ({size:,} numbers) with weight decay {group['weight_decay']:g}{ratio}"
