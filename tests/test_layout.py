@@ -74,11 +74,8 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
         other = part_of(imported)
         if imported.split(".")[0] != "vqclip" or other in ("", part, "__version__") or not part:
             continue
-        if part in ONLY:
-            allowed = other in ONLY[part]
-        else:
-            allowed = layer_of.get(other, len(LAYERS)) < layer_of.get(part, -1)
-        if not allowed:
+        above = {name for name, layer in layer_of.items() if layer < layer_of.get(part, 0)}
+        if other not in ONLY.get(part, above):
             found.append(f"{module} imports {imported}")
     return found
 
