@@ -1,0 +1,73 @@
+"""The progress bar of rank 0 and the clock behind it: images a second, and the share of time spent waiting for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Clock:
+    """Measures the time between two reports of a loop and the part of it spent waiting for the next item.
+
+    The first item is left out of every figure: it pays for starting workers and warming up.
+    """
+
+    samples: int = 0
+    waited_s: float = 0.0
+    total_samples: int = 0
+    total_s: float = 0.0
+    total_waited_s: float = 0.0
+    _since: float | None = field(default=None, repr=False)
+
+    def timed(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``items``, adding up the time that each made the loop wait."""
+        iterator = iter(items)
+        while True:
+            asked = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            if self._since is not None:
+                self.waited_s += time.perf_counter() - asked
+            yield item
+
+    def count(self, samples: int) -> None:
+        """Add the samples of one finished step."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        else:
+            self.samples += samples
+
+    def lap(self) -> dict[str, float]:
+        """``images_per_second`` and ``data_wait`` (0..1) since the last lap; empty before the second step."""
+        if self._since is None or self.samples == 0:
+            return {}
+        now = time.perf_counter()
+        elapsed = max(now - self._since, 1e-9)
+        figures = {"images_per_second": self.samples / elapsed, "data_wait": self.waited_s / elapsed}
+        self.total_samples += self.samples
+        self.total_s += elapsed
+        self.total_waited_s += self.waited_s
+        self.samples, self.waited_s, self._since = 0, 0.0, now
+        return figures
+
+    def pause(self) -> None:
+        """Leave what comes until the next step (saving, evaluation) out of the figures."""
+        self.lap()
+        self._since = None
+
+    @property
+    def overall(self) -> dict[str, float]:
+        """The figures of `lap` over all laps so far."""
+        if self.total_s == 0:
+            return {}
+        return {
+            "images_per_second": self.total_samples / self.total_s,
+            "data_wait": self.total_waited_s / self.total_s,
+        }
