@@ -1,9 +1,9 @@
 """A pool of real processes in which tests run a function on 1 to 4 gloo ranks. Use it through the `ranks` fixture.
 
 The processes are started once (importing torch takes seconds) and serve every test of the session. Each call forms a
-fresh process group over the first `world_size` of them, exactly as under torchrun (the same environment variables, the
-same rendezvous), and takes it down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is
-killed: the next call starts a new one.
+fresh process group over the first `world_size` of them, with the environment variables that torchrun sets, and takes it
+down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is killed: the next call starts a
+new one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -21,8 +23,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
-
-from torch.distributed import TCPStore
 
 MAX_RANKS = 4
 GRACE_S = 15.0  # what the other ranks get to report after the first one failed
@@ -60,12 +60,13 @@ class RankPool:
         """
         assert 1 <= world_size <= MAX_RANKS, f"world_size is 1 to {MAX_RANKS}, got {world_size}"
         request = pickle.dumps((fn, args, init, timeout))
-        # The rendezvous is served from here, as by torchrun's agent; a new one per call, lest a rank read old keys.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._start(world_size)
-        for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            connection.send_bytes(pickle.dumps((_torchrun_env(rank, world_size, store.port), request)))
-        results, failures, healthy = self._collect(world_size, timeout)
+        with tempfile.TemporaryDirectory() as folder:
+            port = _free_port()
+            for rank, (_, connection) in enumerate(self._workers[:world_size]):
+                env = _torchrun_env(rank, world_size, port)
+                connection.send_bytes(pickle.dumps((env, f"file://{folder}/rendezvous", request)))
+            results, failures, healthy = self._collect(world_size, timeout)
         if not healthy:
             self.kill()
         if failures:
@@ -130,8 +131,13 @@ def _torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # connect to our store instead of serving another
     }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -157,17 +163,17 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            env, request = pickle.loads(connection.recv_bytes())
+            env, rendezvous, request = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
         try:
-            reply = pickle.dumps((True, _run(env, request)))
+            reply = pickle.dumps((True, _run(env, rendezvous, request)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(reply)
 
 
-def _run(env: dict[str, str], request: bytes) -> Any:
+def _run(env: dict[str, str], rendezvous: str, request: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -176,7 +182,9 @@ def _run(env: dict[str, str], request: bytes) -> Any:
         fn, args, init, timeout = pickle.loads(request)
         try:
             if init:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+                rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+                limit = timedelta(seconds=timeout)
+                dist.init_process_group("gloo", rendezvous, limit, rank=rank, world_size=world_size)
             return fn(*args)
         finally:
             if dist.is_initialized():

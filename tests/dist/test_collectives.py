@@ -1,0 +1,327 @@
+"""Every collective on 2 and 4 ranks against one process: values, and gradients in fp64."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+
+from tests.ranks import RankError
+from vqclip import dist
+from vqclip.errors import DistributedError, ShapeError
+
+SIZES = [(3, 3), (5, 2), (4, 0), (0, 3), (2, 2, 2, 2), (3, 1, 4, 2), (2, 0, 3, 1)]
+OPS = ["all_gather", "all_reduce", "replicated_sum", "global_mean"]
+
+
+def share(x, sizes, rank):
+    """The rows of `x` that belong to `rank` when the ranks hold `sizes` rows each."""
+    return x.split(list(sizes))[rank]
+
+
+def loss_of(y):
+    """A loss in which all entries meet, with a different weight each."""
+    weights = torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos()
+    return (weights * y.sin()).sum() + y.sum() ** 2 / 7
+
+
+def gather_loss(x, sizes, group=None):
+    return loss_of(dist.all_gather(x, sizes, group))
+
+
+def all_reduce_loss(x, sizes, group=None):
+    return loss_of(dist.all_reduce(x.square().sum(0), group))
+
+
+def replicated_sum_loss(x, sizes, group=None):
+    return loss_of(dist.replicated_sum(x.square().sum(0), group))
+
+
+def global_mean_loss(x, sizes, group=None):
+    return loss_of(dist.global_mean(x.square().sum(0), x.shape[0], group))
+
+
+LOSSES = dict(zip(OPS, [gather_loss, all_reduce_loss, replicated_sum_loss, global_mean_loss], strict=True))
+
+
+def run_op(op, x, sizes, members=None, backend=None, tell_sizes=False):
+    """Loss, and gradient of this rank's rows, computed by `members` only; None elsewhere."""
+    group = None if members is None else c10d.new_group(members)
+    if members is not None and c10d.get_rank() not in members:
+        return None
+    loss_fn = LOSSES[op] if backend is None else torch.compile(LOSSES[op], backend=backend, fullgraph=True)
+    mine = share(x, sizes, dist.rank(group)).clone().requires_grad_()
+    loss = loss_fn(mine, list(sizes) if tell_sizes else None, group)
+    loss.backward()
+    return loss.item(), mine.grad
+
+
+def check_against_one_process(op, x, sizes, results):
+    """All ranks hold one loss, and W times the gradient of one process."""
+    full = x.clone().requires_grad_()
+    loss = LOSSES[op](full, None)
+    loss.backward()
+    for rank, (value, grad) in enumerate(results):
+        assert value == pytest.approx(loss.item(), rel=1e-12)
+        torch.testing.assert_close(grad, len(sizes) * share(full.grad, sizes, rank), rtol=1e-11, atol=1e-12)
+
+
+def rows(sizes, seed=0):
+    return torch.randn(sum(sizes), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_value_and_gradient_equal_one_process(ranks, op, sizes):
+    x = rows(sizes)
+    check_against_one_process(op, x, sizes, ranks(len(sizes), run_op, op, x, sizes))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_in_a_subgroup_ranks_count_within_it(ranks, op):
+    sizes = (2, 5)
+    x = rows(sizes)
+    results = ranks(4, run_op, op, x, sizes, [1, 3])
+    assert results[0] is None
+    assert results[2] is None
+    check_against_one_process(op, x, sizes, [results[1], results[3]])
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("members", [None, [1, 2]], ids=["world", "subgroup"])
+def test_compiled_without_a_graph_break(ranks, op, members):
+    sizes = (4, 1)
+    x = rows(sizes)
+    results = ranks(2 if members is None else 3, run_op, op, x, sizes, members, "aot_eager", True)
+    check_against_one_process(op, x, sizes, [r for r in results if r is not None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_by_inductor(ranks, op):
+    sizes = (4, 1)
+    x = rows(sizes)
+    check_against_one_process(op, x, sizes, ranks(2, run_op, op, x, sizes, None, "inductor", True, timeout=280.0))
+
+
+def compiled_gather_of_unknown_sizes(x, sizes):
+    mine = share(x, sizes, dist.rank()).clone().requires_grad_()
+    loss = torch.compile(gather_loss, backend="aot_eager")(mine, None)
+    loss.backward()
+    return loss.item(), mine.grad
+
+
+def test_compiled_gather_asks_for_sizes_it_was_not_told(ranks):
+    sizes = (1, 3)
+    x = rows(sizes)
+    results = ranks(2, compiled_gather_of_unknown_sizes, x, sizes)
+    check_against_one_process("all_gather", x, sizes, results)
+
+
+def both_gathers(x):
+    from torch.distributed.nn.functional import all_gather as torch_all_gather
+
+    def torch_gather(y):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return torch.cat(torch_all_gather(y, group=c10d.group.WORLD))
+
+    gradients = []
+    for gather in (torch_gather, dist.all_gather):
+        mine = (x + dist.rank()).requires_grad_()
+        # Each rank its own loss: the sum over ranks must be seen in backward.
+        ((1 + dist.rank()) * loss_of(gather(mine))).backward()
+        gradients.append(mine.grad)
+    return gradients
+
+
+def test_gather_equals_the_one_of_torch_distributed_nn(ranks):
+    for theirs, ours in ranks(2, both_gathers, rows((3,))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+def own_loss_each(x):
+    mine = x.clone().requires_grad_()
+    y = dist.all_reduce(mine)
+    ((dist.rank() + 1) * y).sum().backward()
+    return mine, y.detach(), mine.grad
+
+
+def test_all_reduce_sums_the_gradients_of_different_losses(ranks):
+    for x, y, grad in ranks(2, own_loss_each, torch.ones(2)):
+        assert x.tolist() == [1, 1]
+        assert y.tolist() == [2, 2]
+        assert grad.tolist() == [3, 3]
+
+
+def softmax_loss(image, text, gather):
+    logits = 5 * gather(image) @ gather(text).T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def contrastive_gradients(image, text):
+    gradients = []
+    for gather in (dist.all_gather, cut_gather):
+        mine = [t.chunk(dist.world_size())[dist.rank()].clone().requires_grad_() for t in (image, text)]
+        loss = softmax_loss(*mine, gather)
+        gradients.append([t.grad for t in mine] if loss.requires_grad and not loss.backward() else None)
+    return gradients
+
+
+def cut_gather(x):
+    """What open_clip's users got from torch.distributed.all_gather: the values without the graph."""
+    out = [torch.empty_like(x) for _ in range(dist.world_size())]
+    c10d.all_gather(out, x.detach())
+    return torch.cat(out)
+
+
+def test_bug_5_the_contrastive_gather_keeps_its_gradient(ranks):
+    full = [F.normalize(rows((8,), seed=s)).requires_grad_() for s in (1, 2)]
+    softmax_loss(*full, lambda x: x).backward()
+    for rank, (ours, cut) in enumerate(ranks(2, contrastive_gradients, *[t.detach() for t in full])):
+        assert cut is None
+        for grad, whole in zip(ours, full, strict=True):
+            torch.testing.assert_close(grad, 2 * whole.grad.chunk(2)[rank], rtol=1e-12, atol=1e-14)
+
+
+def all_with_warnings():
+    torch.set_warn_always(True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        x = torch.randn(2 + dist.rank(), 3, requires_grad=True)
+        for op in OPS:
+            LOSSES[op](x, None).backward()
+        dist.reduce_(x.detach().sum(0))
+        dist.barrier()
+        dist.shared_seed()
+        dist.gather_json({"rank": dist.rank()})
+    torch.set_warn_always(False)
+    return [str(w.message) for w in seen]
+
+
+def test_nothing_warns(ranks):
+    assert ranks(2, all_with_warnings) == [[], []]
+
+
+def gather_dtypes():
+    r = dist.rank()
+    out = {}
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32):
+        out[str(dtype)] = dist.all_gather(torch.full((r + 1, 2), r, dtype=dtype))
+    out["columns"] = dist.all_gather(torch.arange(6.0).view(2, 3).T + r)  # not contiguous
+    out["no columns"] = dist.all_gather(torch.zeros(r + 1, 0)).shape
+    out["no rows"] = dist.all_gather(torch.zeros(0, 2)).shape
+    return out
+
+
+def test_gather_of_any_dtype_and_layout(ranks):
+    results = ranks(2, gather_dtypes)
+    for out in results:
+        columns, no_columns, no_rows = (out.pop(k) for k in ("columns", "no columns", "no rows"))
+        assert torch.equal(columns, torch.cat([torch.arange(6.0).view(2, 3).T + r for r in (0, 1)]))
+        assert (no_columns, no_rows) == ((3, 0), (0, 2))
+        for name, gathered in out.items():
+            assert str(gathered.dtype) == name
+            assert gathered.float().tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert len(out) == 6
+
+
+def half_precision_backward():
+    x = torch.full((1,), 1.0, dtype=torch.bfloat16, requires_grad=True)
+    weight = 256.0 if dist.rank() == 0 else 0.625
+    (dist.all_gather(x)[0] * weight).backward()
+    return x.grad
+
+
+def test_gradients_in_half_precision_are_summed_in_fp32(ranks):
+    # Four ranks: 256 + 3 × 0.625 is 258 in bf16; added up in bf16 the small ones would each be lost.
+    assert ranks(4, half_precision_backward)[0].item() == 258.0
+
+
+def mean_of_nothing():
+    x = torch.zeros(2, requires_grad=True)
+    mean = dist.global_mean(x, 0)
+    mean.sum().backward()
+    return mean.detach(), x.grad
+
+
+def test_global_mean_over_nothing_is_zero_with_zero_gradient(ranks):
+    for mean, grad in [*ranks(2, mean_of_nothing), mean_of_nothing()]:
+        assert mean.tolist() == [0, 0]
+        assert grad.tolist() == [0, 0]
+
+
+def mean_with_count_per_entry():
+    r = dist.rank()
+    return dist.global_mean(torch.tensor([1.0 + r, 5.0]), torch.tensor([1 + r, r]))
+
+
+def test_global_mean_with_a_count_for_each_entry(ranks):
+    for mean in ranks(2, mean_with_count_per_entry):
+        assert mean.tolist() == [1.0, 10.0]
+        assert mean.dtype == torch.float32
+
+
+def reduce_all():
+    r = dist.rank()
+    strided = torch.zeros(2, 2).add(r + 1)[:, 0]
+    out = dist.reduce_(strided)
+    return [dist.reduce_(torch.tensor([r, 3 - r]), op).tolist() for op in ("sum", "max", "min")], out is strided, out
+
+
+def test_reduce_in_place(ranks):
+    for reduced, same, strided in ranks(2, reduce_all):
+        assert reduced == [[1, 5], [1, 3], [0, 2]]
+        assert same
+        assert strided.tolist() == [3, 3]
+
+
+def test_reduce_refuses_a_tensor_that_requires_a_gradient():
+    with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
+        dist.reduce_(torch.ones(2, requires_grad=True) * 2)
+    with pytest.raises(DistributedError, match="'mean', expected one of sum, max, min"):
+        dist.reduce_(torch.ones(2), "mean")
+
+
+def gather_without_gradients_on_rank_one():
+    with torch.set_grad_enabled(dist.rank() == 0):
+        dist.all_gather(torch.ones(2, 3, requires_grad=True))
+
+
+def gather_unlike_rows():
+    dist.all_gather(torch.ones(2, 3 + dist.rank()))
+
+
+def gather_with_wrong_sizes():
+    dist.all_gather(torch.ones(2, 3), [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (gather_without_gradients_on_rank_one, r"rank 1 of 2: (?s:.)*only ranks \[0\] of 2 want gradients"),
+        (gather_unlike_rows, r"rank 0 has rows \(3,\) of torch.float32, and ranks \[1\] have other ones"),
+        (gather_with_wrong_sizes, r"sizes \[2, 3\] do not fit rank 1 of 2, which has 2 rows"),
+    ],
+    ids=["one rank without gradients", "unlike rows", "wrong sizes"],
+)
+def test_a_gather_that_would_hang_or_mix_up_is_refused(ranks, fn, message):
+    with pytest.raises(RankError, match=message):
+        ranks(2, fn, timeout=20.0)
+
+
+def test_gather_of_a_scalar_is_refused():
+    with pytest.raises(ShapeError, match="at least one dimension"):
+        dist.all_gather(torch.tensor(1.0))
+
+
+def test_one_process_is_the_identity():
+    x = torch.randn(3, requires_grad=True)
+    for op in (dist.all_gather, dist.all_reduce, dist.replicated_sum, dist.reduce_):
+        y = x.detach() if op is dist.reduce_ else x
+        assert op(y) is y
+    assert dist.gather_sizes(x) == [3]
+    assert dist.global_mean(torch.tensor(6.0), 4).item() == 1.5

@@ -1,0 +1,80 @@
+"""DDP by the convention of `vqclip.dist`: mean of W times the gradient is the gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vqclip import dist
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 4, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x), self.scale
+
+
+def loss_of(features, scale):
+    """A loss over the global batch, with a parameter in it, that every rank computes alike."""
+    y = dist.all_gather(features)
+    mean = dist.global_mean(features.square().sum(0), len(features))
+    return (scale * y @ y.T).sin().mean() + scale * mean.sum()
+
+
+def gradients(x, sizes):
+    tower = dist.wrap_ddp(build())
+    loss = loss_of(*tower(x.split(list(sizes))[dist.rank()]))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in dist.unwrap_ddp(tower).named_parameters() if p.grad is not None}
+
+
+def build():
+    torch.manual_seed(0)
+    tower = Tower()
+    tower.norm.requires_grad_(False)  # unused here; its buffers must not be broadcast
+    return tower
+
+
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (4, 2), (6, 0), (2, 1, 3), (1, 0, 2, 3)], ids=str)
+def test_gradients_equal_one_process(ranks, sizes):
+    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    loss, expected = gradients(x, (6,))
+    for value, got in ranks(len(sizes), gradients, x, sizes):
+        assert value == pytest.approx(loss, rel=1e-12)
+        assert got.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
+
+
+def forward_on_rank_zero_alone():
+    tower = dist.wrap_ddp(build()).train()
+    if dist.is_main():
+        tower(torch.ones(2, 3, dtype=torch.float64))
+        with torch.no_grad():
+            tower(torch.ones(2, 3, dtype=torch.float64))
+    return type(tower).__name__
+
+
+def test_a_forward_on_one_rank_waits_for_nobody(ranks):
+    assert ranks(2, forward_on_rank_zero_alone, timeout=30.0) == ["DistributedDataParallel"] * 2
+
+
+def wrap_locked_tower():
+    tower = build().requires_grad_(False)
+    return dist.wrap_ddp(tower) is tower
+
+
+def test_nothing_to_train_is_not_wrapped(ranks):
+    assert all(ranks(2, wrap_locked_tower))
+
+
+def test_one_process_is_not_wrapped():
+    tower = build()
+    assert dist.wrap_ddp(tower) is tower
+    assert dist.unwrap_ddp(tower) is tower

@@ -1,0 +1,163 @@
+"""Joining and leaving, who we are, and what a lost peer looks like."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from tests.ranks import RankError
+from vqclip import dist
+from vqclip.errors import DistributedError
+
+
+class Gathering(nn.Module):
+    """A module that meets the other ranks."""
+
+    def forward(self, x):
+        return dist.all_gather(x, [1] * dist.world_size()) + dist.replicated_sum(x)
+
+
+def call_before_and_after_init(compiled):
+    module = Gathering()
+    if compiled:
+        module.compile(backend="aot_eager", fullgraph=True)
+    x = torch.tensor([1.0 + int(os.environ["RANK"])])
+    seen = [(dist.is_distributed(), dist.world_size(), dist.rank(), module(x).tolist())]
+    dist.init("cpu", 30)
+    dist.init("cpu", 30)  # a second call changes nothing
+    seen.append((dist.is_distributed(), dist.world_size(), dist.rank(), module(x).tolist()))
+    dist.shutdown()
+    dist.shutdown()
+    seen.append((dist.is_distributed(), dist.world_size(), dist.rank(), module(x).tolist()))
+    return seen, dist.local_rank()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_state_is_read_when_called(ranks, compiled):
+    for rank, (seen, local_rank) in enumerate(ranks(2, call_before_and_after_init, compiled, init=False)):
+        alone = (False, 1, 0, [2.0 * (rank + 1)])
+        assert seen == [alone, (True, 2, rank, [4.0, 5.0]), alone]
+        assert local_rank == rank
+
+
+def test_init_in_one_process_does_nothing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.init("cpu", 1.0)
+    assert not c10d.is_initialized()
+    assert (dist.rank(), dist.world_size(), dist.is_main(), dist.is_distributed()) == (0, 1, True, False)
+
+
+def test_half_an_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DistributedError, match=r"not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*torchrun"):
+        dist.init("cpu", 1.0)
+
+
+def test_too_few_gpus_are_named(monkeypatch):
+    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DistributedError, match="rank 3 wants GPU 3, but this machine shows 2"):
+        dist.init("cuda", 1.0)
+
+
+def init_alone():
+    if os.environ["RANK"] == "0":
+        started = time.monotonic()
+        try:
+            dist.init("cpu", 1.0)
+        except DistributedError as error:
+            return str(error), time.monotonic() - started
+    return None
+
+
+def test_init_does_not_wait_for_ever(ranks):
+    message, seconds = ranks(2, init_alone, init=False)[0]
+    assert message.startswith("init failed on rank 0")
+    assert seconds < 20
+
+
+def ranks_in_subgroup():
+    group = c10d.new_group([1, 2])
+    seen = (dist.rank(group), dist.is_main(group))
+    if dist.rank(group) < 0:
+        try:
+            dist.all_gather(torch.ones(1), group=group)
+        except DistributedError as error:
+            return (*seen, str(error))
+    return (*seen, dist.all_gather(torch.tensor([dist.rank()]), group=group).tolist())
+
+
+def test_subgroup(ranks):
+    outside, first, second = ranks(3, ranks_in_subgroup)
+    assert outside[:2] == (-1, False)
+    assert "not in the group" in outside[2]
+    assert (first, second) == ((0, True, [1, 2]), (1, False, [1, 2]))
+
+
+COLLECTIVES = {
+    "all_gather": lambda x, group: dist.all_gather(x, [2, 2], group),
+    "all_gather (sizes)": lambda x, group: dist.all_gather(x, group=group),
+    "all_reduce": dist.all_reduce,
+    "replicated_sum": dist.replicated_sum,
+    "reduce_": lambda x, group: dist.reduce_(x.detach(), group=group),
+    "broadcast_json": lambda x, group: dist.broadcast_json(1, src=1, group=group),
+}
+
+
+def die_or_collect():
+    dist.barrier()
+    if dist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_gather(torch.ones(2, 3), [2, 2])
+    except DistributedError as error:
+        return str(error)
+
+
+def test_a_dead_peer_is_an_error_that_names_the_collective(ranks):
+    with pytest.raises(RankError, match="rank 1 of 2: the process died") as error:
+        ranks(2, die_or_collect, timeout=20.0)
+    assert error.value.results[0].startswith("all_gather failed on rank 0: ")
+    assert "Another rank has most likely died" in error.value.results[0]
+
+
+def collect_while_rank_one_stalls():
+    # A group for each, for gloo gives a group up once a wait in it has failed.
+    groups = {name: c10d.new_group(timeout=timedelta(seconds=0.5)) for name in [*COLLECTIVES, "backward"]}
+    gathered = dist.all_gather(torch.ones(2, 3, requires_grad=True), [2, 2], groups["backward"])
+    messages = {}
+    if dist.rank() == 0:
+        calls = {name: lambda x, group, fn=fn: fn(x, group) for name, fn in COLLECTIVES.items()}
+        calls["backward"] = lambda x, group: gathered.sum().backward()
+        for name, call in calls.items():
+            try:
+                call(torch.ones(2, 3, requires_grad=True), groups[name])
+            except DistributedError as error:
+                messages[name] = str(error)
+    dist.barrier()
+    return messages
+
+
+def test_a_stalled_peer_is_an_error_within_the_timeout(ranks):
+    messages = ranks(2, collect_while_rank_one_stalls)[0]
+    for name in COLLECTIVES:
+        assert messages[name].startswith(f"{name} failed on rank 0: "), messages
+    assert messages["backward"].startswith("all_gather (backward) failed on rank 0: ")
+
+
+def test_named_errors_names_lost_peers_only():
+    with pytest.raises(DistributedError, match="DDP's backward failed"), dist.named_errors("DDP's backward"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="size mismatch"), dist.named_errors("DDP's backward"):
+        raise RuntimeError("size mismatch")
