@@ -1,0 +1,269 @@
+"""The contract of a quantizer: what every one of them takes, returns and promises.
+
+Shapes (DESIGN section 2): ``...`` any leading dimensions, D the quantizer's ``dim``, C codebooks a token, K codes a
+codebook. Inside, a quantizer sees ``(T, G, D)``: T tokens and a group axis G, which is 1 except in a `Product`, where
+one stateless layer serves G codebooks at once; its statistics carry G as their first axis.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.quantizers.stats import Stats
+from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, usage
+
+
+class QuantizerOutput(NamedTuple):
+    """What a quantizer returns."""
+
+    vectors: Tensor
+    """``(..., D)`` quantized vectors with the gradient of the input, 0 where masked; float32 (float64 for float64)."""
+    ids: Tensor
+    """``(..., C)`` int64 in ``[0, K)``, -1 where masked."""
+    stats: Stats
+    """This rank's sums and counts, for `Quantizer.losses`, `metrics` and `update`."""
+
+
+class Quantizer(nn.Module, ABC):
+    """Maps vectors to discrete codes and back; knows nothing of images or text.
+
+    What every quantizer keeps (tests/quantizers/test_contract.py):
+
+    - ``decode(ids)`` equals ``vectors``, bit for bit.
+    - A masked token is as good as absent, in every output, statistic and gradient.
+    - Forward holds no collective, in training neither. Ranks meet in `losses` and `update` only.
+    - It computes in float32 (float64 for float64 input) whatever autocast or ``.bfloat16()`` say.
+    - NaN in the input gives NaN vectors, never an id out of range.
+
+    A new quantizer calls ``super().__init__`` and implements `_quantize` and `_decode`; `_continuous`, `_statistics`,
+    `losses`, `metrics` and `update` where it differs from what is here.
+
+    Args:
+        dim: D, the width of the vectors.
+        codebook_sizes: K of each of the C codebooks; at most 2^63 each, so that ids fit int64.
+        loss_weights: name → the weight with which the training loss adds that entry of `losses`.
+
+    Raises:
+        ConfigError: a codebook is larger than int64 can count.
+    """
+
+    def __init__(self, dim: int, codebook_sizes: Sequence[int], loss_weights: Mapping[str, float] | None = None):
+        super().__init__()
+        for size in codebook_sizes:
+            if size > 2**63:
+                raise ConfigError(
+                    f"{type(self).__name__}: a codebook of {size} codes does not fit int64 ids (at most 2^63 codes); "
+                    "split the channels over several codebooks with Product"
+                )
+        self.dim = dim
+        self.codebook_sizes = tuple(codebook_sizes)
+        self.loss_weights = dict(loss_weights or {})
+
+    @property
+    def bits(self) -> float:
+        """Bits per token: the sum of log2 K over codebooks; 0 without codes."""
+        return math.fsum(math.log2(size) for size in self.codebook_sizes)
+
+    def extra_repr(self) -> str:
+        """What ``repr`` shows."""
+        return f"dim={self.dim}, codebook_sizes={self.codebook_sizes}"
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> QuantizerOutput:
+        """Quantize, with a straight-through gradient.
+
+        Args:
+            x: ``(..., D)`` floating point, any number of leading dimensions, also empty.
+            mask: ``(...)`` bool, True = real token; all real by default.
+
+        Returns:
+            Vectors, ids and statistics; see `QuantizerOutput`.
+
+        Raises:
+            ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
+        """
+        self._check_input(x, mask)
+        with _full_precision(x.device):
+            tokens, keep = self._tokens(x, mask)
+            vectors, ids = self._quantize(tokens)
+            if keep is not None:
+                absent = ~keep[:, None, None]
+                vectors, ids = vectors.masked_fill(absent, 0), ids.masked_fill(absent, -1)
+            stats = Stats(self._statistics(tokens, vectors, ids, keep))
+        return QuantizerOutput(vectors.reshape(x.shape), ids.reshape(*x.shape[:-1], len(self.codebook_sizes)), stats)
+
+    def encode(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The ids alone, without gathering statistics: ``(..., D)`` → ``(..., C)`` int64, -1 where masked.
+
+        Raises:
+            ShapeError: as in `forward`.
+        """
+        self._check_input(x, mask)
+        with _full_precision(x.device), torch.no_grad():
+            tokens, keep = self._tokens(x, mask)
+            ids = self._quantize(tokens)[1]
+            if keep is not None:
+                ids = ids.masked_fill(~keep[:, None, None], -1)
+        return ids.reshape(*x.shape[:-1], len(self.codebook_sizes))
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Turn ids back into vectors.
+
+        Args:
+            ids: ``(..., C)`` integers in ``[0, K)``, or -1 for an absent token.
+
+        Returns:
+            ``(..., D)``, equal to the `vectors` that came with the ids, bit for bit; 0 for -1. Code values are float32
+            numbers, also where ``vectors`` is float64.
+
+        Raises:
+            ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
+        """
+        self._check_ids(ids)
+        grouped = ids.reshape(-1, 1, len(self.codebook_sizes)).long()
+        return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
+
+    def continuous(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What ``forward(x, mask).vectors`` would be without the rounding, ``(..., D)`` → ``(..., D)``.
+
+        For figures "with the quantizer bypassed" and for looking at the quantization error.
+
+        Raises:
+            ShapeError: as in `forward`.
+        """
+        self._check_input(x, mask)
+        with _full_precision(x.device):
+            tokens, keep = self._tokens(x, mask)
+            vectors = self._continuous(tokens)
+            if keep is not None:
+                vectors = vectors.masked_fill(~keep[:, None, None], 0)
+        return vectors.reshape(x.shape)
+
+    def losses(self, stats: Stats) -> dict[str, Tensor]:
+        """Unweighted auxiliary losses, name → scalar: means over the tokens of all ranks.
+
+        On statistics that are not reduced yet this is a collective, which every rank must enter; the training step
+        reduces all of them at once before, with `vqclip.quantizers.sync`.
+        """
+        return {}
+
+    def metrics(self, stats: Stats) -> dict[str, Tensor]:
+        """Codebook health, name → detached scalar; never a collective.
+
+        It describes the tokens in ``stats``, of this rank or of all: ``tokens`` is their number, ``usage`` the share of
+        codes among them and ``perplexity`` the exponential of the entropy of the code histogram. With several codebooks
+        these are means and ``0/usage``, ``1/usage``, ... those of each. Codebooks of more than
+        `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted: ``tokens`` is then the only entry.
+        """
+        metrics = {"tokens": stats["tokens"]}
+        if "codes" not in stats:
+            return metrics
+        for name, each in {"usage": usage(stats["codes"]), "perplexity": perplexity(stats["codes"])}.items():
+            metrics[name] = each.mean()
+            if len(each) > 1:
+                metrics.update({f"{codebook}/{name}": value for codebook, value in enumerate(each)})
+        return metrics
+
+    def update(self, stats: Stats) -> None:
+        """Adapt codebooks after an optimizer step, once, on the statistics of all its micro-batches.
+
+        A collective like `losses` where a quantizer has something to adapt; most have not.
+        """
+
+    @abstractmethod
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(T, G, D)`` → straight-through vectors ``(T, G, D)`` and ids ``(T, G, C)``."""
+
+    @abstractmethod
+    def _decode(self, ids: Tensor) -> Tensor:
+        """``(T, G, C)`` int64 → vectors ``(T, G, D)`` float32, 0 for -1."""
+
+    def _continuous(self, x: Tensor) -> Tensor:
+        """``(T, G, D)`` → what `_quantize` rounds, on the scale of its vectors."""
+        return x
+
+    def _statistics(self, x: Tensor, vectors: Tensor, ids: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
+        """Sums over tokens, each with G as its first axis except ``tokens``; masked tokens must add nothing.
+
+        Args:
+            x: ``(T, G, D)``, 0 where masked.
+            vectors: ``(T, G, D)``, 0 where masked.
+            ids: ``(T, G, C)``, -1 where masked.
+            keep: ``(T,)`` bool or None, True = real token.
+        """
+        count = keep.sum() if keep is not None else torch.full((), x.shape[0], dtype=torch.int64, device=x.device)
+        sums = {"tokens": count}
+        if len(self.codebook_sizes) == 1 and self.codebook_sizes[0] <= MAX_COUNTED_CODES:
+            sums["codes"] = histogram(ids.squeeze(-1), self.codebook_sizes[0])
+        return sums
+
+    def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One row a token in float32 or float64: ``(T, 1, D)``, 0 where masked, and the mask as ``(T,)``."""
+        tokens = x.reshape(-1, 1, self.dim)
+        tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+        if mask is None:
+            return tokens, None
+        keep = mask.reshape(-1)
+        # Whatever stands in the padding, NaN as well, reaches neither a statistic nor a gradient.
+        return tokens.masked_fill(~keep[:, None, None], 0), keep
+
+    def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
+        name = type(self).__name__
+        if x.ndim == 0 or x.shape[-1] != self.dim:
+            raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {self.dim}): one channel per entry")
+        if not x.is_floating_point():
+            raise ShapeError(f"{name}: x is {x.dtype}, expected floating-point vectors (ids are decoded with `decode`)")
+        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool of shape "
+                f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
+            )
+
+    def _check_ids(self, ids: Tensor) -> None:
+        name, width = type(self).__name__, len(self.codebook_sizes)
+        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+            raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
+        if ids.ndim == 0 or ids.shape[-1] != width:
+            raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
+        if torch.compiler.is_compiling():  # the check below looks at values, which a graph cannot
+            return
+        for codebook, size in enumerate(self.codebook_sizes):
+            column = ids[..., codebook]
+            wrong = column[(column < -1) | (column > size - 1)]
+            if len(wrong):
+                raise ShapeError(
+                    f"{name}: id {int(wrong[0])} in codebook {codebook}, expected 0 to {size - 1}, or -1 for none"
+                )
+
+
+def straight_through(quantized: Tensor, x: Tensor) -> Tensor:
+    """``quantized`` in value, bit for bit, with the gradient of ``x``; NaN where ``x`` is (Bengio et al. 2013).
+
+    The usual ``x + (quantized - x).detach()`` rounds, so its value is not a code.
+    """
+    return quantized + (x - x.detach())
+
+
+def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
+    """Number in a mixed radix, least significant digit first: ``(..., d)`` int64 digits → ``(...)`` int64.
+
+    Horner's rule on integers: exact up to 2^63 codes.
+    """
+    ids = digits[..., -1]
+    for digit, base in zip(reversed(digits.unbind(-1)[:-1]), reversed(bases[:-1]), strict=True):
+        ids = ids * base + digit
+    return ids
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off, on any device that has it."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

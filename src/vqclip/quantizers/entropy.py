@@ -1,0 +1,69 @@
+"""Exact entropies of a code whose bits are independent given the token, without a tokens × codes tensor.
+
+LFQ (Yu et al. 2023, https://arxiv.org/abs/2310.05737) assigns a token softly to the ``K = 2^n`` corners of a cube. The
+softmax over corners factorises into the n bits, ``p(code) = Π_b p_b``, which makes both entropies cheap:
+
+- The entropy of one token's distribution is the sum of the entropies of its bits: T × n numbers instead of T × K.
+- The mean distribution over tokens is a matrix product. Let A ``(T, 2^h)`` hold each token's distribution over the
+  first h bits and B ``(T, 2^(n-h))`` that over the others; then the sum over tokens is ``AᵀB``, whose entries in
+  row-major order are the codes in order.
+
+Shapes: T tokens, C codebooks, n bits, K = 2^n codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+
+def bit_entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of a bit that is 1 with probability ``sigmoid(logits)``, any shape.
+
+    Written with ``a = |logits|`` as ``log(1 + e^-a) + a σ(-a)``: two terms that are never negative, so nothing cancels
+    for a confident bit.
+    """
+    a = logits.abs()
+    return F.softplus(-a) + a * torch.sigmoid(-a)
+
+
+def code_mass(logits: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Sum over tokens of the distribution over all codes.
+
+    Memory: 2 T C √K numbers and C K for the result.
+
+    Args:
+        logits: ``(T, C, n)``; bit b of a token is 1 with probability ``sigmoid(logits[..., b])``. Bit 0 is the most
+            significant one of the code.
+        keep: ``(T,)`` bool, the tokens to add up; all by default.
+
+    Returns:
+        ``(C, K)``, its sum over codes is the number of tokens.
+    """
+    half = logits.shape[-1] // 2
+    high, low = _expand(logits[..., :half]), _expand(logits[..., half:])
+    if keep is not None:
+        high = high * rearrange(keep, "t -> t 1 1")
+    return torch.einsum("tci,tcj->cij", high, low).flatten(1)
+
+
+def _expand(logits: Tensor) -> Tensor:
+    """``(T, C, h)`` bit logits → ``(T, C, 2^h)`` joint probabilities, by doubling once for every bit."""
+    joint = logits.new_ones((*logits.shape[:-1], 1))
+    for logit in logits.unbind(-1):
+        bit = torch.sigmoid(torch.stack((-logit, logit), dim=-1))
+        joint = rearrange(joint.unsqueeze(-1) * bit.unsqueeze(-2), "t c k b -> t c (k b)")
+    return joint
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """``-Σ p log p`` over the last dimension, in nats; ``(..., K)`` → ``(...)``.
+
+    A zero adds exactly nothing, to the value and to the gradient: the inner `where` keeps log away from it, where a
+    clamp inside the log would bend both.
+    """
+    positive = probabilities != 0
+    log = torch.where(positive, torch.where(positive, probabilities, 1.0).log(), 0.0)
+    return -(probabilities * log).sum(dim=-1)

@@ -1,0 +1,39 @@
+"""How much of a codebook is in use, from exact counts of ids (C codebooks, K codes each)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_COUNTED_CODES = 2**20
+"""Codebooks with more codes than this are not counted: a histogram of them would cost more than it tells."""
+
+
+def histogram(ids: Tensor, size: int) -> Tensor:
+    """Count every code.
+
+    The shape of the result depends on ``size`` alone, so it compiles without a graph break (`torch.bincount` does not).
+
+    Args:
+        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens that do not count.
+        size: K, the codes in each codebook.
+
+    Returns:
+        ``(C, K)`` int64.
+    """
+    codebooks = ids.shape[1]
+    bins = ids.clamp(min=0) + size * torch.arange(codebooks, device=ids.device)
+    counts = torch.zeros(codebooks * size, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add(0, bins.flatten(), (ids >= 0).long().flatten()).view(codebooks, size)
+
+
+def usage(counts: Tensor) -> Tensor:
+    """Share of the codes seen at least once: ``(C, K)`` counts → ``(C,)`` float64 in [0, 1]."""
+    return (counts > 0).double().mean(dim=-1)
+
+
+def perplexity(counts: Tensor) -> Tensor:
+    """Exponential of the entropy of the code histogram: ``(C, K)`` counts → ``(C,)`` float64 in [1, K]."""
+    counts = counts.double()
+    share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.special.entr(share).sum(dim=-1).exp()

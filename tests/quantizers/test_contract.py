@@ -1,0 +1,405 @@
+"""What every quantizer keeps. A new one is a line in CONFIGS."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.quantizers import (
+    FSQ,
+    LFQ,
+    FSQConfig,
+    IdentityConfig,
+    LFQConfig,
+    LFQLossWeights,
+    ProductConfig,
+    Quantizer,
+    QuantizerConfig,
+    Stats,
+)
+
+SOFT = {"entropy_temperature": 2.0}  # a soft assignment, so that every entry has a gradient
+NO_GAP = LFQLossWeights(codebook_entropy_gap=0.0)
+
+CONFIGS = {
+    "fsq": FSQConfig(levels=(8, 5, 5, 5)),
+    "fsq of even, odd and two levels": FSQConfig(levels=(4, 7, 2)),
+    "fsq of 2^48 codes": FSQConfig(levels=(2**16, 2**16, 2**16)),
+    "lfq": LFQConfig(bits=10, **SOFT),
+    "lfq of one bit": LFQConfig(bits=1, **SOFT),
+    "lfq of an odd number of bits": LFQConfig(bits=7, **SOFT),
+    "lfq of 2^63 codes": LFQConfig(bits=63, loss_weights=NO_GAP, **SOFT),
+    "identity": IdentityConfig(dim=6),
+    "product of fsq": ProductConfig(layer=FSQConfig(levels=(5, 4, 3)), codebooks=3),
+    "product of lfq": ProductConfig(layer=LFQConfig(bits=5, **SOFT), codebooks=2),
+    "product of product": ProductConfig(layer=ProductConfig(layer=LFQConfig(bits=3, **SOFT), codebooks=2), codebooks=2),
+    "product of identity": ProductConfig(layer=IdentityConfig(dim=2), codebooks=2),
+}
+
+EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, -3e38]
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def quantizer(request: pytest.FixtureRequest) -> Quantizer:
+    return request.param.build()
+
+
+def vectors_for(quantizer: Quantizer, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Random inputs that reach all levels, some of them extreme."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 1.5 * torch.randn(*shape, quantizer.dim, generator=generator, dtype=torch.float64)
+    return x.to(dtype)
+
+
+def ragged_mask(*shape: int) -> Tensor:
+    """Padding at the end of some rows, in the middle of others; one row without any token."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[0] = False
+    return mask
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def assert_same_stats(a: Stats, b: Stats) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        torch.testing.assert_close(
+            a[name], b[name], rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def total_loss(quantizer: Quantizer, stats: Stats) -> Tensor:
+    """All losses together; a zero with a gradient path where there are none."""
+    return sum(quantizer.losses(stats).values(), torch.zeros((), dtype=torch.float64))
+
+
+class TestOutput:
+    @given(data=st.data(), shape=st.lists(st.integers(0, 4), max_size=3), training=st.booleans())
+    @settings(max_examples=25, deadline=None)
+    def test_shapes_ranges_and_decode(self, data: st.DataObject, shape: list[int], training: bool) -> None:
+        quantizer = data.draw(st.sampled_from(list(CONFIGS.values()))).build().train(training)
+        x = vectors_for(quantizer, *shape, seed=data.draw(st.integers(0, 2**16)))
+        for index in range(min(x.numel(), 8)):
+            x.view(-1)[index] = data.draw(st.sampled_from([*EXTREMES, 1.0]))
+        mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape))))
+        out = quantizer(x, mask.bool().view(shape))
+        assert out.vectors.shape == x.shape
+        assert out.ids.shape == (*shape, len(quantizer.codebook_sizes))
+        assert out.ids.dtype == torch.int64
+        for ids, size in zip(out.ids.unbind(-1), quantizer.codebook_sizes, strict=True):
+            assert ((ids >= -1) & (ids <= size - 1)).all()
+            assert torch.equal(ids == -1, ~mask.bool().view(shape))
+        if quantizer.codebook_sizes:
+            assert same_bits(quantizer.decode(out.ids), out.vectors)
+        assert torch.isfinite(out.vectors).all()
+
+    def test_decode_equals_vectors(self, quantizer: Quantizer) -> None:
+        if not quantizer.codebook_sizes:
+            pytest.skip("nothing to decode")
+        x = vectors_for(quantizer, 200, 5)
+        out = quantizer(x)
+        assert same_bits(quantizer.decode(out.ids), out.vectors)
+        wide = quantizer(x.double())
+        assert torch.equal(quantizer.decode(wide.ids).double(), wide.vectors)
+
+    def test_decoded_vectors_quantize_to_their_own_ids(self, quantizer: Quantizer) -> None:
+        """Two ids never share a vector: a random id is found again in its vector."""
+        if not quantizer.codebook_sizes:
+            pytest.skip("nothing to decode")
+        generator = torch.Generator().manual_seed(0)
+        columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in quantizer.codebook_sizes]
+        ids = torch.stack(columns, dim=-1)
+        vectors = quantizer.decode(ids)
+        assert len(vectors.unique(dim=0)) == len(ids.unique(dim=0))
+
+    def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
+        x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
+        assert torch.equal(quantizer.encode(x), quantizer(x).ids)
+        assert torch.equal(quantizer.encode(x, mask), quantizer(x, mask).ids)
+
+    def test_train_and_eval_give_the_same(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 3, 4)
+        a, b = quantizer.train()(x), quantizer.eval()(x)
+        assert torch.equal(a.vectors, b.vectors)
+        assert torch.equal(a.ids, b.ids)
+        assert_same_stats(a.stats, b.stats)
+
+    def test_one_vector_and_strided_input(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 4, 3)
+        out = quantizer(x)
+        assert torch.equal(quantizer(x[0, 0]).ids, out.ids[0, 0])
+        assert torch.equal(quantizer(x.transpose(0, 1)).vectors, out.vectors.transpose(0, 1))
+
+    def test_bits(self, quantizer: Quantizer) -> None:
+        assert quantizer.bits == pytest.approx(sum(math.log2(size) for size in quantizer.codebook_sizes))
+
+    def test_continuous_is_close_and_masked(self, quantizer: Quantizer) -> None:
+        x, mask = vectors_for(quantizer, 50, 4), ragged_mask(50, 4)
+        continuous, vectors = quantizer.continuous(x, mask), quantizer(x, mask).vectors
+        assert continuous.shape == vectors.shape
+        assert (continuous[~mask] == 0).all()
+        assert torch.equal(quantizer.continuous(x)[mask], continuous[mask])
+        # Rounding keeps the sign or goes to 0, and to the lower of two values at 2 levels.
+        assert torch.corrcoef(torch.stack((continuous[mask].flatten(), vectors[mask].flatten())))[0, 1] > 0.7
+
+
+class TestGradient:
+    def test_is_that_of_the_continuous_path(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
+        upstream = vectors_for(quantizer, 6, 5, dtype=torch.float64, seed=1)
+        (through,) = torch.autograd.grad(quantizer(x).vectors, x, upstream)
+        (plain,) = torch.autograd.grad(quantizer.continuous(x), x, upstream)
+        assert torch.equal(through, plain)
+        assert (through != 0).all()
+
+    def test_losses_reach_the_input(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
+        losses = quantizer.losses(quantizer(x).stats)
+        assert set(quantizer.loss_weights) <= set(losses)
+        for loss in losses.values():
+            (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert torch.isfinite(gradient).all()
+            assert (gradient != 0).any()
+
+    def test_survives_activation_checkpointing(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
+        gradients = []
+        for run in (quantizer, lambda x: checkpoint(quantizer, x, use_reentrant=False)):
+            out = run(x)
+            loss = out.vectors.square().sum() + total_loss(quantizer, out.stats)
+            gradients.append(torch.autograd.grad(loss, x)[0])
+        assert torch.equal(*gradients)
+
+    def test_two_forwards_before_one_backward(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 2, 6, dtype=torch.float64).requires_grad_()
+        both = [quantizer(part) for part in x]
+        sum(out.vectors.square().sum() for out in both).backward()
+        (expected,) = torch.autograd.grad(quantizer(x).vectors.square().sum(), x)
+        torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+class TestMask:
+    @pytest.mark.parametrize("garbage", [0.3, 1e38, math.nan, math.inf])
+    def test_masked_equals_cropped(self, quantizer: Quantizer, garbage: float) -> None:
+        mask = ragged_mask(5, 8)
+        real = vectors_for(quantizer, int(mask.sum()), dtype=torch.float64)
+        padded = torch.full((5, 8, quantizer.dim), garbage, dtype=torch.float64)
+        padded[mask] = real
+        real.requires_grad_()
+        padded.requires_grad_()
+        a, b = quantizer(padded, mask), quantizer(real)
+        assert torch.equal(a.vectors[mask], b.vectors)
+        assert torch.equal(a.ids[mask], b.ids)
+        assert (a.vectors[~mask] == 0).all()
+        assert (a.ids[~mask] == -1).all()
+        assert_same_stats(a.stats, b.stats)
+        for out in (a, b):
+            (out.vectors.square().sum() + total_loss(quantizer, out.stats)).backward()
+        assert (padded.grad[~mask] == 0).all()
+        torch.testing.assert_close(padded.grad[mask], real.grad, rtol=1e-10, atol=1e-12)
+
+    def test_all_true_equals_none(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 3, 4, dtype=torch.float64)
+        a, b = quantizer(x), quantizer(x, torch.ones(3, 4, dtype=torch.bool))
+        assert torch.equal(a.vectors, b.vectors)
+        assert torch.equal(a.ids, b.ids)
+        assert_same_stats(a.stats, b.stats)
+
+    @pytest.mark.parametrize("case", ["no samples", "no tokens", "all masked"])
+    def test_nothing_to_quantize(self, quantizer: Quantizer, case: str) -> None:
+        shape = {"no samples": (0, 4), "no tokens": (3, 0), "all masked": (3, 4)}[case]
+        x = vectors_for(quantizer, *shape, dtype=torch.float64).requires_grad_()
+        out = quantizer(x, torch.zeros(shape, dtype=torch.bool))
+        assert out.stats["tokens"] == 0
+        losses, metrics = quantizer.losses(out.stats), quantizer.metrics(out.stats)
+        assert all(value == 0 for value in losses.values())
+        assert all(torch.isfinite(value) for value in metrics.values())
+        (out.vectors.sum() + sum(losses.values())).backward()
+        assert (x.grad == 0).all()
+        assert quantizer(x).ids.shape == (*shape, len(quantizer.codebook_sizes))
+
+
+class TestStatistics:
+    def test_add_up_over_micro_batches(self, quantizer: Quantizer) -> None:
+        x, mask = vectors_for(quantizer, 6, 5, dtype=torch.float64), ragged_mask(6, 5)
+        whole = quantizer(x, mask).stats
+        parts = [quantizer(x[i:j], mask[i:j]).stats for i, j in ((0, 1), (1, 4), (4, 6))]
+        assert_same_stats(parts[0] + parts[1] + parts[2], whole)
+
+    def test_losses_are_not_negative(self, quantizer: Quantizer) -> None:
+        for x in (vectors_for(quantizer, 300), 100 * vectors_for(quantizer, 3), torch.zeros(4, quantizer.dim)):
+            assert all(value >= 0 for value in quantizer.losses(quantizer(x).stats).values())
+
+    def test_usage_counts_exactly(self, quantizer: Quantizer) -> None:
+        x, mask = vectors_for(quantizer, 40, 5), ragged_mask(40, 5)
+        out = quantizer(x, mask)
+        metrics = quantizer.metrics(out.stats)
+        assert metrics["tokens"] == mask.sum()
+        if not quantizer.codebook_sizes or max(quantizer.codebook_sizes) > 2**20:
+            assert set(metrics) == {"tokens"}
+            return
+        usages, perplexities = [], []
+        for ids, size in zip(out.ids[mask].unbind(-1), quantizer.codebook_sizes, strict=True):
+            counts = ids.bincount(minlength=size).double()
+            share = counts[counts > 0] / counts.sum()
+            usages.append((counts > 0).double().mean())
+            perplexities.append((-share * share.log()).sum().exp())
+        torch.testing.assert_close(metrics["usage"], torch.stack(usages).mean())
+        torch.testing.assert_close(metrics["perplexity"], torch.stack(perplexities).mean())
+        if len(usages) > 1:
+            torch.testing.assert_close(metrics["1/usage"], usages[1])
+
+    def test_update_takes_them(self, quantizer: Quantizer) -> None:
+        assert quantizer.update(quantizer(vectors_for(quantizer, 4)).stats) is None
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_autocast_changes_nothing(self, quantizer: Quantizer, dtype: torch.dtype) -> None:
+        x = vectors_for(quantizer, 20, 5, dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = quantizer(x)
+            decoded = quantizer.decode(cast.ids) if quantizer.codebook_sizes else cast.vectors
+        plain = quantizer(x.float())
+        assert torch.equal(cast.ids, plain.ids)
+        assert cast.vectors.dtype == torch.float32
+        assert torch.equal(cast.vectors, plain.vectors)
+        assert torch.equal(decoded, plain.vectors)
+        assert_same_stats(cast.stats, plain.stats)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_casting_the_module_changes_nothing(self, quantizer: Quantizer, dtype: torch.dtype) -> None:
+        x = vectors_for(quantizer, 20, 5)
+        plain, cast = quantizer(x), copy.deepcopy(quantizer).to(dtype)(x)
+        assert torch.equal(plain.ids, cast.ids)
+        assert torch.equal(plain.vectors, cast.vectors)
+
+    def test_double_stays_double(self, quantizer: Quantizer) -> None:
+        out = quantizer(vectors_for(quantizer, 20, dtype=torch.float64))
+        assert out.vectors.dtype == torch.float64
+        assert all(total.dtype in (torch.float64, torch.int64) for total in out.stats.values())
+
+    def test_gradient_keeps_the_dtype_of_the_input(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 20, dtype=torch.bfloat16).requires_grad_()
+        quantizer(x).vectors.sum().backward()
+        assert x.grad.dtype == torch.bfloat16
+
+
+class TestNaN:
+    @pytest.mark.parametrize("training", [True, False])
+    def test_shows_in_vectors_and_losses_but_not_in_ids(self, quantizer: Quantizer, training: bool) -> None:
+        x = vectors_for(quantizer, 6, 5)
+        x[1, 2, 0] = math.nan
+        out = quantizer.train(training)(x)
+        assert out.vectors[1, 2].isnan().any()
+        assert not out.vectors[0].isnan().any()
+        for ids, size in zip(out.ids.unbind(-1), quantizer.codebook_sizes, strict=True):
+            assert ((ids >= 0) & (ids <= size - 1)).all()
+        assert all(loss.isnan() for loss in quantizer.losses(out.stats).values())
+
+
+class TestGraphs:
+    @pytest.mark.parametrize(("training", "masked"), [(True, True), (False, False)])
+    def test_compiles_without_a_break(self, quantizer: Quantizer, training: bool, masked: bool) -> None:
+        torch._dynamo.reset()
+        quantizer.train(training)
+        x = vectors_for(quantizer, 4, 6, dtype=torch.float64).requires_grad_(training)
+        mask = ragged_mask(4, 6) if masked else None
+        compiled = torch.compile(quantizer, fullgraph=True, backend="aot_eager")
+        a, b = compiled(x, mask), quantizer(x, mask)
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.vectors, b.vectors)
+        assert_same_stats(a.stats, b.stats)
+        if training:
+            gradients = [
+                torch.autograd.grad(out.vectors.square().sum() + total_loss(quantizer, out.stats), x)[0]
+                for out in (a, b)
+            ]
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+    def test_decode_compiles(self, quantizer: Quantizer) -> None:
+        if not quantizer.codebook_sizes:
+            pytest.skip("nothing to decode")
+        torch._dynamo.reset()
+        ids = quantizer(vectors_for(quantizer, 4, 6)).ids
+        decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
+        assert torch.equal(decode(ids), quantizer.decode(ids))
+
+    def test_exports_in_eval(self, quantizer: Quantizer) -> None:
+        x, mask = vectors_for(quantizer, 4, 6), ragged_mask(4, 6)
+        batch = torch.export.Dim("batch", min=2, max=64)
+        program = torch.export.export(quantizer.eval(), (x, mask), dynamic_shapes=({0: batch}, {0: batch}))
+        larger, larger_mask = vectors_for(quantizer, 7, 6), ragged_mask(7, 6)
+        a, b = program.module()(larger, larger_mask), quantizer(larger, larger_mask)
+        assert torch.equal(a.ids, b.ids)
+        assert torch.equal(a.vectors, b.vectors)
+
+
+class TestErrors:
+    def test_wrong_width(self, quantizer: Quantizer) -> None:
+        with pytest.raises(ShapeError, match=rf"\(4, {quantizer.dim + 1}\), expected \(\.\.\., {quantizer.dim}\)"):
+            quantizer(torch.zeros(4, quantizer.dim + 1))
+        with pytest.raises(ShapeError, match=r"shape \(\)"):
+            quantizer(torch.zeros(()))
+
+    def test_integer_input(self, quantizer: Quantizer) -> None:
+        with pytest.raises(ShapeError, match=r"torch\.int64.*floating-point"):
+            quantizer(torch.zeros(4, quantizer.dim, dtype=torch.int64))
+
+    def test_mask(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 3, 4)
+        with pytest.raises(ShapeError, match=r"shape \(3, 5\).*shape \(3, 4\)"):
+            quantizer(x, torch.ones(3, 5, dtype=torch.bool))
+        with pytest.raises(ShapeError, match=r"mask is torch\.float32"):
+            quantizer(x, torch.ones(3, 4))
+        for call in (quantizer.encode, quantizer.continuous):
+            with pytest.raises(ShapeError, match="mask"):
+                call(x, torch.ones(3, dtype=torch.bool))
+
+    def test_ids(self, quantizer: Quantizer) -> None:
+        if not quantizer.codebook_sizes:
+            with pytest.raises(ShapeError, match="no codebook"):
+                quantizer.decode(torch.zeros(3, 0, dtype=torch.int64))
+            return
+        ids = quantizer(vectors_for(quantizer, 3)).ids
+        with pytest.raises(ShapeError, match=r"torch\.float32, expected integers"):
+            quantizer.decode(ids.float())
+        with pytest.raises(ShapeError, match=r"expected \(\.\.\., \d+\): one id per codebook"):
+            quantizer.decode(torch.cat((ids, ids), dim=-1))
+        for wrong in (-2, quantizer.codebook_sizes[-1]):
+            if wrong < 2**63:
+                broken = ids.clone()
+                broken[1, -1] = wrong
+                with pytest.raises(ShapeError, match=rf"id {wrong} in codebook {ids.shape[-1] - 1}, expected 0 to"):
+                    quantizer.decode(broken)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_configuration_and_state(config: QuantizerConfig, tmp_path) -> None:
+    assert TypeAdapter(QuantizerConfig).validate_python(config.model_dump()) == config
+    a, b = config.build(), config.build()
+    torch.save(a.state_dict(), tmp_path / "state.pt")
+    b.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+    x = vectors_for(a, 10, 3)
+    assert torch.equal(a(x).ids, b(x).ids)
+
+
+def test_codebooks_beyond_int64_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2\^63"):
+        FSQ(levels=(2**16,) * 4)
+    with pytest.raises(ValidationError, match=r"2\^63"):
+        FSQConfig(levels=(2**16,) * 4)
+    with pytest.raises(ConfigError, match="1 to 63"):
+        LFQ(bits=64)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from vector_quantize_pytorch import LFQ as PeerLFQ
+
+from vqclip.errors import ConfigError
+from vqclip.quantizers import LFQ, LFQConfig, LFQLossWeights
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("bits", [1, 4, 9, 10])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 20.0])
+def test_losses_equal_their_definition(bits: int, temperature: float) -> None:
+    quantizer = LFQ(bits, temperature)
+    x = tokens(50, bits).requires_grad_()
+    codes = quantizer.decode(torch.arange(2**bits)[:, None]).double()
+    squared_distance = (x[:, None] - codes).square().sum(dim=-1)
+    log_share = (-squared_distance / temperature).log_softmax(dim=-1)
+    log_mean = log_share.logsumexp(dim=0) - math.log(50)  # in logs, so that nothing underflows
+    expected = {
+        "token_entropy": -(log_share.exp() * log_share).sum(dim=-1).mean(),
+        "codebook_entropy_gap": bits * math.log(2) + (log_mean.exp() * log_mean).sum(),
+        "commitment": (x - x.detach().sign()).square().mean(),
+    }
+    losses = quantizer.losses(quantizer(x).stats)
+    assert losses.keys() == expected.keys() == quantizer.loss_weights.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(losses[name], value, rtol=1e-10, atol=1e-10)
+        a, b = (torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in (losses[name], value))
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_agrees_with_vector_quantize_pytorch(bits: int) -> None:
+    temperature = 2.0  # soft enough that the clamp inside the peer's log does nothing
+    ours, peer = LFQ(bits, temperature), PeerLFQ(dim=bits, commitment_loss_weight=1.0).train()
+    x = 0.3 * tokens(4, 25, bits).float()
+    x.requires_grad_()
+    out = ours(x)
+    losses = ours.losses(out.stats)
+    theirs, breakdown = peer(x, inv_temperature=1 / temperature, return_loss_breakdown=True)
+    assert torch.equal(out.ids.squeeze(-1), theirs.indices)
+    torch.testing.assert_close(out.vectors, theirs.quantized, rtol=0, atol=2e-7)
+    gap = bits * math.log(2) - breakdown.batch_entropy.double()
+    for a, b in (
+        (losses["token_entropy"], breakdown.per_sample_entropy.double()),
+        (losses["codebook_entropy_gap"], gap),
+        (losses["commitment"], breakdown.commitment.double()),
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        ours_grad, peer_grad = (torch.autograd.grad(y, x, retain_graph=True)[0] for y in (a, b))
+        torch.testing.assert_close(ours_grad, peer_grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_gap_closes_when_all_codes_are_used_and_tokens_are_sure() -> None:
+    quantizer = LFQ(6)
+    losses = quantizer.losses(quantizer(quantizer.decode(torch.arange(64)[:, None])).stats)
+    assert losses["token_entropy"] < 1e-12
+    assert losses["codebook_entropy_gap"] < 1e-6
+    assert losses["commitment"] == 0
+    collapsed = quantizer.losses(quantizer(torch.ones(64, 6)).stats)
+    assert collapsed["codebook_entropy_gap"].item() == pytest.approx(6 * math.log(2))
+
+
+def test_entropy_losses_raise_the_usage() -> None:
+    """From one crowded corner, gradient descent on the losses alone spreads tokens over the codebook."""
+    quantizer = LFQ(6, entropy_temperature=1.0)
+    x = (0.5 + 0.2 * tokens(256, 6)).requires_grad_()
+    before = quantizer.metrics(quantizer(x).stats)["usage"]
+    optimizer = torch.optim.Adam([x], lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        losses = quantizer.losses(quantizer(x).stats)
+        (losses["codebook_entropy_gap"] + 0.1 * losses["token_entropy"]).backward()
+        optimizer.step()
+    after = quantizer.metrics(quantizer(x).stats)["usage"]
+    assert before < 0.2
+    assert after > 0.9
+
+
+def test_ids_are_exact_at_63_bits() -> None:
+    x = tokens(200, 63)
+    expected = [int("".join("1" if v > 0 else "0" for v in row), 2) for row in x.tolist()]
+    assert LFQ(63)(x).ids[:, 0].tolist() == expected
+
+
+def test_memory_does_not_grow_with_tokens_times_codes() -> None:
+    """2^20 codes and 1,024 tokens: a tokens x codes tensor would be 4 GiB."""
+    quantizer = LFQ(20, entropy_temperature=1.0)
+    x = tokens(1024, 20).float().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        losses = quantizer.losses(quantizer(x).stats)
+        sum(losses.values()).backward()
+    assert max(saved) <= 2**20
+    assert sum(saved) < 2**25
+
+
+def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() -> None:
+    quantizer = LFQ(21)
+    assert "codebook_entropy_gap" not in quantizer.loss_weights
+    assert "codebook_entropy_gap" not in quantizer.losses(quantizer(torch.randn(3, 21)).stats)
+    with pytest.raises(ConfigError, match="codebook_entropy_gap"):
+        LFQ(21, loss_weights={"codebook_entropy_gap": 0.1})
+    with pytest.raises(ValidationError, match="codebook_entropy_gap to 0"):
+        LFQConfig(bits=21)
+    assert LFQConfig(bits=21, loss_weights=LFQLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 0}, "bits is 0"),
+        ({"bits": 64}, "1 to 63"),
+        ({"bits": 4, "entropy_temperature": 0.0}, "temperature"),
+        ({"bits": 4, "entropy_temperature": math.nan}, "temperature"),
+        ({"bits": 4, "loss_weights": {"entropy": 1.0}}, "no loss is named"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LFQ(**arguments)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vqclip.errors import ConfigError
+from vqclip.quantizers import FSQ, LFQ, Product, Quantizer
+
+
+@pytest.mark.parametrize("layer", [FSQ((8, 5, 5)), LFQ(5, entropy_temperature=2.0)], ids=["fsq", "lfq"])
+def test_equals_one_layer_a_codebook(layer: Quantizer) -> None:
+    product = Product(layer, codebooks=3)
+    x = torch.randn(4, 6, product.dim, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(4, 6) > 0.3
+    out = product(x, mask)
+    parts = [layer(part, mask) for part in x.chunk(3, dim=-1)]
+    assert torch.equal(out.vectors, torch.cat([part.vectors for part in parts], dim=-1))
+    assert torch.equal(out.ids, torch.cat([part.ids for part in parts], dim=-1))
+    assert product.codebook_sizes == layer.codebook_sizes * 3
+    assert product.bits == pytest.approx(3 * layer.bits)
+    losses, apart = product.losses(out.stats), [layer.losses(part.stats) for part in parts]
+    assert product.loss_weights == layer.loss_weights
+    for name, loss in losses.items():
+        expected = torch.stack([losses[name] for losses in apart]).mean()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y, x, retain_graph=True) for y in (loss, expected)), rtol=1e-10, atol=1e-14
+        )
+    metrics = product.metrics(out.stats)
+    for codebook, part in enumerate(parts):
+        for name in ("usage", "perplexity"):
+            torch.testing.assert_close(metrics[f"{codebook}/{name}"], layer.metrics(part.stats)[name])
+
+
+def test_an_absent_part_decodes_as_zero() -> None:
+    product = Product(FSQ((4, 4)), codebooks=2)
+    ids = product(torch.randn(3, 4)).ids
+    whole = product.decode(ids)
+    ids[1, 0] = -1
+    part = product.decode(ids)
+    assert part[1].tolist() == [0, 0, *whole[1, 2:].tolist()]
+    assert torch.equal(part[0], whole[0])
+
+
+def test_columns_of_a_nested_product_are_in_channel_order() -> None:
+    nested = Product(Product(FSQ((3,)), codebooks=2), codebooks=2)
+    x = torch.tensor([[-5.0, 0.0, 5.0, -5.0]])
+    assert nested(x).ids.tolist() == [[0, 1, 2, 0]]
+
+
+class Stateful(FSQ):
+    """A layer with something to learn."""
+
+    def __init__(self) -> None:
+        super().__init__((4,))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_codebooks_may_not_share_state() -> None:
+    with pytest.raises(ConfigError, match=r"Stateful would share its state \['scale'\]"):
+        Product(Stateful(), codebooks=2)
+
+
+def test_no_codebooks() -> None:
+    with pytest.raises(ConfigError, match="codebooks is 0"):
+        Product(FSQ((4,)), codebooks=0)

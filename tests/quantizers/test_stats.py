@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from vqclip.quantizers import LFQ, Stats, sync
+
+
+def test_immutable_mapping_of_sums() -> None:
+    stats = Stats({"tokens": torch.tensor(3)})
+    assert list(stats) == ["tokens"]
+    assert len(stats) == 1
+    assert stats["tokens"] == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.sums = {}
+    with pytest.raises(TypeError):
+        stats["tokens"] = torch.tensor(4)
+
+
+def test_addition() -> None:
+    a, b = Stats({"tokens": torch.tensor(3)}), Stats({"tokens": torch.tensor(4)})
+    assert (a + b)["tokens"] == 7
+    assert a["tokens"] == 3
+    with pytest.raises(AssertionError, match="different quantizers"):
+        a + Stats({"other": torch.tensor(1)})
+    with pytest.raises(AssertionError, match="all ranks"):
+        a + b.local()
+    with pytest.raises(TypeError):
+        a + 3
+
+
+def test_detach_cuts_the_gradient() -> None:
+    stats = LFQ(3)(torch.randn(4, 3, requires_grad=True)).stats
+    assert stats["token_entropy"].requires_grad
+    assert not any(total.requires_grad for total in stats.detach().values())
+
+
+def test_one_process_is_all_ranks() -> None:
+    stats = LFQ(3)(torch.randn(4, 3, requires_grad=True)).stats
+    (synced,) = sync([stats])
+    assert synced.is_global
+    assert all(synced[name] is stats[name] for name in stats)
+    assert stats.synced().is_global
