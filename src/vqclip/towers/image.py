@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -33,13 +34,17 @@ class ImageTower(nn.Module):
         self.normalize = normalize
         self.backbone = backbone
         self.image_size = normalize.image_size
-        with torch.no_grad():
-            probe = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
+        features = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
+        _freeze_unused(self, features)
         self.train()
-        self.num_tokens, self.width = probe.shape[1], probe.shape[2]
+        self.num_tokens, self.width = features.shape[1], features.shape[2]
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, H, W)`` uint8 or 0..1 → patch features ``(B, N, D)``."""
+        if (
+            images.shape[0] == 0
+        ):  # some backbones cannot reshape an empty batch, and every weight needs its (zero) gradient
+            return self.backbone(self.normalize(images.new_zeros(1, *images.shape[1:])))[:0]
         return self.backbone(self.normalize(images))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -72,7 +77,6 @@ class _OpenCLIPFeatures(nn.Module):
     def __init__(self, visual: nn.Module):
         super().__init__()
         self.visual = visual
-        # Pooling and head are never run: without this their weights would wait for a gradient that never comes.
         visual.prune_intermediate_layers(1, prune_norm=False, prune_head=True)  # type: ignore[operator]
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ class TimmTowerConfig(Config):
         import timm
 
         if not timm.is_model(self.name):
-            close = ", ".join(timm.list_models(f"*{self.name[:6]}*")[:5]) or "see timm.list_models()"
+            close = ", ".join(get_close_matches(self.name, timm.list_models(), n=5)) or "see timm.list_models()"
             raise ConfigError(f"tower.name: timm has no model {self.name!r}; did you mean one of: {close}?")
         args = dict(self.args)
         if "vit" in self.name or "img_size" in args:  # convolutional models take any size and refuse the argument
@@ -155,6 +159,13 @@ class OpenCLIPImageTowerConfig(Config):
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
         return ImageTower(_OpenCLIPFeatures(visual), Normalize(int(size), mean, std))
+
+
+def _freeze_unused(tower: nn.Module, features: Tensor) -> None:
+    """Freeze weights that the features do not depend on, such as a head's norm: DDP would wait for their gradient."""
+    weights = [weight for weight in tower.parameters() if weight.requires_grad]
+    for weight, gradient in zip(weights, torch.autograd.grad(features.sum(), weights, allow_unused=True), strict=True):
+        weight.requires_grad_(gradient is not None)
 
 
 def _refuse_batch_norm(backbone: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
 
     config = open_clip.get_model_config(model)
     if config is None:
-        from difflib import get_close_matches
-
         close = ", ".join(get_close_matches(model, open_clip.list_models(), n=5)) or "see open_clip.list_models()"
         raise ConfigError(f"tower.model: open_clip has no model {model!r}; did you mean one of: {close}?")
     tags = open_clip.list_pretrained_tags_by_model(model)

@@ -1,0 +1,41 @@
+"""Tiny model configurations for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vqclip.model import ModelConfig
+
+FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
+LFQ = {"kind": "lfq", "bits": 6}
+IDENTITY = {"kind": "identity", "dim": 6}
+PRODUCT = {"kind": "product", "layer": FSQ, "codebooks": 2}
+
+
+def tiny_model(
+    image_quantizer: dict[str, Any] = FSQ, text_quantizer: dict[str, Any] = FSQ, **changes: Any
+) -> ModelConfig:
+    """A ViT of two blocks at 16 px (4 patches) and a text transformer of one block and 12 positions."""
+    tree = {
+        "embed_dim": 16,
+        "image": {
+            "tower": {
+                "kind": "timm",
+                "name": "vit_tiny_patch16_224",
+                "image_size": 16,
+                "args": {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2},
+            },
+            "quantizer": image_quantizer,
+            "width": 16,
+            "heads": 2,
+            "depth": 1,
+        },
+        "text": {
+            "tower": {"kind": "transformer", "context_length": 12, "width": 16, "heads": 2, "layers": 1},
+            "quantizer": text_quantizer,
+            "width": 16,
+            "heads": 2,
+            "depth": 1,
+        },
+    }
+    return ModelConfig.model_validate(tree | changes)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.towers.text import BPE, OpenCLIPTextTowerConfig, TransformerTowerConfig
+
+SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_features_of_real_tokens_do_not_depend_on_the_padding(causal):
+    torch.manual_seed(0)
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()
+    tokens = BPE(12)(["a red star", "a"])
+    mask = tower.mask(tokens)
+    assert mask.sum(1).tolist() == [5, 3]
+    other = tokens.clone()
+    with torch.no_grad():
+        tower.transformer.token_embedding.weight[0] = 7.0  # what padding looks like
+        changed = tower(other)
+        tower.transformer.token_embedding.weight[0] = 0.0
+        torch.testing.assert_close(tower(tokens)[mask], changed[mask])
+
+
+def test_bidirectional_tokens_see_what_follows_and_causal_ones_do_not():
+    tokens = BPE(12)(["a red star", "a red heart"])
+    for causal in (True, False):
+        torch.manual_seed(0)
+        tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()
+        one, other = tower(tokens)
+        assert torch.allclose(one[:3], other[:3]) == causal
+
+
+def test_the_vocabulary_is_open_clips():
+    import open_clip
+
+    captions = ["a small red star to the left of a large blue circle", ""]
+    assert torch.equal(BPE(32)(captions), open_clip.get_tokenizer("ViT-B-32")(captions, context_length=32))
+    assert BPE(8)([captions[0]]).shape == (1, 8)
+    with pytest.raises(ShapeError, match="expected a list of str"):
+        BPE(8)("a red star")
+
+
+def test_wrong_tokens_are_refused():
+    tower = TransformerTowerConfig(**SMALL).build()
+    with pytest.raises(ShapeError, match=r"got shape \(2, 13\).*expected \(B, 12\) int64"):
+        tower(torch.ones(2, 13, dtype=torch.int64))
+    with pytest.raises(ShapeError, match=r"torch.int32"):
+        tower(torch.ones(2, 12, dtype=torch.int32))
+
+
+def test_heads_must_divide_width():
+    with pytest.raises(ValueError, match="heads that divide width"):
+        TransformerTowerConfig(context_length=12, width=10, heads=4, layers=1)
+
+
+def test_text_towers_of_another_vocabulary_are_refused():
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        OpenCLIPTextTowerConfig(model="ViT-B-16-SigLIP").build()
