@@ -173,6 +173,7 @@ def test_other_optimizers_unused_parameters_and_tensor_learning_rate():
     optimizer.state[used] = {"momentum_buffer": None, "count": 3}
     twins = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     resumed = torch.optim.SGD(twins, lr=torch.tensor(0.5))
+    resumed.state[twins[1]] = {"momentum_buffer": torch.ones(2)}  # stale: the checkpoint has none of it
     checkpoint.restore_optimizer(resumed, checkpoint.pack_optimizer(optimizer))
     assert torch.equal(resumed.param_groups[0]["lr"], torch.tensor(0.3))
     assert resumed.state[twins[0]] == {"momentum_buffer": None, "count": 3}

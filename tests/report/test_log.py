@@ -116,16 +116,17 @@ def test_lines_survive_sigkill(tmp_path):
         from pathlib import Path
         from vqclip.report import MetricsLog
         log = MetricsLog(Path(sys.argv[1]))
-        log.write(1, {"loss": 1.0})
+        for step in range(1, 41):
+            log.write(step, {"loss": float(step)})
         log.flush()
-        log.write(2, {"loss": 2.0})
+        log.write(41, {"loss": 41.0})
         os.kill(os.getpid(), signal.SIGKILL)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert steps(tmp_path / "metrics.jsonl") == [1, 2]
-    assert scalars(tmp_path, "loss")[0] == (1, 1.0)
+    assert steps(tmp_path / "metrics.jsonl") == list(range(1, 42))
+    assert scalars(tmp_path, "loss")[:40] == [(step, float(step)) for step in range(1, 41)]
 
 
 def test_tensorboard_is_not_imported_before_it_is_needed():
