@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
 from vqclip.pretrained import CONFIG_FILE, load_weights, parse_section, read_config, resolve, write_folder
+from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import (
-    ImageTokenizer,
     ImageTokenizerConfig,
-    TextTokenizer,
     TextTokenizerConfig,
-    Tokenizer,
     TokenizerOutput,
+    stored_section,
+    tokenizer_section,
 )
 
 
@@ -95,6 +95,10 @@ class CLIP(nn.Module):
         bias = None if self.logit_bias is None else self.logit_bias * 1
         return CLIPOutput(self.image(images), self.text(tokens), self.logit_scale.exp(), bias)
 
+    def quantizers(self) -> dict[str, Quantizer]:
+        """``image`` and ``text``: the two quantizers."""
+        return {"image": self.image.quantizer, "text": self.text.quantizer}
+
     @torch.no_grad()
     def clamp_temperature(self) -> None:
         """Hold the scale at or below its maximum; called after an optimizer step."""
@@ -102,7 +106,7 @@ class CLIP(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
-        config = {name: _section(part) for name, part in (("image", self.image), ("text", self.text))}
+        config = {name: tokenizer_section(part) for name, part in (("image", self.image), ("text", self.text))}
         temperature = {"temperature": self.config.temperature.model_dump(mode="json")}
         write_folder(Path(folder), config | temperature, self.state_dict())
 
@@ -115,7 +119,7 @@ class CLIP(nn.Module):
         """
         path = resolve(folder)
         stored = read_config(path)
-        sections = {name: dict(_stored_section(path, stored, name)) for name in ("image", "text")}
+        sections = {name: dict(stored_section(path, stored, name)) for name in ("image", "text")}
         embed_dim = {name: section.pop("embed_dim", None) for name, section in sections.items()}
         if embed_dim["image"] != embed_dim["text"]:
             raise CheckpointError(f"{path / CONFIG_FILE}: image and text differ in embed_dim: {embed_dim}")
@@ -123,51 +127,3 @@ class CLIP(nn.Module):
         model = parse_section(path / CONFIG_FILE, ModelConfig, whole).build()
         load_weights(path, model)
         return model.eval()
-
-
-def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write one tokenizer alone to ``folder``."""
-    name = tokenizer.modality
-    state = {f"{name}.{key}": value for key, value in tokenizer.state_dict().items()}
-    write_folder(folder, {name: _section(tokenizer)}, state)
-
-
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
-def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
-    """Load a tokenizer for use: on the CPU, in evaluation mode.
-
-    Args:
-        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
-        modality: ``"image"`` or ``"text"``.
-
-    Raises:
-        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
-        ValueError: for another modality.
-    """
-    if modality not in ("image", "text"):
-        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
-    path = resolve(folder)
-    section = dict(_stored_section(path, read_config(path), modality))
-    embed_dim = section.pop("embed_dim", None)
-    schema = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
-    tokenizer = parse_section(path / CONFIG_FILE, schema, section).build(embed_dim)
-    load_weights(path, tokenizer, prefix=f"{modality}.")
-    return tokenizer.eval()
-
-
-def _section(tokenizer: Tokenizer) -> dict[str, object]:
-    """The tokenizer's part of ``config.json``; its weights lie beside it, so none are fetched again."""
-    config = tokenizer.config
-    tower = config.tower.model_copy(update=config.tower.random_weights)
-    return config.model_copy(update={"tower": tower}).model_dump(mode="json") | {"embed_dim": tokenizer.embed_dim}
-
-
-def _stored_section(folder: Path, stored: dict[str, object], name: str) -> dict[str, object]:
-    section = stored.get(name)
-    if not isinstance(section, dict):
-        held = ", ".join(key for key in ("image", "text") if key in stored) or "no"
-        raise CheckpointError(f"{folder}: holds {held} tokenizer, not {name!r}")
-    return section

@@ -31,7 +31,9 @@ def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor])
     header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
     (folder / CONFIG_FILE).write_text(json.dumps(header | config, indent=2) + "\n")
     # The file is read on any machine: from the CPU, contiguous, tied tensors apart.
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, folder / WEIGHTS_FILE)
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, folder / WEIGHTS_FILE
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -43,7 +45,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}")
+        raise CheckpointError(
+            f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}"
+        )
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -52,7 +56,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f'{path}: expected "format": "vqclip"; this is some other model\'s folder')
     for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
         if config.get(key) != known:
-            raise CheckpointError(f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one")
+            raise CheckpointError(
+                f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one"
+            )
     return config
 
 
@@ -73,7 +79,8 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
     path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file:
-            state = {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+            state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:
@@ -102,4 +109,6 @@ def resolve(folder: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(folder), allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, "README.md"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise CheckpointError(f"{folder}: neither a folder here nor a model on the hub that can be reached: {error}") from error
+        raise CheckpointError(
+            f"{folder}: neither a folder here nor a model on the hub that can be reached: {error}"
+        ) from error

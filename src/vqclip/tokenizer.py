@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import ShapeError
+from vqclip.errors import CheckpointError, ShapeError
 from vqclip.pooling import PooledEmbedding
+from vqclip.pretrained import CONFIG_FILE, load_weights, parse_section, read_config, resolve, write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
 
@@ -51,6 +52,9 @@ class Tokenizer(nn.Module):
         width: D, width of the vectors after the quantizer.
         heads: attention heads of blocks and pooling.
     """
+
+    modality: str
+    config: Any
 
     def __init__(
         self, tower: ImageTower | TextTower, quantizer: Quantizer, embed_dim: int, depth: int, width: int, heads: int
@@ -88,18 +92,31 @@ class Tokenizer(nn.Module):
 
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
-        mask = self.mask(inputs)
-        out = self.quantizer(self.project_in(self.tower(inputs)), mask)
-        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
+        return self._quantized(self.features(inputs), self.mask(inputs))
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """What the quantizer is given: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``."""
+        return self.project_in(self.tower(inputs))
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
-        vectors = self.quantizer.continuous(self.project_in(self.tower(inputs)))
-        return self._embed(vectors, self.mask(inputs))
+        return self._continuous(self.features(inputs), self.mask(inputs))
+
+    def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
+        """`forward` and `continuous` from one pass of the tower."""
+        features, mask = self.features(inputs), self.mask(inputs)
+        return self._quantized(features, mask), self._continuous(features, mask)
+
+    def _quantized(self, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
+        out = self.quantizer(features, mask)
+        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
+
+    def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
+        return self._embed(self.quantizer.continuous(features, mask), mask)
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer(self.project_in(self.tower(inputs)), self.mask(inputs)).ids
+        return self.quantizer.encode(self.features(inputs), self.mask(inputs))
 
     def decode(self, ids: Tensor) -> Tensor:
         """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 at padding.
@@ -107,7 +124,7 @@ class Tokenizer(nn.Module):
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        vectors, mask = self.project_out(self._lookup(ids)), self.ids_mask(ids)
+        vectors, mask = self._project_out(self._lookup(ids)), self.ids_mask(ids)
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -125,13 +142,16 @@ class Tokenizer(nn.Module):
         return self.quantizer.decode(ids)
 
     def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
-        return self.pool(self.project_out(vectors), mask)
+        return self.pool(self._project_out(vectors), mask)
+
+    def _project_out(self, vectors: Tensor) -> Tensor:
+        # Codes are fp32 numbers whatever the module's dtype is.
+        return self.project_out(vectors.to(self.project_out.weight.dtype))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
-        from vqclip.model import save_tokenizer
-
-        save_tokenizer(Path(folder), self)
+        state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
+        write_folder(Path(folder), {self.modality: tokenizer_section(self)}, state)
 
     @property
     def device(self) -> torch.device:
@@ -148,6 +168,7 @@ class ImageTokenizer(Tokenizer):
     """
 
     modality = "image"
+    config: ImageTokenizerConfig
 
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
         tower = config.tower.build()
@@ -221,6 +242,12 @@ class _TokenizerConfig(Config):
     depth: int = Field(1, ge=0)
     """Transformer blocks between the codes and the pooling."""
 
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> _TokenizerConfig:
+        if self.width % self.heads:
+            raise ValueError(f"got width {self.width} and heads {self.heads}; expected heads that divide width")
+        return self
+
 
 class ImageTokenizerConfig(_TokenizerConfig):
     """An image tokenizer."""
@@ -244,3 +271,45 @@ class TextTokenizerConfig(_TokenizerConfig):
     def build(self, embed_dim: int) -> TextTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return TextTokenizer(self, embed_dim)
+
+
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
+def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
+    """Load a tokenizer for use: on the CPU, in evaluation mode.
+
+    Args:
+        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+        modality: ``"image"`` or ``"text"``.
+
+    Raises:
+        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
+        ValueError: for another modality.
+    """
+    if modality not in ("image", "text"):
+        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
+    path = resolve(folder)
+    section = dict(stored_section(path, read_config(path), modality))
+    embed_dim = section.pop("embed_dim", None)
+    schema = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
+    tokenizer = parse_section(path / CONFIG_FILE, schema, section).build(embed_dim)
+    load_weights(path, tokenizer, prefix=f"{modality}.")
+    return tokenizer.eval()
+
+
+def tokenizer_section(tokenizer: Tokenizer) -> dict[str, object]:
+    """A tokenizer's part of ``config.json``; its weights lie beside it, so none are fetched again."""
+    config = tokenizer.config
+    tower = config.tower.model_copy(update=config.tower.random_weights)
+    return config.model_copy(update={"tower": tower}).model_dump(mode="json") | {"embed_dim": tokenizer.embed_dim}
+
+
+def stored_section(folder: Path, stored: dict[str, object], name: str) -> dict[str, object]:
+    """A tokenizer's part of a ``config.json`` that was read from ``folder``; raises CheckpointError without it."""
+    section = stored.get(name)
+    if not isinstance(section, dict):
+        held = ", ".join(key for key in ("image", "text") if key in stored) or "no"
+        raise CheckpointError(f"{folder}: holds {held} tokenizer, not {name!r}")
+    return section

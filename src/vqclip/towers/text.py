@@ -136,7 +136,7 @@ class OpenCLIPTextTowerConfig(Config):
         if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != _bpe().vocab_size:
             raise ConfigError(
                 f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
-                "class token; expected open_clip's own text transformer over its byte-pair vocabulary (such as ViT-B-16)"
+                "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
             )
         return TextTower(text)
 

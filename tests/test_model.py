@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vqclip
+from tests.models import FSQ, LFQ, tiny_model
+from vqclip.errors import CheckpointError
+from vqclip.model import CLIP
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = tiny_model(FSQ, LFQ, temperature={"bias": -10.0}).build().eval()
+    model.save_pretrained(tmp_path / "tokenizer")
+    return model, tmp_path / "tokenizer"
+
+
+def test_what_is_saved_is_what_is_loaded(saved):
+    model, folder = saved
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    image = vqclip.load_tokenizer(folder, modality="image")
+    text = vqclip.load_tokenizer(folder, modality="text")
+    whole = CLIP.from_pretrained(folder)
+    assert not image.training
+    assert not whole.training
+    for loaded in (image, whole.image):
+        assert torch.equal(loaded.encode(images), model.image.encode(images))
+        assert torch.equal(loaded(images).embedding, model.image(images).embedding)
+    for loaded in (text, whole.text):
+        assert torch.equal(loaded.encode(["a red star"]), model.text.encode(["a red star"]))
+    assert torch.equal(whole.logit_bias, model.logit_bias)
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_another_process_embeds_stored_ids_to_the_same_bits(saved, tmp_path):
+    model, folder = saved
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    save_file({"ids": model.image.encode(images)}, tmp_path / "ids.safetensors")
+    code = (
+        "import sys, torch, vqclip; from safetensors.torch import load_file, save_file; torch.set_num_threads(1);"
+        "ids = load_file(sys.argv[2])['ids']; tok = vqclip.load_tokenizer(sys.argv[1], modality='image');"
+        "save_file({'e': tok.embed(ids).detach()}, sys.argv[3])"
+    )
+    arguments = [str(folder), str(tmp_path / "ids.safetensors"), str(tmp_path / "out.safetensors")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = model.image(images).embedding
+    torch.set_num_threads(threads)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["e"], expected)
+
+
+def test_one_tokenizer_alone(saved, tmp_path):
+    model, _ = saved
+    model.text.save_pretrained(tmp_path / "text")
+    loaded = vqclip.load_tokenizer(tmp_path / "text", modality="text")
+    assert torch.equal(loaded.encode(["a b"]), model.text.encode(["a b"]))
+    with pytest.raises(CheckpointError, match="holds text tokenizer, not 'image'"):
+        vqclip.load_tokenizer(tmp_path / "text", modality="image")
+    with pytest.raises(CheckpointError, match="holds text tokenizer, not 'image'"):
+        CLIP.from_pretrained(tmp_path / "text")
+
+
+def damage_missing(folder):
+    state = load_file(folder / "model.safetensors")
+    state.pop("image.project_out.bias")
+    save_file(state, folder / "model.safetensors")
+
+
+def damage_extra(folder):
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"image.surplus": torch.zeros(1)}, folder / "model.safetensors")
+
+
+def damage_shape(folder):
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"image.project_out.bias": torch.zeros(3)}, folder / "model.safetensors")
+
+
+def damage_cut(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def damage_gone(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def damage_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+def damage_version(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"id_layout": 99}))
+
+
+def damage_key(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["image"]["widht"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, "missing image.project_out.bias"),
+        (damage_extra, "unexpected image.surplus"),
+        (damage_shape, r"image.project_out.bias: got shape \(3,\), expected \(16,\)"),
+        (damage_cut, "damaged or cut short"),
+        (damage_gone, "no such file"),
+        (damage_json, "not JSON"),
+        (damage_version, "id_layout is 99, this vqclip reads 1"),
+        (damage_key, "widht"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(saved, damage, message):
+    _, folder = saved
+    damage(folder)
+    for load in (lambda: vqclip.load_tokenizer(folder, modality="image"), lambda: CLIP.from_pretrained(folder)):
+        with pytest.raises(CheckpointError, match=message):
+            load()
+
+
+def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"expected a tokenizer folder with config.json.*no such folder"):
+        vqclip.load_tokenizer(tmp_path / "nowhere", modality="image")
+    with pytest.raises(ValueError, match='expected "image" or "text"'):
+        vqclip.load_tokenizer(tmp_path, modality="audio")  # type: ignore[call-overload]
+
+
+def test_the_temperature_is_held_below_its_maximum():
+    model = tiny_model(temperature={"init": 10.0, "max": 20.0}).build()
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(50.0))
+    model.clamp_temperature()
+    assert model.logit_scale.exp().item() == pytest.approx(20.0)
+    with pytest.raises(ValueError, match="expected init <= max"):
+        tiny_model(temperature={"init": 200.0})
+
+
+def test_pretrained_weights_are_not_fetched_again(tmp_path):
+    """The folder says how the network is built, not where its first weights came from."""
+    model = tiny_model().build()
+    tower = model.image.config.tower.model_copy(update={"pretrained": True})
+    model.image.config = model.image.config.model_copy(update={"tower": tower})
+    model.save_pretrained(tmp_path / "tokenizer")
+    stored = json.loads((tmp_path / "tokenizer" / "config.json").read_text())
+    assert stored["image"]["tower"]["pretrained"] is False

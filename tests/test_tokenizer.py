@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, tiny_model
+from vqclip.errors import ConfigError, ShapeError
+
+CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
+QUANTIZERS = [FSQ, LFQ, PRODUCT]
+
+
+def built(quantizer=FSQ):
+    torch.manual_seed(0)
+    return tiny_model(quantizer, quantizer).build()
+
+
+def pictures(count=3):
+    return torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training):
+    model = built(quantizer).train(training)
+    tokens, images = model.text.preprocess(CAPTIONS), pictures()
+    for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
+        out = tokenizer(inputs)
+        ids = tokenizer.encode(inputs)
+        assert ids.dtype == torch.int64
+        assert ids.shape == (3, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
+        assert torch.equal(ids, out.ids)
+        assert torch.equal(tokenizer.embed(ids), out.embedding)
+        torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3))
+
+
+def test_the_embedding_depends_on_the_codes_alone():
+    """Two different pictures with equal ids have equal embeddings, though their continuous features differ."""
+    model = built().eval()
+    images = pictures()
+    with torch.no_grad():
+        model.image.project_in[1].weight.mul_(1e-6)  # all patches fall into one code
+    assert len(model.image.encode(images).unique()) <= 3
+    embedding, continuous = model.image(images).embedding, model.image.continuous(images)
+    assert torch.equal(embedding[0], embedding[1])
+    assert not torch.equal(continuous[0], continuous[1])
+
+
+def test_every_parameter_learns_through_the_codes():
+    model = built()
+    out = model(pictures(), model.text.preprocess(CAPTIONS))
+    (out.image.embedding * out.text.embedding * torch.randn(16)).sum().mul(out.scale).backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    for tokenizer in (model.image, model.text):
+        assert all(p.grad.abs().sum() > 0 for p in tokenizer.tower.parameters() if p.requires_grad and p.ndim > 1)
+
+
+def test_padding_has_id_minus_one_and_vector_zero():
+    model = built().eval()
+    tokens = model.text.preprocess(CAPTIONS)
+    ids = model.text.encode(CAPTIONS)
+    assert torch.equal(ids[..., 0] >= 0, tokens != 0)
+    assert torch.equal(model.text.encode(tokens), ids)
+    vectors = model.text.decode(ids)
+    assert vectors.shape == (3, 12, 16)
+    assert (vectors[tokens == 0] == 0).all()
+    assert (vectors[tokens != 0] != 0).any(-1).all()
+
+
+def test_images_come_as_pictures_or_tensors():
+    tokenizer = built().image.eval()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    tensor = tokenizer.preprocess(picture)
+    assert tensor.dtype == torch.uint8
+    ids = tokenizer.encode(picture)
+    assert torch.equal(ids, tokenizer.encode(tensor[None]))
+    assert torch.equal(ids, tokenizer.encode([picture]))
+    assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
+
+
+def test_sizes_and_bits():
+    tokenizer = built(PRODUCT).image
+    assert tokenizer.num_tokens == 4
+    assert tokenizer.codebook_sizes == (64, 64)
+    assert tokenizer.bits_per_sample == pytest.approx(4 * 2 * 6)
+
+
+def test_empty_batches_pass_through():
+    model = built()
+    images, tokens = pictures(0), torch.zeros(0, 12, dtype=torch.int64)
+    out = model(images, tokens)
+    assert out.image.embedding.shape == out.text.embedding.shape == (0, 16)
+    assert model.image.embed(model.image.encode(images)).shape == (0, 16)
+    (out.image.embedding.sum() + out.text.embedding.sum()).backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == ["logit_scale"]
+
+
+def test_wrong_ids_are_refused():
+    tokenizer = built().image
+    with pytest.raises(ShapeError, match=r"ids: got shape \(2, 5, 1\), expected \(B, 4, 1\)"):
+        tokenizer.decode(torch.zeros(2, 5, 1, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="id 64 in codebook 0, expected 0 to 63"):
+        tokenizer.embed(torch.full((1, 4, 1), 64))
+
+
+def test_the_continuous_baseline_has_no_ids():
+    model = built(IDENTITY).eval()
+    images = pictures()
+    assert model.image.encode(images).shape == (3, 4, 0)
+    assert torch.equal(model.image(images).embedding, model.image.continuous(images))
+
+
+def test_heads_must_divide_width():
+    with pytest.raises((ConfigError, ValueError), match="heads"):
+        tiny_model(image=tiny_model().image.model_dump() | {"heads": 3})
