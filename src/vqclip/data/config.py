@@ -1,0 +1,90 @@
+"""The `data` section of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from vqclip import dist
+from vqclip.config import Config
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.index import index_shards
+from vqclip.data.loader import LoaderOptions, TrainData
+from vqclip.data.sources import SourceConfig
+from vqclip.data.transforms import TrainTransformConfig
+from vqclip.errors import DataError
+
+__all__ = ["DataConfig", "prepare_sources"]
+
+
+class DataConfig(Config):
+    """What to train on, and how it is read."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    """Where samples come from; several are mixed by their weights."""
+    transform: TrainTransformConfig = TrainTransformConfig()
+    """Random augmentation of training images."""
+    workers: Annotated[int, Field(ge=0, le=512)] = 2
+    """Processes per rank that read and decode; 0 does it in the training process. Changes no sample."""
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    """Batches that each worker prepares ahead."""
+    timeout_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for a worker, in seconds; 0 waits for ever."""
+    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Samples that cannot be used are replaced; the run stops when more than this share of those seen are bad."""
+    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+    """Images with more pixels count as bad; they are not decoded."""
+
+    def build(self, image_size: int, tokenize: Callable[[list[str]], Tensor], batch_size: int, seed: int) -> TrainData:
+        """Finds, draws or indexes the data, sharing the work over ranks; every rank must call it.
+
+        Args:
+            image_size: side of the images in pixels.
+            tokenize: captions → ``(B, T)`` int64, 0-padded; runs in the workers.
+            batch_size: G, samples of a global batch over all ranks.
+            seed: the run's seed.
+
+        Raises:
+            DataError: on every rank, if a source cannot be used on one of them; says what to do.
+        """
+        prepare_sources(self.sources)
+        return TrainData(
+            sources=[source.build() for source in self.sources],
+            weights=[source.weight for source in self.sources],
+            transform=self.transform.build(image_size),
+            tokenize=tokenize,
+            batch_size=batch_size,
+            seed=seed,
+            max_pixels=self.max_pixels,
+            options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
+        )
+
+
+def prepare_sources(sources: Sequence[SourceConfig]) -> None:
+    """Draws and indexes what is not there yet; a collective: every rank of the job must call it.
+
+    Raises:
+        DataError: on every rank, with the message of the first rank that failed.
+    """
+    if dist.is_main():
+        _agree(lambda: [source.shards() for source in sources])  # so that a data set is drawn once
+    else:
+        _agree(lambda: None)
+    _agree(
+        lambda: index_shards([shard for source in sources for shard in source.shards()], dist.rank(), dist.world_size())
+    )
+
+
+def _agree(work: Callable[[], object]) -> None:
+    """Does the work; if it fails on one rank, all of them raise its error, and none waits for ever."""
+    message = None
+    try:
+        work()
+    except DataError as error:
+        message = str(error)
+    failed = [text for text in dist.gather_json(message) if text is not None]
+    if failed:
+        raise DataError(failed[0])

@@ -1,0 +1,193 @@
+"""Image bytes to a uint8 RGB tensor, for files that nobody checked.
+
+The format is told by the first bytes, never by the name, and the size is read from the header before a pixel is
+decoded. JPEG and WebP go through torchvision (twice Pillow's speed). PNG goes through Pillow: torchvision's PNG decoder
+(0.29 with its bundled libpng) ends the whole process with a segmentation fault on about a third of damaged files.
+
+Transparency is composited on white, grey becomes RGB, 16 bits become 8, the EXIF orientation is applied.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqclip.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["MAX_PIXELS", "decode_image", "image_header", "pil_to_uint8"]
+
+MAX_PIXELS = 50_000_000
+"""Larger images are refused before decoding: they would take 150 MB as RGB."""
+
+_RGB_MODE = "RGB"
+
+
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """Decodes a JPEG, PNG or WebP file.
+
+    Args:
+        data: the whole file.
+        max_pixels: refuse larger images, by their header.
+
+    Returns:
+        ``(3, H, W)`` uint8 RGB, usually a channels-last view.
+
+    Raises:
+        DataError: another format, damaged, animated or too large. The message does not know the sample's name; the
+            caller puts it in front.
+    """
+    kind, height, width = image_header(data)
+    if height < 1 or width < 1:
+        raise DataError(f"{kind} image of {width}x{height} pixels; expected at least 1x1")
+    if height * width > max_pixels:
+        raise DataError(f"{kind} image of {width}x{height} pixels; at most {max_pixels} pixels are decoded")
+    try:
+        if kind == "jpeg":
+            return _decode_jpeg(data)
+        if kind == "webp" and not _webp_needs_pillow(data):
+            return _flatten(_decode_webp(data))
+        return _decode_with_pillow(data, kind)
+    except DataError:
+        raise
+    except Exception as error:
+        # RuntimeError from torchvision; Pillow raises OSError, SyntaxError, ValueError, struct.error and others.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{kind} image cannot be decoded: {reason.rpartition('.cpp:')[2]}") from error
+
+
+def image_header(data: bytes) -> tuple[str, int, int]:
+    """Format ("jpeg", "png" or "webp"), height and width of an image file, from its header alone.
+
+    Raises:
+        DataError: neither of these formats, or a header that ends early.
+    """
+    try:
+        if data[:3] == b"\xff\xd8\xff":
+            return "jpeg", *_jpeg_size(data)
+        if data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR":
+            width, height = struct.unpack_from(">II", data, 16)
+            return "png", height, width
+        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+            return "webp", *_webp_size(data)
+    except (IndexError, struct.error):
+        raise DataError("image ends inside its header") from None
+    raise DataError(f"not a JPEG, PNG or WebP image: begins with {bytes(data[:8])!r} ({len(data)} bytes)")
+
+
+def pil_to_uint8(image: Image) -> Tensor:
+    """The same conversion for a Pillow image: orientation, transparency on white, RGB.
+
+    Returns:
+        ``(3, H, W)`` uint8.
+
+    Raises:
+        DataError: a mode without a stated range (32-bit integers, floats).
+    """
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or image.mode == "I":
+        # Pillow opens 16-bit PNGs as either, and would clip instead of scaling.
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise DataError(f"Pillow image of mode {image.mode} with values outside 0...65535; convert it to RGB first")
+        grey = torch.from_numpy((values >> 8).astype(np.uint8))
+        return grey.expand(3, *grey.shape)
+    if image.mode == "F":
+        raise DataError("Pillow image of mode F (floats); convert it to RGB first")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+    elif image.mode != _RGB_MODE:
+        image = image.convert(_RGB_MODE)
+    pixels = torch.from_numpy(np.array(image))
+    return _flatten(pixels.permute(2, 0, 1))
+
+
+def _decode_jpeg(data: bytes) -> Tensor:
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    return _quiet(decode_jpeg, data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+
+
+def _decode_webp(data: bytes) -> Tensor:
+    from torchvision.io import decode_webp
+
+    return _quiet(decode_webp, data)
+
+
+def _quiet(decode: Any, data: bytes, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), **options)
+
+
+def _decode_with_pillow(data: bytes, kind: str) -> Tensor:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data), formats=(kind.upper(),)) as image:
+        if kind == "webp" and getattr(image, "n_frames", 1) > 1:
+            raise DataError("animated WebP image; expected a still one")
+        return pil_to_uint8(image)
+
+
+def _flatten(image: Tensor) -> Tensor:
+    """``(C, H, W)`` uint8 with 1 to 4 channels → ``(3, H, W)`` on white."""
+    if image.shape[0] in (2, 4):
+        alpha = image[-1:]
+        image = image[:-1]
+        if not bool((alpha == 255).all()):
+            opacity = alpha.to(torch.int32)
+            # Rounded division, so opaque pixels stay as they are and clear ones become 255 exactly.
+            image = ((image * opacity + 255 * (255 - opacity) + 127) // 255).to(torch.uint8)
+    return image if image.shape[0] == 3 else image.expand(3, *image.shape[1:])
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int]:
+    """Height and width from the first start-of-frame segment."""
+    at = 2
+    while True:
+        while data[at] != 0xFF:
+            at += 1
+        while data[at] == 0xFF:
+            at += 1
+        marker = data[at]
+        if marker in (0x01, *range(0xD0, 0xD9)):  # markers without a payload
+            at += 1
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, at + 4)
+            return height, width
+        at += 1 + struct.unpack_from(">H", data, at + 1)[0]
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Height and width from the first chunk (RFC 9649)."""
+    chunk = data[12:16]
+    if chunk == b"VP8X":
+        return int.from_bytes(data[27:30], "little") + 1, int.from_bytes(data[24:27], "little") + 1
+    if chunk == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return ((bits >> 14) & 0x3FFF) + 1, (bits & 0x3FFF) + 1
+    if chunk == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return height & 0x3FFF, width & 0x3FFF
+    raise DataError(f"WebP image with an unknown first chunk {chunk!r}")
+
+
+def _webp_needs_pillow(data: bytes) -> bool:
+    """Whether the file is animated or carries EXIF, which torchvision refuses or ignores."""
+    return data[12:16] == b"VP8X" and bool(data[20] & 0b0000_1010)
+
+
+# Said by torchvision >= 0.29 at every call. Its successor needs FFmpeg; this module is the place to change.
+warnings.filterwarnings(
+    "ignore", message=r".*decoding and encoding capabilities of TorchVision are deprecated", category=DeprecationWarning
+)

@@ -1,0 +1,102 @@
+"""Samples for evaluation: every one once, in the order of the shards, never replaced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from vqclip.data.batch import BadSample, EvalBatch
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.samples import read_decoded
+from vqclip.data.sources import Source
+from vqclip.data.workers import ordered_map
+from vqclip.errors import DataError
+
+__all__ = ["EvalSet"]
+
+logger = logging.getLogger("vqclip.data")
+
+
+class EvalSet:
+    """Deterministic batches of a source, or of one rank's share of it. Holds no collective.
+
+    Args:
+        source: where samples come from.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8, such as `EvalTransform` or ``tokenizer.transform``.
+        batch_size: samples a batch; the last one may be smaller.
+        rank: takes samples ``rank::world_size``; rank and world size are not asked of `vqclip.dist`, so that one rank
+            alone can evaluate everything.
+        world_size: W.
+        workers: processes that decode; 0 decodes in this one.
+        limit: use only so many samples, evenly spread over the source; None uses all.
+        max_bad_fraction: bad samples are left out and named in the log; more than this share of them is an error. The
+            default tolerates none, since leaving samples out changes what is measured.
+        max_pixels: larger images are bad samples.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Callable[[Tensor], Tensor],
+        batch_size: int = 256,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        limit: int | None = None,
+        max_bad_fraction: float = 0.0,
+        max_pixels: int = MAX_PIXELS,
+    ):
+        self.source = source
+        self.size = len(source) if limit is None else min(limit, len(source))
+        """Samples over all ranks."""
+        self._transform = transform
+        self._batch_size = batch_size
+        self._mine = range(rank, self.size, world_size)
+        self._workers = workers
+        self._max_bad_fraction = max_bad_fraction
+        self._max_pixels = max_pixels
+
+    def __len__(self) -> int:
+        """Samples of this rank."""
+        return len(self._mine)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        """Yields all batches.
+
+        Raises:
+            DataError: too many bad samples; the message names shard and sample.
+        """
+        bad = 0
+        for batch in ordered_map(self._make, range(-(-len(self) // self._batch_size)), self._workers):
+            bad += len(batch.bad)
+            for sample in batch.bad:
+                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
+            if bad > self._max_bad_fraction * len(self):
+                shown = "\n".join(f"  {sample.reason}" for sample in batch.bad[:5])
+                raise DataError(f"{bad} of {len(self)} evaluation samples cannot be used:\n{shown}")
+            yield batch
+
+    def _make(self, number: int) -> EvalBatch:
+        places = self._mine[number * self._batch_size : (number + 1) * self._batch_size]
+        images, labels, ids, captions, bad = [], [], [], [], []
+        for place in places:
+            index = place * len(self.source) // self.size
+            try:
+                sample, image = read_decoded(self.source, index, self._max_pixels)
+            except DataError as error:
+                bad.append(BadSample(index, str(error), -1))
+                continue
+            images.append(self._transform(image))
+            labels.append(sample.label)
+            ids.append(index)
+            captions.append(sample.captions)
+        return EvalBatch(
+            images=torch.stack(images) if images else torch.empty(0, 3, 0, 0, dtype=torch.uint8),
+            labels=torch.tensor(labels, dtype=torch.int64),
+            sample_ids=torch.tensor(ids, dtype=torch.int64),
+            captions=tuple(captions),
+            bad=tuple(bad),
+        )

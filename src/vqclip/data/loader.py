@@ -1,0 +1,245 @@
+"""Training data: global batches that are functions of (configuration, data, seed, step) alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vqclip import dist
+from vqclip.data.batch import BadSample, Batch
+from vqclip.data.order import GlobalOrder
+from vqclip.data.samples import SampleMaker
+from vqclip.data.sources import Source
+from vqclip.data.transforms import TrainTransform
+from vqclip.data.workers import ordered_map
+from vqclip.errors import DataError
+from vqclip.seeds import derive_seed
+
+__all__ = ["BatchMaker", "Coverage", "LoaderOptions", "TrainData"]
+
+logger = logging.getLogger("vqclip.data")
+
+Tokenize = Callable[[list[str]], Tensor]
+
+_FEW = 1000
+"""Bad samples are judged as a share of at least so many."""
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How batches are prepared; none of these changes what is in them. See `vqclip.data.DataConfig`."""
+
+    workers: int = 0
+    prefetch: int = 2
+    timeout_s: float = 0
+    max_bad_fraction: float = 0.01
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the data a number of steps has shown."""
+
+    shown: int
+    """Samples shown, repetitions counted."""
+    distinct: int
+    """Different samples shown; exact for one source, or at the end of an epoch, else expected."""
+    available: int
+    """Samples there are."""
+    epochs: float
+    """Epochs gone through."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shown:,} samples shown in {self.epochs:.2f} epochs: "
+            f"{self.distinct:,} of {self.available:,} at least once ({self.distinct / self.available:.1%})"
+        )
+
+
+class BatchMaker:
+    """A rank's share of any global batch. Holds all that a worker needs.
+
+    Args:
+        samples: makes samples.
+        order: which sample stands where.
+        tokenize: captions → ``(B, T)`` int64, for any B >= 1.
+        image_size: side of the images in pixels.
+        batch_size: G.
+        rank: this rank.
+        world_size: W.
+    """
+
+    def __init__(
+        self,
+        samples: SampleMaker,
+        order: GlobalOrder,
+        tokenize: Tokenize,
+        image_size: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+    ):
+        self._samples = samples
+        self._order = order
+        self._tokenize = tokenize
+        self._image_size = image_size
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+
+    def __call__(self, step: int) -> Batch:
+        """This rank's share of global batch `step`."""
+        slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
+        count = len(slots.sample)
+        images = torch.empty(count, 3, self._image_size, self._image_size, dtype=torch.uint8)
+        captions, ids, labels, bad = [], [], [], []
+        for row, (source, index, epoch) in enumerate(zip(*(part.tolist() for part in slots), strict=True)):
+            sample, replaced = self._samples.make(source, index, epoch)
+            images[row] = sample.image
+            captions.append(sample.caption)
+            ids.append(sample.sample_id)
+            labels.append(sample.label)
+            bad += replaced
+        return Batch(
+            step=step,
+            epoch=step * self._batch_size // self._order.epoch_size,
+            images=images,
+            texts=self._tokenize(captions) if captions else self._tokenize([""])[:0],
+            sample_ids=torch.tensor(ids, dtype=torch.int64),
+            labels=torch.tensor(labels, dtype=torch.int64),
+            bad=tuple(bad),
+        )
+
+
+class TrainData:
+    """The training data of a run.
+
+    The whole state is the number of the next step: `batches(start)` gives, on any world size and any number of
+    workers, the global batches that an uninterrupted run would see from there on.
+
+    Args:
+        sources: where samples come from.
+        weights: how often a sample of each source appears in an epoch.
+        transform: random augmentation.
+        tokenize: captions → ``(B, T)`` int64.
+        batch_size: G, samples of a global batch over all ranks.
+        seed: the run's seed.
+        max_pixels: larger images are bad samples.
+        options: how batches are prepared.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        transform: TrainTransform,
+        tokenize: Tokenize,
+        batch_size: int,
+        seed: int,
+        max_pixels: int,
+        options: LoaderOptions,
+    ):
+        self.order = GlobalOrder([len(source) for source in sources], weights, derive_seed(seed, "data", "order"))
+        self.batch_size = batch_size
+        self.options = options
+        self.replaced: list[BadSample] = []
+        """Bad samples that this rank has met, in the order of the batches."""
+        self._weights = tuple(weights)
+        self._tokenize = tokenize
+        self._image_size = transform.image_size
+        self._samples = SampleMaker(sources, transform, seed, max_pixels)
+
+    def __len__(self) -> int:
+        """Number of different samples."""
+        return int(self._samples.first_ids[-1])
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples of one epoch; differs from the number of samples where weights differ from 1."""
+        return self.order.epoch_size
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of one epoch; batches run on across epochs, so this need not be whole."""
+        return self.epoch_size / self.batch_size
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the data are, JSON-able. Equal fingerprints, seeds and batch sizes mean equal global batches."""
+        sources = [
+            {**source.fingerprint, "weight": weight}
+            for source, weight in zip(self._samples.sources, self._weights, strict=True)
+        ]
+        digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
+        return {"sources": sources, "sha256": digest}
+
+    def sample_name(self, sample_id: int) -> str:
+        """Shard and name of a sample, for messages."""
+        return self._samples.name(sample_id)
+
+    def coverage(self, steps: int) -> Coverage:
+        """How much of the data the first `steps` steps of the run show."""
+        shown = steps * self.batch_size
+        epochs = shown / self.epoch_size
+        sizes_and_slots = zip(self.order.sizes, self.order.slots, strict=True)
+        distinct = sum(min(size, round(epochs * slots)) for size, slots in sizes_and_slots)
+        return Coverage(shown, distinct, len(self), epochs)
+
+    def batches(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        pin_memory: bool = False,
+    ) -> Iterator[Batch]:
+        """Yields this rank's share of the global batches `start`, `start + 1`, ...
+
+        Args:
+            start: first step; after a resume the number of steps done.
+            stop: first step that is not wanted; None goes on for ever.
+            rank: default this process's.
+            world_size: default that of the job.
+            pin_memory: batches in page-locked memory, for copying to a GPU in the background.
+
+        Raises:
+            DataError: more than `max_bad_fraction` of the samples are bad, or a worker died. The message names them.
+        """
+        make = BatchMaker(
+            self._samples,
+            self.order,
+            self._tokenize,
+            self._image_size,
+            self.batch_size,
+            dist.rank() if rank is None else rank,
+            dist.world_size() if world_size is None else world_size,
+        )
+        seen = 0
+        options = self.options
+        steps = range(start, sys.maxsize if stop is None else stop)
+        for batch in ordered_map(make, steps, options.workers, options.prefetch, pin_memory, options.timeout_s):
+            seen += len(batch)
+            self._judge(batch, seen)
+            yield batch
+
+    def _judge(self, batch: Batch, seen: int) -> None:
+        """Names bad samples in the log, and stops when there are too many."""
+        for bad in batch.bad:
+            logger.warning(
+                "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
+            )
+        self.replaced += batch.bad
+        allowed = self.options.max_bad_fraction * max(seen, _FEW)
+        if batch.bad and len(self.replaced) > allowed:
+            shown = "\n".join(f"  {bad.reason}" for bad in self.replaced[-5:])
+            raise DataError(
+                f"{len(self.replaced)} bad samples among {seen}: more than data.max_bad_fraction="
+                f"{self.options.max_bad_fraction:g} allows. The last of them:\n{shown}"
+            )

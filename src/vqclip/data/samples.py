@@ -1,0 +1,103 @@
+"""From a place in the order to a sample of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from vqclip.data.batch import BadSample
+from vqclip.data.decode import decode_image
+from vqclip.data.draws import KeyedGenerator, hashed
+from vqclip.data.sources import RawSample, Source
+from vqclip.data.transforms import TrainTransform
+from vqclip.errors import DataError
+from vqclip.seeds import derive_seed
+
+__all__ = ["Sample", "SampleMaker", "read_decoded"]
+
+_TRIES = 32
+
+
+class Sample(NamedTuple):
+    """A sample ready to be put into a batch."""
+
+    image: Tensor
+    """``(3, S, S)`` uint8."""
+    caption: str
+    sample_id: int
+    label: int
+
+
+def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample, Tensor]:
+    """One sample of a source and its image, ``(3, H, W)`` uint8.
+
+    Raises:
+        DataError: the sample is bad; the message names shard and sample.
+    """
+    raw = source.read(index)
+    try:
+        return raw, decode_image(raw.image, max_pixels)
+    except DataError as error:
+        raise DataError(f"{source.name(index)}: {error}") from error
+
+
+class SampleMaker:
+    """Reads, decodes and transforms samples; replaces bad ones.
+
+    Every draw is keyed by (seed, epoch, sample id): it depends on neither worker nor rank nor what came before.
+
+    Args:
+        sources: where samples come from.
+        transform: random augmentation.
+        seed: the run's seed.
+        max_pixels: larger images are bad samples.
+    """
+
+    def __init__(self, sources: Sequence[Source], transform: TrainTransform, seed: int, max_pixels: int):
+        self.sources = sources
+        self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
+        """Sample id of the first sample of every source, and their total."""
+        self._transform = transform
+        self._max_pixels = max_pixels
+        self._augmentation = KeyedGenerator(derive_seed(seed, "data", "augmentation"))
+        self._caption_seed = derive_seed(seed, "data", "caption")
+        self._substitute_seed = derive_seed(seed, "data", "substitute")
+
+    def make(self, source: int, index: int, epoch: int) -> tuple[Sample, list[BadSample]]:
+        """The sample, or a substitute from the same source if it is bad; and what was bad.
+
+        Raises:
+            DataError: so many substitutes are bad too that something else must be wrong.
+        """
+        bad: list[BadSample] = []
+        wanted = index
+        for attempt in range(_TRIES):
+            try:
+                return self._make(source, index, epoch), bad
+            except DataError as error:
+                key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
+                failed, index = index, int(key % np.uint64(len(self.sources[source])))
+                bad.append(BadSample(self._id(source, failed), str(error), self._id(source, index)))
+        raise DataError(
+            f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"
+        )
+
+    def name(self, sample_id: int) -> str:
+        """Shard and name of a sample, for messages."""
+        source = int(np.searchsorted(self.first_ids, sample_id, side="right")) - 1
+        return self.sources[source].name(sample_id - int(self.first_ids[source]))
+
+    def _id(self, source: int, index: int) -> int:
+        return int(self.first_ids[source]) + index
+
+    def _make(self, source: int, index: int, epoch: int) -> Sample:
+        sample_id = self._id(source, index)
+        raw, image = read_decoded(self.sources[source], index, self._max_pixels)
+        choice = 0
+        if len(raw.captions) > 1:
+            choice = int(hashed(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
+        image = self._transform(image, self._augmentation.at(epoch, sample_id))
+        return Sample(image, raw.captions[choice], sample_id, raw.label)

@@ -1,0 +1,27 @@
+"""Where samples come from: one kind of source a file, its config class beside it, one line here."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vqclip.data.sources.base import RawSample, Source
+from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
+from vqclip.data.sources.scenes import ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
+
+SourceConfig = Annotated[
+    CaptionShardsConfig | ClassShardsConfig | ScenesSourceConfig,
+    Field(discriminator="kind"),
+]
+"""Any kind of source."""
+
+__all__ = [
+    "CaptionShards",
+    "CaptionShardsConfig",
+    "ClassShards",
+    "ClassShardsConfig",
+    "RawSample",
+    "ScenesSourceConfig",
+    "Source",
+    "SourceConfig",
+]

@@ -1,0 +1,58 @@
+"""Captions of one sample from its .txt or .json."""
+
+from __future__ import annotations
+
+import json
+
+from vqclip.data.sources.reader import ShardReader
+from vqclip.errors import DataError
+
+__all__ = ["json_captions", "txt_captions"]
+
+
+def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[str, ...]:
+    """The .txt as one caption, or every line as one.
+
+    Raises:
+        DataError: there is no .txt, or it is empty.
+    """
+    text = reader.text(index, "txt")
+    lines = text.splitlines() if one_per_line else [text]
+    captions = tuple(line.strip() for line in lines if line.strip())
+    if not captions:
+        raise DataError(f"{reader.name(index)}: the caption (.txt) is empty")
+    return captions
+
+
+def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of some keys of the .json: strings, or lists of strings.
+
+    A key that is absent, null or empty is passed over, as long as another one gives a caption.
+
+    Raises:
+        DataError: there is no .json, it cannot be read, or it holds no caption under these keys.
+    """
+    text = reader.text(index, "json")
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{reader.name(index)}: .json cannot be read: {error}") from None
+    if not isinstance(facts, dict):
+        raise DataError(f"{reader.name(index)}: .json holds a {type(facts).__name__}; expected an object")
+    captions: list[str] = []
+    for key in keys:
+        value = facts.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        for caption in values:
+            if not isinstance(caption, str):
+                raise DataError(
+                    f"{reader.name(index)}: .json key {key!r} holds a {type(caption).__name__}; expected text or a "
+                    "list of texts"
+                )
+            captions += [caption.strip()] if caption.strip() else []
+    if not captions:
+        raise DataError(
+            f"{reader.name(index)}: no caption under {', '.join(map(repr, keys))} in the .json; "
+            f"its keys: {', '.join(map(repr, list(facts)[:20]))}"
+        )
+    return tuple(captions)

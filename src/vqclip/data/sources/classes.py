@@ -1,0 +1,125 @@
+"""Labelled shards in clip_benchmark's layout, whose captions are prompts with the class name."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from vqclip.config import Config
+from vqclip.data.sources.base import RawSample
+from vqclip.data.sources.paths import find_shards
+from vqclip.data.sources.reader import ShardReader
+from vqclip.data.sources.shards import Weight, require_members
+from vqclip.errors import DataError
+
+__all__ = ["ClassShards", "ClassShardsConfig"]
+
+CLASSNAMES = "classnames.txt"
+TEMPLATES = "zeroshot_classification_templates.txt"
+
+
+class ClassShardsConfig(Config):
+    """A folder with `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar` of images and .cls.
+
+    This is what clip_benchmark's webdataset export writes. `{c}` in a template stands for the class name, and .cls
+    holds a line number of classnames.txt, from 0.
+    """
+
+    kind: Literal["classes"] = "classes"
+    """Labelled shards."""
+    path: Path
+    """The folder."""
+    split: str = "train"
+    """Folder of the split in it; "" if the tars lie beside `classnames.txt`."""
+    weight: Weight = 1.0
+    """How often a sample of this source appears in an epoch; fractions allowed."""
+
+    def shards(self) -> list[Path]:
+        """The tars, for `vqclip.data.index_shards`.
+
+        Raises:
+            DataError: there are none.
+        """
+        folder = self.path.expanduser()
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder.absolute()}: no such folder; expected one with {CLASSNAMES} and {self.split}/*.tar"
+            )
+        if not (folder / self.split).is_dir():
+            splits = sorted({tar.parent.name for tar in folder.glob("*/*.tar")})
+            raise DataError(f"{folder.absolute()}: has no split {self.split!r}; splits with tars: {', '.join(splits)}")
+        return find_shards([folder / self.split])
+
+    def build(self, cache: Path | None = None) -> ClassShards:
+        """Opens the shards, indexing those that are not indexed yet."""
+        return ClassShards(self, cache)
+
+
+class ClassShards:
+    """A `Source` of labelled images; every prompt with the class name is a caption.
+
+    Args:
+        config: where the folder lies.
+        cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
+
+    Raises:
+        DataError: no shards, a damaged one, or class names or templates missing.
+    """
+
+    def __init__(self, config: ClassShardsConfig, cache: Path | None = None):
+        self.config = config
+        self._reader = ShardReader(config.shards(), cache)
+        require_members(self._reader, "image", "cls", config.path / config.split)
+        folder = config.path.expanduser()
+        self.classnames = read_lines(folder / CLASSNAMES, "one class name a line")
+        self.templates = read_lines(folder / TEMPLATES, "one prompt a line, with {c} for the class name")
+        for number, template in enumerate(self.templates, 1):
+            if "{c}" not in template:
+                raise DataError(f"{folder / TEMPLATES}:{number}: no {{c}} for the class name in {template!r}")
+        self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def read(self, index: int) -> RawSample:
+        """Image, prompts and label of one sample; see `Source.read`."""
+        text = self._reader.text(index, "cls")
+        label = int(text) if text.isascii() and text.isdigit() else -1
+        if not 0 <= label < len(self.classnames):
+            last = len(self.classnames) - 1
+            raise DataError(f"{self.name(index)}: .cls holds {text[:20]!r}; expected a class number, 0 to {last}")
+        return RawSample(self._reader.read(index, "image"), self._prompts[label], label)
+
+    def name(self, index: int) -> str:
+        """Shard and sample, for messages."""
+        return self._reader.name(index)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`."""
+        prompts = "\n".join(prompt for prompts in self._prompts for prompt in prompts)
+        return {
+            "kind": "classes",
+            "samples": len(self),
+            "sha256": self._reader.sha256,
+            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+        }
+
+
+def read_lines(file: Path, expected: str) -> tuple[str, ...]:
+    """The lines of a text file that are not blank at its end, each stripped.
+
+    Raises:
+        DataError: the file is missing, empty, not UTF-8, or has a blank line in between.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file.absolute()}: cannot be read ({error.strerror}); expected {expected}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.absolute()}: not UTF-8: {error.reason} at byte {error.start}") from None
+    lines = tuple(line.strip() for line in text.rstrip().split("\n"))
+    if not all(lines):
+        raise DataError(f"{file.absolute()}:{lines.index('') + 1}: blank line; expected {expected}")
+    return lines

@@ -1,0 +1,105 @@
+"""From what a user writes to a list of shards."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from vqclip.errors import DataError
+
+__all__ = ["expand_braces", "find_shards"]
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
+_MAX_SHARDS = 10_000_000
+
+
+def find_shards(paths: Sequence[str | Path]) -> list[Path]:
+    """All shards that the paths stand for, in the order given.
+
+    Args:
+        paths: each a tar file, a folder (all ``*.tar`` right in it, sorted by name), a pattern with braces as
+            WebDataset writes it (``train/{00000..00041}.tar``; every file must exist), or a glob (``train/*.tar``).
+
+    Raises:
+        DataError: one of them stands for nothing, a shard is missing or listed twice, or it is a URL.
+    """
+    shards = [shard for path in paths for shard in _find(str(path))]
+    seen: set[Path] = set()
+    for shard in shards:
+        if shard in seen:
+            raise DataError(f"{shard}: listed twice; to show a source more often, raise its weight")
+        seen.add(shard)
+    return shards
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """``a{1,2}/{08..10}`` → ``a1/08 a1/09 a1/10 a2/08 ...``; nested braces are not understood.
+
+    Raises:
+        DataError: more than ten million results.
+    """
+    parts = _BRACES.split(pattern)  # text, braces' content, text, ...
+    choices = [[part] if number % 2 == 0 else _choices(part) for number, part in enumerate(parts)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > _MAX_SHARDS:
+        raise DataError(f"{pattern}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _choices(content: str) -> list[str]:
+    match = _RANGE.match(content)
+    if match is None:
+        return content.split(",")
+    first, last = int(match[1]), int(match[2])
+    if abs(last - first) >= _MAX_SHARDS:
+        raise DataError(f"{{{content}}}: more than {_MAX_SHARDS} numbers")
+    padded = match[1].startswith("0") or match[2].startswith("0")
+    width = max(len(match[1]), len(match[2])) if padded else 0
+    step = 1 if first <= last else -1
+    return [f"{number:0{width}d}" for number in range(first, last + step, step)]
+
+
+def _find(path: str) -> list[Path]:
+    if "://" in path or path.startswith("pipe:"):
+        raise DataError(f"{path}: only local shards are read; download them first")
+    full = str(Path(path).expanduser())
+    exact = Path(full)
+    if exact.is_dir():
+        return _tars_in(exact)
+    if exact.exists():
+        return [exact.absolute()]
+    if any(mark in full for mark in "*?["):
+        found = [Path(name).absolute() for name in sorted(glob.glob(full))]
+        if not found:
+            raise DataError(f"{path}: matches no file (from {Path.cwd()})")
+        return found
+    names = [Path(name) for name in expand_braces(full)]
+    missing = [name for name in names if not name.is_file()]
+    if missing and len(names) == 1:
+        raise DataError(
+            f"{names[0].absolute()}: no such file or folder; expected a tar, a folder of tars, or a pattern such as "
+            "train/{00000..00041}.tar"
+        )
+    if len(missing) == len(names):
+        raise DataError(f"{path}: matches no file: there is neither {names[0].absolute()} nor any of the {len(names)}")
+    if missing:
+        shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise DataError(f"{path}: {len(missing)} of {len(names)} shards are missing: {shown}")
+    return [name.absolute() for name in names]
+
+
+def _tars_in(folder: Path) -> list[Path]:
+    tars = sorted(file.absolute() for file in folder.iterdir() if file.suffix == ".tar")
+    if not tars:
+        files = sorted(file.name for file in folder.iterdir())
+        below = sorted(file.parent.name for file in folder.glob("*/*.tar"))
+        hint = f"; there are some in {', '.join(dict.fromkeys(below))}: did you mean one of these?" if below else ""
+        shown = f"it holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}" if files else "it is empty"
+        raise DataError(f"{folder.absolute()}: no *.tar in this folder ({shown}){hint}")
+    return tars

@@ -1,0 +1,134 @@
+"""Random access to the samples of many shards."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vqclip.data.index import KINDS, load_index
+from vqclip.errors import DataError
+
+__all__ = ["ShardReader"]
+
+_OPEN_FILES = 64
+_MAX_BYTES = {"image": 64 << 20, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
+"""Larger members are refused before they are read."""
+
+
+class ShardReader:
+    """Reads members of samples by `pread` at the offsets of the shards' indexes.
+
+    Works in any process and after a fork: reading does not move a file position, and descriptors are opened on
+    demand. Arrays, not lists, hold the index, so that forked workers share it.
+
+    Args:
+        shards: tar files.
+        cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
+
+    Raises:
+        DataError: see `vqclip.data.index.load_index`.
+    """
+
+    def __init__(self, shards: Sequence[Path], cache: Path | None = None):
+        self._indexes = [load_index(shard, cache) for shard in shards]
+        self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
+        self._files: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def name(self, index: int) -> str:
+        """Shard and sample, for messages."""
+        shard, row = self._locate(index)
+        return f"{self._indexes[shard].path}: sample {self._indexes[shard].key(row)}"
+
+    def count(self, kind: str) -> int:
+        """Number of samples that have a member of this kind (see `vqclip.data.index.KINDS`)."""
+        return sum(int((index.offsets[:, KINDS.index(kind)] >= 0).sum()) for index in self._indexes)
+
+    def read(self, index: int, kind: str) -> bytes:
+        """One member of one sample.
+
+        Raises:
+            DataError: the sample has none, it is too large, or the shard is gone or has changed.
+        """
+        shard, row = self._locate(index)
+        column = KINDS.index(kind)
+        facts = self._indexes[shard]
+        offset, size = int(facts.offsets[row, column]), int(facts.sizes[row, column])
+        if offset < 0:
+            what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
+            raise DataError(f"{self.name(index)}: has no {what}")
+        if size > _MAX_BYTES[kind]:
+            raise DataError(f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read")
+        try:
+            data = os.pread(self._file(shard), size, offset)
+        except OSError as error:
+            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}") from None
+        if len(data) != size:
+            raise DataError(f"{self.name(index)}: the shard became shorter while it was in use")
+        return data
+
+    def text(self, index: int, kind: str) -> str:
+        """One member as UTF-8 text, without white space around it.
+
+        Raises:
+            DataError: as `read`, or it is not UTF-8.
+        """
+        data = self.read(index, kind)
+        try:
+            return data.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """File name, size, samples and hash of every shard."""
+        return [
+            {"name": index.path.name, "bytes": index.length, "samples": len(index), "sha256": index.sha256}
+            for index in self._indexes
+        ]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all shards in their order; names and places of the files do not matter."""
+        return hashlib.sha256("".join(index.sha256 for index in self._indexes).encode()).hexdigest()
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+
+    def _file(self, shard: int) -> int:
+        file = self._files.get(shard)
+        if file is not None:
+            self._files.move_to_end(shard)
+            return file
+        facts = self._indexes[shard]
+        file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(file)
+        if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
+            os.close(file)
+            raise DataError(f"{facts.path}: has changed since it was indexed; start the run again")
+        self._files[shard] = file
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return file
+
+    def close(self) -> None:
+        """Closes the open files; they are opened again on demand."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        # Descriptors mean nothing in a spawned worker.
+        return {**self.__dict__, "_files": OrderedDict()}

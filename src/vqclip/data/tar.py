@@ -1,0 +1,181 @@
+"""Walk over the headers of a plain tar file, strictly.
+
+Reads USTAR, PAX and GNU long names. Anything that WebDataset shards do not need is refused with the file's name and the
+offset: compression, sparse members, links, devices, a wrong checksum, a member that goes beyond the end, a missing
+end-of-archive mark, data after it. What this parser accepts, every byte of it is accounted for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from vqclip.errors import DataError
+
+__all__ = ["Member", "walk"]
+
+_BLOCK = 512
+_MAX_EXTENDED = 1 << 20
+"""Bytes of a PAX header or a long name; real ones are a few hundred."""
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+
+
+class Member(NamedTuple):
+    """A regular file in a tar."""
+
+    name: str
+    offset: int
+    """Where its bytes begin."""
+    size: int
+
+
+def walk(path: Path, file: int, length: int) -> Iterator[Member]:
+    """Yields the regular files of a tar in order; folders are passed over.
+
+    Args:
+        path: the tar's name, for messages.
+        file: descriptor of the open tar; its position is not used.
+        length: size of the tar in bytes.
+
+    Raises:
+        DataError: see the module's docstring.
+    """
+    _refuse_other_formats(path, os.pread(file, 8, 0), length)
+    at = 0
+    extended: dict[str, str] = {}
+    while at < length:
+        header = os.pread(file, _BLOCK, at)
+        if len(header) < _BLOCK:
+            raise DataError(
+                f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {len(header)} are left"
+            )
+        if not header.strip(b"\0"):
+            _check_end(path, file, at, length)
+            return
+        _check_sum(path, header, at)
+        kind = header[156:157]
+        size = _number(path, header[124:136], at)
+        if kind in (b"0", b"\0", b"7") and "size" in extended:
+            size = _decimal(path, extended["size"], at)
+        start = at + _BLOCK
+        if start + size > length:
+            name = _name(header, extended)
+            raise DataError(
+                f"{path}: truncated: member {name!r} at offset {at} needs {start + size} bytes, the file has {length}; "
+                "copy the shard again"
+            )
+        if kind in (b"x", b"L"):
+            extended |= _read_extended(path, file, kind, start, size, at)
+        elif kind in (b"0", b"\0", b"7"):
+            name = _name(header, extended)
+            if not name.endswith("/"):  # so old tars write folders
+                yield Member(name, start, size)
+            extended = {}
+        elif kind == b"5":
+            extended = {}
+        elif kind not in (b"g", b"K"):
+            what = {b"S": "a sparse file", b"1": "a hard link", b"2": "a symbolic link"}.get(kind, f"of type {kind!r}")
+            raise DataError(
+                f"{path}: member {_name(header, extended)!r} at offset {at} is {what}; only regular files are read. "
+                "Write the shard again, with plain files (tar --hard-dereference --dereference)"
+            )
+        at = start + -(-size // _BLOCK) * _BLOCK
+    raise DataError(
+        f"{path}: ends at offset {length} without the end-of-archive mark, so members may be missing; copy the shard "
+        f"again, or, if it is known to be whole, append the mark: head -c 1024 /dev/zero >> {path.name}"
+    )
+
+
+def _refuse_other_formats(path: Path, start: bytes, length: int) -> None:
+    if length == 0:
+        raise DataError(f"{path}: is empty (0 bytes); expected a tar file")
+    for magic, name in _COMPRESSED.items():
+        if start.startswith(magic):
+            raise DataError(
+                f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
+            )
+
+
+def _check_sum(path: Path, header: bytes, at: int) -> None:
+    try:
+        stated = int(header[148:156].strip(b" \0") or b"-1", 8)
+    except ValueError:
+        stated = -1
+    # Blanks stand for the sum itself; some old tars add signed bytes.
+    rest = header[:148] + b" " * 8 + header[156:]
+    plain = sum(rest)
+    if stated not in (plain, plain - 256 * sum(byte > 127 for byte in rest)):
+        raise DataError(
+            f"{path}: no valid tar header at offset {at} (wrong checksum); the shard is damaged or not a tar"
+        )
+
+
+def _check_end(path: Path, file: int, at: int, length: int) -> None:
+    """After a zero block everything is zero, or members hide behind a zeroed header."""
+    position = at
+    while position < length:
+        block = os.pread(file, 1 << 20, position)
+        if block.strip(b"\0"):
+            raise DataError(
+                f"{path}: zeroed header at offset {at} with data after it; the shard is damaged, or several tars in "
+                "one file (unpack those and write one tar)"
+            )
+        if not block:
+            return
+        position += len(block)
+
+
+def _number(path: Path, field: bytes, at: int) -> int:
+    """An octal number, or a binary one (GNU, for 8 GiB and more)."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    digits = field.strip(b" \0")
+    if digits.strip(b"01234567"):
+        raise DataError(f"{path}: tar header at offset {at} has no valid size: {field!r}")
+    return int(digits or b"0", 8)
+
+
+def _decimal(path: Path, text: str, at: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise DataError(f"{path}: PAX header before offset {at} has no valid size: {text[:40]!r}")
+    return int(text)
+
+
+def _name(header: bytes, extended: dict[str, str]) -> str:
+    if "path" in extended:
+        return extended["path"]
+    name = header[:100].partition(b"\0")[0]
+    if header[257:263] == b"ustar\0":
+        prefix = header[345:500].partition(b"\0")[0]
+        name = prefix + b"/" + name if prefix else name
+    return name.decode("utf-8", "replace")
+
+
+def _read_extended(path: Path, file: int, kind: bytes, start: int, size: int, at: int) -> dict[str, str]:
+    """What a GNU long name or a PAX header says about the next member: its `path` and `size`."""
+    if size > _MAX_EXTENDED:
+        raise DataError(f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read")
+    payload = os.pread(file, size, start)
+    if kind == b"L":
+        return {"path": payload.partition(b"\0")[0].decode("utf-8", "replace")}
+    records = {}
+    while payload.strip(b"\0"):
+        stated, blank, _ = payload.partition(b" ")
+        end = int(stated) if stated.isdigit() and len(stated) < 8 else 0
+        keyword, equals, value = payload[len(stated) + 1 : end - 1].partition(b"=")
+        if not (blank and equals and len(stated) < end <= len(payload)):
+            raise DataError(f"{path}: damaged PAX header at offset {at}")
+        if keyword.startswith(b"GNU.sparse"):
+            raise DataError(f"{path}: sparse member at offset {at}; write the shard again without --sparse")
+        if keyword in (b"path", b"size"):
+            records[keyword.decode()] = value.decode("utf-8", "replace")
+        payload = payload[end:]
+    return records

@@ -1,0 +1,208 @@
+"""Image transforms on uint8 tensors: random for training, fixed for evaluation.
+
+uint8 goes in and uint8 comes out: resizing bytes is several times as fast as resizing floats, and normalisation belongs
+to the tower, on the device. Random draws come from a generator that the caller keys by (seed, epoch, sample id), so
+that they depend neither on the worker nor on the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import torchvision.transforms.v2.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+
+from vqclip.config import Config
+from vqclip.errors import ShapeError
+
+__all__ = ["EvalTransform", "EvalTransformConfig", "TrainTransform", "TrainTransformConfig"]
+
+Interpolation = Literal["bicubic", "bilinear"]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Strength = Annotated[float, Field(ge=0, le=1)]
+Range = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
+
+
+class TrainTransformConfig(Config):
+    """Random augmentation. The default is CLIP's: a mild random crop and nothing else."""
+
+    scale: Range = (0.9, 1.0)
+    """Smallest and largest share of the image's area that a crop takes."""
+    ratio: Range = (3 / 4, 4 / 3)
+    """Smallest and largest width : height of a crop, before it is resized to a square."""
+    interpolation: Interpolation = "bicubic"
+    """How crops are resized; always antialiased."""
+    flip: Probability = 0.0
+    """Chance of a left-right flip. Off by default: captions name left and right."""
+    vertical_flip: Probability = 0.0
+    """Chance of a top-bottom flip, for pictures without an up, such as aerial ones."""
+    quarter_turns: bool = False
+    """Turn by 0, 90, 180 or 270 degrees at random, for pictures without an up."""
+    rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
+    """Largest rotation to either side, in degrees; corners are filled with white."""
+    translation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Largest shift in each direction, as a share of the side; the gap is filled with white."""
+    brightness: Strength = 0.0
+    """Brightness is multiplied by a factor within 1 ± this."""
+    contrast: Strength = 0.0
+    """Contrast is multiplied by a factor within 1 ± this."""
+    saturation: Strength = 0.0
+    """Saturation is multiplied by a factor within 1 ± this."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Hue is shifted within ± this share of the colour circle. Mind captions that name colours."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> TrainTransformConfig:
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name}: got [{low}, {high}]; expected [smallest, largest]")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale: got [{self.scale[0]}, {self.scale[1]}]; a crop takes at most 1.0 of the image")
+        return self
+
+    def build(self, image_size: int) -> TrainTransform:
+        """Builds the transform for square images of `image_size` pixels."""
+        return TrainTransform(self, image_size)
+
+
+class EvalTransformConfig(Config):
+    """The fixed transform of evaluation and of `tokenizer.preprocess`."""
+
+    mode: Literal["crop", "squash"] = "crop"
+    """crop: resize the shorter side, take the centre. squash: resize both sides, whatever the proportions."""
+    interpolation: Interpolation = "bicubic"
+    """How images are resized; always antialiased."""
+
+    def build(self, image_size: int) -> EvalTransform:
+        """Builds the transform for square images of `image_size` pixels."""
+        return EvalTransform(self, image_size)
+
+
+class TrainTransform:
+    """Random crop, resize, and what else the configuration asks for.
+
+    Args:
+        config: what to draw.
+        image_size: side of the result in pixels.
+    """
+
+    def __init__(self, config: TrainTransformConfig, image_size: int):
+        self.config = config
+        self.image_size = image_size
+        self._interpolation = InterpolationMode(config.interpolation)
+        self._moves = config.rotation > 0 or config.translation > 0
+        self._colours = any((config.brightness, config.contrast, config.saturation, config.hue))
+
+    def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        """``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
+        _check_image(image)
+        config = self.config
+        top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
+        image = _resize(image[:, top : top + height, left : left + width], self._size, self._interpolation)
+        if self._moves:
+            image = self._move(image, rng)
+        if config.flip and rng.random() < config.flip:
+            image = image.flip(2)
+        if config.vertical_flip and rng.random() < config.vertical_flip:
+            image = image.flip(1)
+        if config.quarter_turns:
+            image = image.rot90(int(rng.integers(4)), (1, 2))
+        if self._colours:
+            image = self._recolour(image, rng)
+        return image
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.image_size, self.image_size
+
+    def _move(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        turn, right, down = rng.uniform(-1, 1, 3)
+        reach = self.config.translation * self.image_size
+        return F.affine(
+            image,
+            angle=float(turn * self.config.rotation),
+            translate=[round(right * reach), round(down * reach)],
+            scale=1.0,
+            shear=[0.0, 0.0],
+            interpolation=InterpolationMode.BILINEAR,
+            fill=[255.0, 255.0, 255.0],
+        )
+
+    def _recolour(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        config = self.config
+        brightness, contrast, saturation, hue = rng.uniform(-1, 1, 4)
+        if config.brightness:
+            image = F.adjust_brightness(image, 1 + brightness * config.brightness)
+        if config.contrast:
+            image = F.adjust_contrast(image, 1 + contrast * config.contrast)
+        if config.saturation:
+            image = F.adjust_saturation(image, 1 + saturation * config.saturation)
+        if config.hue:
+            image = F.adjust_hue(image, hue * config.hue)
+        return image
+
+
+class EvalTransform:
+    """Resize and centre crop, or squash.
+
+    Args:
+        config: which of the two.
+        image_size: side of the result in pixels.
+    """
+
+    def __init__(self, config: EvalTransformConfig, image_size: int):
+        self.config = config
+        self.image_size = image_size
+        self._interpolation = InterpolationMode(config.interpolation)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
+        _check_image(image)
+        if self.config.mode == "crop":
+            # Crop first: the same pixels as resizing first, up to the border, without resizing what is thrown away.
+            side = min(image.shape[1], image.shape[2])
+            top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
+            image = image[:, top : top + side, left : left + side]
+        return _resize(image, (self.image_size, self.image_size), self._interpolation)
+
+
+def _check_image(image: Tensor) -> None:
+    if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
+        raise ShapeError(f"got an image of shape {tuple(image.shape)} and {image.dtype}; expected (3, H, W) uint8")
+
+
+def _resize(image: Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> Tensor:
+    if (
+        image.shape[0] == 3
+        and image.stride(0) == 1
+        and not image[None].is_contiguous(memory_format=torch.channels_last)
+    ):
+        # A crop of a decoded (channels-last) image: packed again, torch's vectorised kernel takes it (2x at 224 px).
+        image = image[None].contiguous(memory_format=torch.channels_last)[0]
+    return F.resize(image, list(size), interpolation=interpolation, antialias=True)
+
+
+def _random_box(
+    height: int, width: int, scale: Range, ratio: Range, rng: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random crop: area by `scale`, proportions log-uniform in `ratio`.
+
+    The distribution of torchvision's RandomResizedCrop (Szegedy et al., 2015): ten tries, then the centre.
+    """
+    draws = rng.random((10, 4)) if scale[0] < 1 or ratio[0] < 1 or ratio[1] > 1 else np.zeros((0, 4))
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    for share, proportion, down, right in draws.tolist():
+        area = height * width * (scale[0] + share * (scale[1] - scale[0]))
+        aspect = math.exp(log_low + proportion * (log_high - log_low))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(down * (height - h + 1)), int(right * (width - w + 1)), h, w
+    aspect = min(max(width / height, ratio[0]), ratio[1])
+    w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
+    return (height - h) // 2, (width - w) // 2, h, w

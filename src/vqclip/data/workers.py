@@ -1,0 +1,109 @@
+"""Run a function over numbers in worker processes, in order, with errors that a user can read."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from vqclip.errors import DataError
+from vqclip.signals import ignore_stop_signals
+
+__all__ = ["ordered_map"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way from a worker; torch would bury its message in two tracebacks."""
+
+    message: str
+    details: str
+
+
+class _Mapped(Dataset, Generic[T]):
+    def __init__(self, function: Callable[[int], T]):
+        self._function = function
+
+    def __getitem__(self, number: int) -> T | _Failure:
+        try:
+            return self._function(number)
+        except DataError as error:
+            return _Failure(str(error), "")
+        except Exception as error:
+            return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def ordered_map(
+    function: Callable[[int], T],
+    numbers: Sequence[int],
+    workers: int = 0,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+    timeout_s: float = 0,
+) -> Iterator[T]:
+    """Yields ``function(number)`` for all numbers in order, computed by torch's DataLoader.
+
+    Draws nothing from the global random generators. Workers compute with one thread, and ignore SIGINT and SIGTERM,
+    which a launcher sends to the whole process group: they live on until the process that reads from them ends.
+
+    Args:
+        function: must be picklable where processes are spawned.
+        numbers: may be a huge `range`.
+        workers: processes; 0 computes in this one, at the moment of use.
+        prefetch: results that each worker prepares ahead.
+        pin_memory: put results into page-locked memory (by their `pin_memory` method).
+        timeout_s: longest wait for a worker; 0 waits for ever.
+
+    Raises:
+        DataError: whatever the function raised, or a worker that died or took too long.
+    """
+    loader = DataLoader(
+        _Mapped(function),
+        batch_size=None,
+        sampler=numbers,
+        collate_fn=_unchanged,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin_memory,
+        timeout=timeout_s if workers else 0,
+        worker_init_fn=_prepare_worker,
+        generator=torch.Generator(),  # else the seed of workers is drawn from the global one
+    )
+    results = iter(loader)
+    while True:
+        try:
+            result = next(results)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            raise DataError(_explain(error, timeout_s)) from error
+        if isinstance(result, _Failure):
+            raise DataError(f"{result.message}\n{result.details}".rstrip())
+        yield result
+
+
+def _unchanged(result: T) -> T:
+    return result
+
+
+def _prepare_worker(worker: int) -> None:
+    torch.set_num_threads(1)
+    ignore_stop_signals()
+
+
+def _explain(error: RuntimeError, timeout_s: float) -> str:
+    text = str(error)
+    if "timed out" in text:
+        return f"no batch came from the data workers for {timeout_s:g} s: is the storage stuck? (data.timeout_s)"
+    if "exited unexpectedly" in text or "killed by signal" in text:
+        return (
+            f"a data worker died ({text.splitlines()[0]}). Was it killed for memory? Fewer data.workers or a smaller "
+            "data.prefetch need less; too little shared memory (/dev/shm) has the same effect"
+        )
+    return text
