@@ -12,7 +12,7 @@ Every sample's `.json` holds its scene: the objects and the background. `python 
 makes a contact sheet.
 """
 
-from vqclip.data.scenes.make import ScenesConfig, ScenesPaths, cache_folder, make_scenes
+from vqclip.data.scenes.make import ScenesConfig, ScenesPaths, make_scenes
 from vqclip.data.scenes.splits import HELD_OUT, TRAINED
 
-__all__ = ["HELD_OUT", "TRAINED", "ScenesConfig", "ScenesPaths", "cache_folder", "make_scenes"]
+__all__ = ["HELD_OUT", "TRAINED", "ScenesConfig", "ScenesPaths", "make_scenes"]

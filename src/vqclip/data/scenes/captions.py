@@ -87,7 +87,7 @@ def _choose_place(scene: Scene, draws: Draws) -> tuple[int | None, int | None]:
 
 def realise(meaning: Meaning, draws: Draws) -> str:
     """Put a meaning into words."""
-    names = [_noun_phrase(phrase, draws) for phrase in meaning.phrases]
+    names = [_noun_phrase(phrase, draws, alone=len(meaning.phrases) == 1) for phrase in meaning.phrases]
     if meaning.relation == "between":
         core = f"{names[0]} between {' and '.join(names[1:])}"
     elif meaning.relation is not None:
@@ -115,13 +115,13 @@ def _frame(core: str, meaning: Meaning, draws: Draws) -> str:
     return f"{frame}{core} {draws.pick(('on', 'against'))} {article} {meaning.background} background"
 
 
-def _noun_phrase(phrase: Phrase, draws: Draws) -> str:
+def _noun_phrase(phrase: Phrase, draws: Draws, alone: bool) -> str:
     size = [draws.pick(SIZE_WORDS[phrase.size])] if phrase.size is not None else []
     words = [*size, phrase.colour, phrase.shape]
     if phrase.count > 1:
         number = "a pair of" if phrase.count == 2 and draws.chance(0.2) else NUMBERS[phrase.count]
         return f"{number} {' '.join(words)}{plural_ending(phrase.shape)}"
-    if not size and draws.chance(0.15):
+    if alone and draws.chance(0.15):
         return f"{draws.pick(('one', 'a single'))} {' '.join(words)}"
     return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 

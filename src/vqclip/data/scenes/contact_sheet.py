@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-_SIDE, _GAP, _TEXT = 144, 18, 62
+_SIDE, _GAP, _TEXT = 144, 18, 76
 
 
 def contact_sheet(split: Path, columns: int = 8, rows: int = 5) -> Image.Image:
@@ -23,7 +23,13 @@ def contact_sheet(split: Path, columns: int = 8, rows: int = 5) -> Image.Image:
         row, column = divmod(index, columns)
         x, y = _GAP + column * (_SIDE + _GAP), _GAP + row * (_SIDE + _TEXT + _GAP)
         sheet.paste(picture.resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), (x, y))
-        pen.multiline_text((x, y + _SIDE + 5), "\n".join(textwrap.wrap(caption, 24)[:4]), (60, 60, 66), font, spacing=2)
+        pen.multiline_text(
+            (x, y + _SIDE + 5),
+            "\n".join(textwrap.wrap(caption, 24, break_on_hyphens=False)),
+            (60, 60, 66),
+            font,
+            spacing=2,
+        )
     return sheet
 
 

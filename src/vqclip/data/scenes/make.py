@@ -17,6 +17,7 @@ import PIL
 from pydantic import Field
 
 from vqclip.config import Config
+from vqclip.data.cache import cache_folder
 from vqclip.data.scenes.shards import write_captioned, write_labelled
 from vqclip.data.scenes.splits import VERSION, class_names, labelled_samples, train_samples, val_samples
 from vqclip.errors import DataError
@@ -61,11 +62,6 @@ class ScenesPaths:
     def under(cls, root: Path) -> ScenesPaths:
         """Return the paths of a data set in `root`."""
         return cls(root, root / "train", root / "val", root / "test", root / "heldout")
-
-
-def cache_folder() -> Path:
-    """Return the cache folder: environment variable VQCLIP_CACHE, else ~/.cache/vqclip."""
-    return Path(os.environ.get("VQCLIP_CACHE") or Path.home() / ".cache" / "vqclip")
 
 
 def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = None) -> ScenesPaths:
@@ -152,9 +148,10 @@ def _check(folder: Path, config: ScenesConfig) -> None:
         if stamp["config"] != config.model_dump():
             raise DataError(f"{folder}: its stamp {STAMP} is of another configuration; {remedy}")
         for name, facts in stamp["files"].items():
-            size = (folder / name).stat().st_size
+            path = folder / name
+            size = path.stat().st_size if path.exists() else 0
             if size != facts["bytes"]:
-                raise DataError(f"{folder / name}: has {size} bytes, expected {facts['bytes']}; {remedy}")
+                raise DataError(f"{path}: has {size} bytes, expected {facts['bytes']}; {remedy}")
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}: a drawn data set that is not whole ({error!r}); {remedy}") from error
 

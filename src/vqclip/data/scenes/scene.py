@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,9 @@ from vqclip.data.scenes.shapes import MAX_TILT
 
 Combination = tuple[str, str]
 """A colour and a shape."""
+
+Point = tuple[float, float]
+"""x and y (down), shares of the picture's side."""
 
 # Radius as a share of the picture's side. The gaps between the ranges keep the words clear.
 SIZES: dict[str, tuple[float, float]] = {"small": (0.14, 0.155), "medium": (0.195, 0.22), "large": (0.28, 0.32)}
@@ -70,12 +75,12 @@ def sample_scene(
         counts: number of objects and its weight; default `OBJECT_COUNTS`.
     """
     kinds = _sample_kinds(draws, draws.weighted(counts or OBJECT_COUNTS), first, combinations)
-    while True:
-        sizes = _sample_sizes(draws, kinds)
+    centres = None
+    while centres is None:
+        pattern = _sample_pattern(draws, len(kinds))
+        sizes = ["small"] * 3 if pattern in _LINES else _sample_sizes(draws, kinds)
         radii = [draws.uniform(*SIZES[size]) for size in sizes]
-        centres = _sample_centres(draws, radii)
-        if centres is not None:
-            break
+        centres = _sample_centres(draws, pattern, radii)
     objects = tuple(
         SceneObject(colour, shape, size, round(x, 4), round(y, 4), round(radius, 4), round(_tilt(draws, shape), 2))
         for (colour, shape), size, radius, (x, y) in zip(kinds, sizes, radii, centres, strict=True)
@@ -104,16 +109,23 @@ def _sample_sizes(draws: Draws, kinds: list[Combination]) -> list[str]:
     return [size_of[kind] for kind in kinds]
 
 
-def _sample_centres(draws: Draws, radii: list[float]) -> list[tuple[float, float]] | None:
+def _sample_pattern(draws: Draws, count: int) -> tuple[Point, ...]:
+    """Choose about where the objects go; () for a single one, which may go anywhere."""
+    if count == 1:
+        return ()
+    if count == 2:
+        return draws.pick(_PAIRS)
+    return draws.pick(_LINES if draws.chance(0.25) else _TRIANGLES)
+
+
+def _sample_centres(draws: Draws, pattern: tuple[Point, ...], radii: list[float]) -> list[Point] | None:
     """Place the objects apart from each other and inside the frame; None when they found no room."""
-    if len(radii) == 1:
+    if not pattern:
         return [(_place(draws, radii[0]), _place(draws, radii[0]))]
-    patterns = _PAIRS if len(radii) == 2 else _TRIPLES
-    for _ in range(6):
-        anchors = draws.shuffled(draws.pick(patterns))
+    for jitter in (0.07, 0.05, 0.03, 0.01):
         centres = [
-            (_inside(x + draws.uniform(-0.07, 0.07), r), _inside(y + draws.uniform(-0.07, 0.07), r))
-            for (x, y), r in zip(anchors, radii, strict=True)
+            (_inside(x + draws.uniform(-jitter, jitter), r), _inside(y + draws.uniform(-jitter, jitter), r))
+            for (x, y), r in zip(draws.shuffled(pattern), radii, strict=True)
         ]
         if _apart(centres, radii):
             return centres
@@ -131,12 +143,9 @@ def _inside(value: float, radius: float) -> float:
     return min(max(value, radius + _MARGIN), 1 - radius - _MARGIN)
 
 
-def _apart(centres: list[tuple[float, float]], radii: list[float]) -> bool:
-    for i, (x, y) in enumerate(centres):
-        for j in range(i):
-            if (x - centres[j][0]) ** 2 + (y - centres[j][1]) ** 2 < (radii[i] + radii[j] + _GAP) ** 2:
-                return False
-    return True
+def _apart(centres: list[Point], radii: list[float]) -> bool:
+    things = zip(centres, radii, strict=True)
+    return all(math.dist(a, b) >= r + s + _GAP for (a, r), (b, s) in itertools.combinations(things, 2))
 
 
 _LOW, _MIDDLE, _HIGH = 0.24, 0.5, 0.76
@@ -148,9 +157,12 @@ _PAIRS = (
     ((_LOW, _LOW), (_HIGH, _HIGH)),
     ((_HIGH, _LOW), (_LOW, _HIGH)),
 )
-_TRIPLES = (
+# Only small objects find room in a line of three.
+_LINES = (
     ((0.17, _MIDDLE), (_MIDDLE, _MIDDLE), (0.83, _MIDDLE)),
     ((_MIDDLE, 0.17), (_MIDDLE, _MIDDLE), (_MIDDLE, 0.83)),
+)
+_TRIANGLES = (
     ((_MIDDLE, _LOW), (_LOW, _HIGH), (_HIGH, _HIGH)),
     ((_MIDDLE, _HIGH), (_LOW, _LOW), (_HIGH, _LOW)),
     ((_LOW, _MIDDLE), (_HIGH, _LOW), (_HIGH, _HIGH)),
