@@ -1,0 +1,98 @@
+"""What the evaluation scripts have in common: their options, finding the model, and ending with clear errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from vqclip import checkpoint, dist
+from vqclip.errors import CheckpointError, VqclipError
+from vqclip.evaluation import EvaluationConfig, evaluate, format_results, write_json
+from vqclip.model import CLIP
+from vqclip.pretrained import CONFIG_FILE
+
+MODEL_HELP = """run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer
+folder, or hub name (owner/name)"""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults shown, examples left as they are."""
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The options that every evaluation has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("--batch-size", type=int, default=256, help="images or texts at once; changes no figure")
+    parser.add_argument("--workers", type=int, default=0, help="processes that decode images")
+    parser.add_argument("--limit", type=int, help="use only so many images, evenly spread over the set")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type")
+    parser.add_argument("--codes", type=Path, help="keep the ids (safetensors) in this folder")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser
+
+
+def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace], EvaluationConfig]) -> int:
+    """Evaluate, print the tables and write the JSON. Runs under torchrun as well, sharing the work.
+
+    Returns:
+        The exit code: 2 for anything that the user can mend, which is told on stderr.
+    """
+    try:
+        task = make_task(arguments)
+        dist.init(arguments.device)
+        model, folder = load_model(arguments.model)
+        model.to(_device(arguments.device))
+        results = evaluate(model, [task], precision=arguments.precision, codes_folder=arguments.codes)
+        if dist.is_main():
+            print(f"model: {folder}\n\n{format_results(results)}")
+            if arguments.json is not None:
+                write_json(arguments.json, results)
+    except ValidationError as error:
+        return _fail("\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+    except (VqclipError, OSError) as error:
+        return _fail(str(error))
+    finally:
+        dist.shutdown()
+    return 0
+
+
+def load_model(name: str) -> tuple[CLIP, str]:
+    """The model that ``name`` stands for, and the folder (or hub name) that it was read from."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return CLIP.from_pretrained(name), name
+    for folder in (path, path / "tokenizer", path / "model"):
+        if (folder / CONFIG_FILE).is_file():
+            return CLIP.from_pretrained(folder), str(folder)
+    newest = checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: no model here; expected {CONFIG_FILE}, tokenizer/, model/ or checkpoints/ in it, "
+            f"got: {', '.join(sorted(each.name for each in path.iterdir())[:8]) or 'an empty folder'}"
+        )
+    return CLIP.from_pretrained(newest / "model"), str(newest / "model")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(
+            f"--device: got {name!r}, which cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2

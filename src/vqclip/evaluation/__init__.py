@@ -1,0 +1,45 @@
+"""Evaluation that honestly passes through the codes: zero-shot classification and retrieval, each in three modes.
+
+- *continuous*: the quantizers of both towers bypassed.
+- *quantized*: the training path, in evaluation mode.
+- *codes only*: ids written to a file, reloaded and embedded. Equal to *quantized* bit for bit in fp32.
+"""
+
+from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
+from vqclip.evaluation.datasets import (
+    CaptionedData,
+    CaptionsData,
+    ClassesData,
+    ImageFolderData,
+    LabelledData,
+    ScenesCaptionsData,
+    ScenesClassesData,
+)
+from vqclip.evaluation.encode import MODES, Precision
+from vqclip.evaluation.results import Result, write_json
+from vqclip.evaluation.retrieval import RetrievalConfig
+from vqclip.evaluation.suite import EvaluationConfig, evaluate
+from vqclip.evaluation.tables import format_results
+from vqclip.evaluation.zero_shot import ZeroShotConfig
+
+__all__ = [
+    "MODES",
+    "CaptionedData",
+    "CaptionsData",
+    "ClassesData",
+    "CodeUsage",
+    "EvaluationConfig",
+    "ImageFolderData",
+    "LabelledData",
+    "Precision",
+    "Result",
+    "RetrievalConfig",
+    "ScenesCaptionsData",
+    "ScenesClassesData",
+    "ZeroShotConfig",
+    "evaluate",
+    "format_results",
+    "load_ids",
+    "save_ids",
+    "write_json",
+]

@@ -1,0 +1,123 @@
+"""Ids on disk, and how much of the codebooks a whole evaluation set uses.
+
+Shapes: B samples, N tokens, C codebooks, K codes a codebook (DESIGN section 2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vqclip.errors import CheckpointError, ShapeError
+
+_NAME, _SIZES = "ids", "codebook_sizes"
+
+
+def id_dtype(codebook_sizes: Sequence[int]) -> torch.dtype:
+    """The smallest signed integer type that holds every id and -1."""
+    largest = max(codebook_sizes, default=1) - 1
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if largest <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int64
+
+
+def save_ids(path: Path, ids: Tensor, codebook_sizes: Sequence[int]) -> None:
+    """Write ids ``(B, N, C)``, -1 for absent tokens, in the smallest integer type that holds them (safetensors)."""
+    if ids.ndim != 3 or ids.shape[2] != len(codebook_sizes):
+        raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, N, {len(codebook_sizes)})")
+    small = ids.to("cpu", id_dtype(codebook_sizes)).contiguous()
+    save_file({_NAME: small}, path, metadata={_SIZES: json.dumps(list(codebook_sizes))})
+
+
+def load_ids(path: Path, codebook_sizes: Sequence[int]) -> Tensor:
+    """Read what `save_ids` wrote: ``(B, N, C)`` in the stored integer type.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or was written for other codebooks.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = json.loads((file.metadata() or {}).get(_SIZES, "null"))
+            ids = file.get_tensor(_NAME)
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: ids cannot be read: {error}") from error
+    if stored != list(codebook_sizes):
+        raise CheckpointError(f"{path}: ids of codebooks of sizes {stored}, expected {list(codebook_sizes)}")
+    return ids
+
+
+@dataclass(frozen=True)
+class CodeUsage:
+    """What one tokenizer used of its codebooks over a stated number of tokens. JSON-able by `dataclasses.asdict`."""
+
+    samples: int
+    """Samples counted."""
+    tokens: int
+    """Tokens counted, padding left out: every other figure is for this number of them."""
+    codebook_sizes: list[int]
+    """K of each codebook."""
+    codes_used: list[int]
+    """Codes seen at least once, of each codebook."""
+    usage: list[float]
+    """Share of the codes seen at least once, of each codebook."""
+    perplexity: list[float]
+    """Exponential of the entropy of the code histogram, of each codebook."""
+    bits_per_token: float
+    """What a token could hold: Σ log2 K."""
+    bits_used_per_token: float
+    """What it holds: the sum of the entropies of the code histograms in bits (an upper bound for several codebooks)."""
+    tokens_per_sample: float
+    """Mean over samples."""
+    bits_per_sample: float
+    """`tokens_per_sample` × `bits_per_token`: the size of a stored sample."""
+
+
+def count_codes(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Exact counts of ids ``(B, N, C)``: for each codebook the distinct ids (sorted, int64) and how often each occurs.
+
+    Nothing of a codebook's size is allocated, so the size does not matter. Negative ids are not counted.
+    """
+    columns = ids.reshape(-1, ids.shape[-1]).unbind(-1)
+    return [torch.unique(column[column >= 0].long(), return_counts=True) for column in columns]
+
+
+def merge_counts(codes: Tensor, counts: Tensor) -> Tensor:
+    """Counts ``(U,)`` of the distinct codes among ``codes``, where those of several ranks follow each other."""
+    distinct, position = torch.unique(codes, return_inverse=True)
+    return torch.zeros_like(distinct).index_add_(0, position, counts)
+
+
+def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples: int) -> CodeUsage:
+    """Figures from the counts ``(U_c,)`` of the codes seen in each codebook.
+
+    Args:
+        counts: int64, how often each code that occurs does, one tensor for each codebook.
+        codebook_sizes: K of each.
+        samples: number of samples that the tokens come from.
+    """
+    tokens = int(counts[0].sum())
+    entropies = [float(torch.special.entr(each.double() / max(1, tokens)).sum()) for each in counts]
+    used = [len(each) for each in counts]
+    bits = math.fsum(math.log2(size) for size in codebook_sizes)
+    per_sample = tokens / max(1, samples)
+    return CodeUsage(
+        samples=samples,
+        tokens=tokens,
+        codebook_sizes=list(codebook_sizes),
+        codes_used=used,
+        usage=[number / size for number, size in zip(used, codebook_sizes, strict=True)],
+        perplexity=[math.exp(entropy) for entropy in entropies],
+        bits_per_token=bits,
+        bits_used_per_token=math.fsum(entropies) / math.log(2),
+        tokens_per_sample=per_sample,
+        bits_per_sample=per_sample * bits,
+    )

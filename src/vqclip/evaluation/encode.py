@@ -1,0 +1,128 @@
+"""Samples to embeddings in three modes from one pass of the tower, with the ids going through a file.
+
+Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E embedding width (DESIGN section 2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from vqclip.errors import NonFiniteError
+from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
+from vqclip.evaluation.share import Share
+from vqclip.tokenizer import TextTokenizer, Tokenizer
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Mode = Literal["continuous", "quantized", "codes_only"]
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A whole set in the joint space, the same on every rank."""
+
+    embeddings: dict[Mode, Tensor]
+    """Mode → ``(n, E)`` unit-norm, in the order of the set; without `codes_only` where the tokenizer has no codes."""
+    usage: CodeUsage | None
+    """What the set uses of the codebooks; None without codes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """How sets are encoded.
+
+    Args:
+        share: which ranks take part.
+        precision: autocast type of the towers and of what follows the quantizers; quantizers stay in fp32.
+        folder: where the ids are written to and read from; must exist.
+    """
+
+    share: Share
+    precision: Precision
+    folder: Path
+
+    def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
+        """Encode ``captions``, which are the same on every rank; each rank takes its share of them."""
+        mine = [captions[index] for index in self.share.of(len(captions))]
+        starts = range(0, len(mine), batch_size)
+        return self(tokenizer, (tokenizer.preprocess(mine[start : start + batch_size]) for start in starts), name)
+
+    def __call__(self, tokenizer: Tokenizer, batches: Iterable[Tensor], name: str) -> Encoded:
+        """Encode this rank's ``batches`` and put the parts of all ranks together.
+
+        The results do not depend on how samples are batched, up to rounding.
+
+        Args:
+            tokenizer: in evaluation mode.
+            batches: inputs as `tokenizer.preprocess` makes them, those of items `share.of(n)` in this order.
+            name: name of the ids' file.
+
+        Raises:
+            NonFiniteError: an embedding is NaN or infinite; raised on every rank.
+        """
+        device = tokenizer.device
+        sizes = tokenizer.codebook_sizes
+        parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (MODES if sizes else MODES[:2])}
+        ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
+        with self.share.together(), torch.no_grad(), _autocast(device, self.precision):
+            for inputs in batches:
+                out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
+                parts["continuous"].append(continuous)
+                parts["quantized"].append(out.embedding)
+                ids.append(out.ids.to("cpu", ids[0].dtype))
+            if sizes:
+                path = self.folder / f"{name}-{self.share.rank}.safetensors"
+                save_ids(path, torch.cat(ids), sizes)
+                # The same batches again, so that both paths run the same kernels and are equal to the last bit.
+                for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
+                    parts["codes_only"].append(tokenizer.embed(batch.to(device, torch.int64)))
+        dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
+        empty = torch.empty(0, tokenizer.embed_dim, dtype=dtype, device=device)
+        whole = {mode: self.share.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
+        _check_finite(whole, tokenizer)
+        return Encoded(whole, self._usage(torch.cat(ids), sizes, device) if sizes else None)
+
+    def _usage(self, ids: Tensor, sizes: Sequence[int], device: torch.device) -> CodeUsage:
+        def gather(mine: Tensor) -> Tensor:
+            return self.share.gather(mine.to(device))
+
+        counts = [merge_counts(gather(codes), gather(number)) for codes, number in count_codes(ids)]
+        samples = int(gather(torch.tensor([len(ids)])).sum())
+        return code_usage(counts, sizes, samples)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block; after it, each part is in the mode it was in."""
+    before = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision != "fp32")
+
+
+def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:
+    for mode, rows in embeddings.items():
+        bad = int((~rows.isfinite()).any(dim=1).sum())
+        if bad:  # comparisons with NaN are false, so a ranking of NaN would come out as perfect
+            raise NonFiniteError(
+                f"evaluation: {bad} of {len(rows)} {mode} {tokenizer.modality} embeddings are NaN or infinite; "
+                "the weights are, or the precision is too low for them"
+            )

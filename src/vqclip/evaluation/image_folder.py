@@ -1,0 +1,87 @@
+"""Plain folders of images, one subfolder a class, as a source."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from vqclip.data import RawSample
+from vqclip.data.sources.classes import TEMPLATES, read_lines
+from vqclip.errors import DataError
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+DEFAULT_TEMPLATE = "a photo of a {c}"
+
+
+class ImageFolder:
+    """A `vqclip.data.Source` of labelled images: classes in the order of their names, "_" in a name read as a blank.
+
+    The prompts come from ``zeroshot_classification_templates.txt`` in the folder where there is one, else there is one:
+    "a photo of a {c}".
+
+    Args:
+        folder: holds one subfolder for each class; hidden ones are passed over.
+
+    Raises:
+        DataError: the folder is missing, has no subfolder, or a subfolder holds no image.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        classes = _class_folders(folder)
+        self.classnames = tuple(path.name.replace("_", " ") for path in classes)
+        file = folder / TEMPLATES
+        self.templates = read_lines(file, "one prompt a line, with {c} for the class name") if file.exists() else ()
+        self.templates = self.templates or (DEFAULT_TEMPLATE,)
+        self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> RawSample:
+        """One image with its label; its captions are the prompts of its class.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        path, label = self._files[index]
+        try:
+            image = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        name = self.classnames[label]
+        return RawSample(image, tuple(template.replace("{c}", name) for template in self.templates), label)
+
+    def name(self, index: int) -> str:
+        """The file, for messages."""
+        return str(self._files[index][0])
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and sizes of all files; their contents are not read."""
+        lines = (f"{path.relative_to(self.folder)} {path.stat().st_size}\n" for path, _ in self._files)
+        digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+        return {"kind": "folder", "samples": len(self), "names_sha256": digest}
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise DataError(f"{folder.absolute()}: no such folder; expected one with a subfolder of images for each class")
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(f"{folder.absolute()}: no subfolder; expected one for each class with its images, got: {found}")
+    return classes
+
+
+def _images(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
+    if not images:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(
+            f"{folder.absolute()}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
+            "put some there, or take the folder away if it is no class"
+        )
+    return images

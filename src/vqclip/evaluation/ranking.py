@@ -1,0 +1,68 @@
+"""Top-k hits from embeddings, a block of rows at a time and with honest ties.
+
+A tie is broken at random, and what is counted is the expectation over that draw, in closed form. So a model that
+embeds everything alike scores exactly chance, never 100 %. Shapes: Q queries, M candidates, E embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**24
+"""Most scores held at once: 64 MiB in fp32."""
+
+
+def hit_rates(
+    queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]
+) -> list[float]:
+    """Share of queries with a right candidate among their k nearest (top-k accuracy, recall at k).
+
+    A candidate is right for the queries of its own group: a class for its images, an image for its captions, all
+    captions of an image for that image.
+
+    Args:
+        queries: ``(Q, E)`` unit-norm.
+        candidates: ``(M, E)`` unit-norm.
+        query_group: ``(Q,)`` int64, the group of each query; every one must occur in ``group``.
+        group: ``(M,)`` int64, the group of each candidate.
+        ks: the depths k.
+
+    Returns:
+        One rate in [0, 1] for each k; NaN without queries.
+    """
+    hits = torch.zeros(len(ks), dtype=torch.float64)
+    rows = max(1, BLOCK // max(1, len(candidates)))
+    for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
+        scores = part @ candidates.T
+        right = right_group[:, None] == group[None, :]
+        # The best right candidate is compared as it stands in `scores`: computed again it could differ in its last bit.
+        best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
+        above, level = scores > best, scores == best
+        higher, rights, wrongs = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
+        hits += torch.stack([hit_chance(higher, rights, wrongs, k).sum().cpu() for k in ks])
+    return (hits / len(queries)).tolist() if len(queries) else [float("nan")] * len(ks)
+
+
+def hit_chance(above: Tensor, right: Tensor, wrong: Tensor, k: int) -> Tensor:
+    """Chance that one of the first k is right, when the candidates at one score stand in random order.
+
+    1 - C(wrong, j) / C(right + wrong, j), where j = k - above places are left for those at that score.
+
+    Args:
+        above: candidates of higher score, none of them right.
+        right: right candidates at that score, at least 1.
+        wrong: wrong candidates at that score.
+        k: depth.
+
+    Returns:
+        float64, shaped like the arguments.
+    """
+    above, right, wrong = above.double(), right.double(), wrong.double()
+    missed = torch.ones_like(above)
+    for place in range(k):
+        share = (wrong - place).clamp(min=0) / (right + wrong - place).clamp(min=1)
+        missed = torch.where(place < k - above, missed * share, missed)
+    return 1 - missed

@@ -1,0 +1,76 @@
+"""Results as aligned plain text, every figure beside chance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vqclip.evaluation.codes import CodeUsage
+from vqclip.evaluation.encode import MODES
+from vqclip.evaluation.results import Result
+
+_MODE_TITLES = ("continuous", "quantized", "codes only")
+_DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
+
+
+def format_results(results: Sequence[Result]) -> str:
+    """One table of the figures and one of the codes, with the notes below; rates in percent."""
+    figures = [row for result in results for row in _figure_rows(result)]
+    text = _table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
+    codes = [row for result in results for row in _code_rows(result)]
+    if codes:
+        heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
+        text += "\n\n" + _table(heads, codes, left=2)
+    notes = dict.fromkeys(f"{result.name}: {note}" for result in results for note in result.notes)
+    return "\n\n".join([text, "\n".join(notes)]) if notes else text
+
+
+def _figure_rows(result: Result) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for figure, chance in result.chance.items():
+        found = [result.figures[mode] for mode in MODES]
+        shown = ["-" if figures is None else _percent(figures[figure]) for figures in found]
+        rows.append(("" if rows else _title(result), _figure_title(figure), *shown, f"{100 * chance:.2f}"))
+    return rows
+
+
+def _title(result: Result) -> str:
+    classes = f", {result.classes} classes" if result.classes is not None else f", {result.captions} captions"
+    return f"{result.name} ({result.samples} images{classes})"
+
+
+def _figure_title(figure: str) -> str:
+    """``i2t_r5`` → ``image to text R@5``; ``top1`` → ``top-1``."""
+    direction, _, depth = figure.partition("_r")
+    return f"{_DIRECTIONS[direction]} R@{depth}" if depth else figure.replace("top", "top-")
+
+
+def _code_rows(result: Result) -> list[tuple[str, ...]]:
+    used = [(modality, usage) for modality, usage in result.usage.items() if usage is not None]
+    return [("" if row else result.name, modality, *_code_cells(usage)) for row, (modality, usage) in enumerate(used)]
+
+
+def _code_cells(usage: CodeUsage) -> tuple[str, ...]:
+    many = len(usage.codebook_sizes)
+    share = sum(usage.usage) / many
+    codes = f"{sum(usage.codes_used)} of {sum(usage.codebook_sizes)} ({_percent(share)} %)"
+    perplexity = f"{sum(usage.perplexity) / many:.1f}" + (f" (mean of {many})" if many > 1 else "")
+    bits = f"{usage.bits_used_per_token:.2f} of {usage.bits_per_token:.2f}"
+    return str(usage.samples), str(usage.tokens), codes, perplexity, bits, f"{usage.bits_per_sample:.0f}"
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.1f}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns two spaces apart, the first ``left`` of them flush left, the others flush right."""
+    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(heads), "  ".join("-" * width for width in widths), *map(line, rows)])

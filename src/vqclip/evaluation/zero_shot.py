@@ -1,0 +1,120 @@
+"""Zero-shot classification: the class whose prompts lie nearest to the image (Radford et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from vqclip.config import Config
+from vqclip.data import EvalSet
+from vqclip.errors import DataError
+from vqclip.evaluation.datasets import LabelledData
+from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.ranking import hit_rates
+from vqclip.evaluation.results import Result, all_modes, three_modes
+from vqclip.model import CLIP
+
+_DEPTHS = (1, 5)
+
+
+def _has_class(template: str) -> str:
+    if "{c}" not in template:
+        raise ValueError(f"got {template!r}; expected {{c}} where the name of the class goes")
+    return template
+
+
+class ZeroShotConfig(Config):
+    """Top-1 and top-5 of zero-shot classification."""
+
+    kind: Literal["zero_shot"] = "zero_shot"
+    name: str = "zero-shot"
+    """How results are titled."""
+    data: LabelledData
+    """The labelled images."""
+    templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] | None = Field(None, min_length=1)
+    """Prompts with {c} for the class name; null takes those of the data."""
+    batch_size: int = Field(256, ge=1)
+    """Images, or prompts, at once on each rank. The figures do not depend on it, up to rounding."""
+    workers: int = Field(0, ge=0, le=512)
+    """Processes per rank that decode images; 0 does it in the evaluating process."""
+    limit: int | None = Field(None, ge=1)
+    """Use only so many images, evenly spread over the set; null uses all."""
+
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
+        return zero_shot(self, model, encoder, name)
+
+
+def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
+    """Classify every image in each of the three modes; images and prompts of one figure are in the same mode.
+
+    Args:
+        config: what to evaluate on.
+        model: in evaluation mode.
+        encoder: how; every rank of its share must call this.
+        name: names the files of ids.
+
+    Raises:
+        DataError: data that cannot be used, on every rank; the message names file and sample.
+    """
+    share = encoder.share
+    source = share.first_on_one(config.data.build)
+    templates = check_templates(config.templates or source.templates)
+    images = EvalSet(
+        source, model.image.transform, config.batch_size, share.rank, share.world_size, config.workers, config.limit
+    )
+    labels: list[int] = []
+
+    def pixels() -> Iterator[Tensor]:
+        for batch in images:
+            labels.extend(batch.labels.tolist())
+            yield batch.images
+
+    image = encoder(model.image, pixels(), f"{name}-image")
+    whole_labels = torch.tensor(share.gather_items(labels), dtype=torch.int64)
+    prompts = [template.replace("{c}", each) for each in source.classnames for template in templates]
+    text = encoder.captions(model.text, prompts, config.batch_size, f"{name}-text")
+
+    modes, notes = three_modes(image, text)
+    found: dict[Mode, dict[str, float]] = {}
+    for mode in modes:
+        classes = class_embeddings(text.embeddings[mode], len(templates))
+        rows = image.embeddings[mode]
+        groups = whole_labels.to(rows.device), torch.arange(len(classes), device=rows.device)
+        found[mode] = dict(zip(_names(), hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
+    count = len(source.classnames)
+    return Result(
+        name=config.name,
+        kind=config.kind,
+        figures=all_modes(found),
+        chance={f"top{k}": min(k, count) / count for k in _DEPTHS},
+        samples=len(whole_labels),
+        classes=count,
+        captions=len(prompts),
+        usage={"image": image.usage, "text": text.usage},
+        notes=notes,
+    )
+
+
+def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
+    """Prompt embeddings ``(K · templates, E)``, class by class → ``(K, E)``: their mean, made unit-norm."""
+    return F.normalize(prompts.unflatten(0, (-1, templates)).mean(dim=1), dim=-1)
+
+
+def check_templates(templates: Sequence[str]) -> Sequence[str]:
+    """The templates, if there are any and each has its place for the class name; else DataError."""
+    wrong = [template for template in templates if "{c}" not in template]
+    if wrong or not templates:
+        raise DataError(
+            f"templates: got {wrong[0] if wrong else 'none'!r}; expected {{c}} where the name of the class goes"
+        )
+    return templates
+
+
+def _names() -> list[str]:
+    return [f"top{k}" for k in _DEPTHS]
