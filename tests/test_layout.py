@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds"),
+    ("errors", "seeds", "signals"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist"),
@@ -22,8 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokenizer",),
     ("model",),
     ("losses",),
-    ("optim", "checkpoint", "evaluation", "report", "signals"),
-    ("step",),
+    ("optim", "checkpoint", "evaluation", "report"),
+    ("step", "resume"),
     ("train",),
 )
 # Losses see embeddings and nothing else.
