@@ -75,12 +75,13 @@ def sample_scene(
         counts: number of objects and its weight; default `OBJECT_COUNTS`.
     """
     kinds = _sample_kinds(draws, draws.weighted(counts or OBJECT_COUNTS), first, combinations)
-    centres = None
-    while centres is None:
+    while True:
         pattern = _sample_pattern(draws, len(kinds))
         sizes = ["small"] * 3 if pattern in _LINES else _sample_sizes(draws, kinds)
         radii = [draws.uniform(*SIZES[size]) for size in sizes]
         centres = _sample_centres(draws, pattern, radii)
+        if centres is not None:
+            break
     objects = tuple(
         SceneObject(colour, shape, size, round(x, 4), round(y, 4), round(radius, 4), round(_tilt(draws, shape), 2))
         for (colour, shape), size, radius, (x, y) in zip(kinds, sizes, radii, centres, strict=True)
