@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -436,6 +436,8 @@ trees = st.builds(
 )
 
 
+@settings(max_examples=60, deadline=None)
+@example(Tree(name="\x85 \u2028\r\n\t\x07"))
 @given(trees)
 def test_yaml_round_trip(tmp_path_factory, config):
     path = tmp_path_factory.getbasetemp() / "round.yaml"

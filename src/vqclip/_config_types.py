@@ -51,7 +51,9 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
     """Whether the annotation is a section: a pydantic model."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    # On Python 3.10 `tuple[int]` is an instance of `type`, but no class.
+    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
+    return is_class and issubclass(annotation, BaseModel)
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:

@@ -132,7 +132,13 @@ def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
     return dumper.represent_sequence(_TAG + "seq", values, flow_style=flat)
 
 
+def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # Only in double quotes are line breaks and invisible characters escaped, and so kept.
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
 _Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_str)
 
 
 def dump_yaml(tree: Any) -> str:

@@ -101,7 +101,8 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
 
 def to_yaml(config: Config) -> str:
     """The whole tree, defaults included, as YAML that `load_config` reads back to an equal one."""
-    return dump_yaml(config.model_dump(mode="json"))
+    # In two steps: pydantic 2.10's JSON mode writes the list of a `Path | tuple[Path, ...]` as one string.
+    return dump_yaml(to_jsonable_python(config.model_dump()))
 
 
 def json_schema(schema: type[Config]) -> dict[str, Any]:
