@@ -63,12 +63,15 @@ class RankPool:
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             port = _free_port()
-            for rank, (_, connection) in enumerate(self._workers[:world_size]):
-                env = _torchrun_env(rank, world_size, port)
-                connection.send_bytes(pickle.dumps((env, f"file://{folder}/rendezvous", request)))
-            results, failures, healthy = self._collect(world_size, timeout)
-        if not healthy:
-            self.kill()
+            healthy = False
+            try:
+                for rank, (_, connection) in enumerate(self._workers[:world_size]):
+                    env = _torchrun_env(rank, world_size, port)
+                    connection.send_bytes(pickle.dumps((env, f"file://{folder}/rendezvous", request)))
+                results, failures, healthy = self._collect(world_size, timeout)
+            finally:  # also when pytest's own timeout interrupts the wait
+                if not healthy:
+                    self.kill()
         if failures:
             raise RankError("\n".join(failures), results)
         return [results[rank] for rank in range(world_size)]
@@ -109,11 +112,12 @@ class RankPool:
                         if process.is_alive():
                             continue
                         raise EOFError
-                    ok, value = pickle.loads(connection.recv_bytes())
+                    ok, value, clean = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     process.join()
-                    ok, value, healthy = False, f"the process died with exit code {process.exitcode}", False
+                    ok, value, clean = False, f"the process died with exit code {process.exitcode}", False
                 del pending[rank]
+                healthy &= clean
                 if ok:
                     results[rank] = value
                 else:
@@ -159,6 +163,7 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     while True:
@@ -167,9 +172,15 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            reply = pickle.dumps((True, _run(env, rendezvous, request)))
+            ok, value = True, _run(env, rendezvous, request)
         except BaseException:
-            reply = pickle.dumps((False, traceback.format_exc()))
+            ok, value = False, traceback.format_exc()
+        # A group whose forming failed stays counted, and the next one would then not find its peers.
+        clean = dist.get_pg_count() == 0
+        try:
+            reply = pickle.dumps((ok, value, clean))
+        except Exception:
+            reply = pickle.dumps((False, traceback.format_exc(), clean))
         connection.send_bytes(reply)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ def test_a_dead_rank_is_reported_and_replaced(ranks):
     with pytest.raises(RankError, match="rank 1 of 2: the process died with exit code -9") as error:
         ranks(2, die_on_rank_one)
     assert error.value.results == {0: 0}
+    assert [r[0] for r in ranks(2, rank_and_sum, torch.zeros(1))] == [0, 1]
+
+
+def init_on_rank_zero_alone():
+    if os.environ["RANK"] == "0":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+
+
+def test_after_a_group_that_could_not_be_formed_the_next_one_can(ranks):
+    with pytest.raises(RankError, match="rank 0 of 2"):
+        ranks(2, init_on_rank_zero_alone, init=False)
     assert [r[0] for r in ranks(2, rank_and_sum, torch.zeros(1))] == [0, 1]
 
 

@@ -135,7 +135,8 @@ def control_device(group: Group) -> torch.device:
 
 
 def _initialized() -> bool:
-    return c10d.is_available() and c10d.is_initialized()
+    # Not is_initialized(): torch.compile takes its answer for a constant, but guards this one.
+    return c10d.is_available() and c10d.group.WORLD is not None
 
 
 def _lost_peer(what: str, error: RuntimeError) -> DistributedError:
