@@ -80,7 +80,7 @@ def _crescent() -> Outline:
 
 
 def _flower() -> Outline:
-    return [_polar(lambda a: 0.48 + 0.48 * np.abs(np.cos(2.5 * a)) ** 0.75, 200)]
+    return [_polar(lambda a: 0.38 + 0.6 * np.abs(np.cos(2.5 * a)) ** 0.7, 200)]
 
 
 def _drop() -> Outline:
