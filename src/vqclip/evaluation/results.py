@@ -35,6 +35,14 @@ class Result:
     notes: list[str] = dataclasses.field(default_factory=list)
     """What a reader must know, such as why a mode is missing."""
 
+    def scalars(self) -> dict[str, float]:
+        """Every rate by a path such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
+        return {
+            f"{self.name}/{mode}/{figure}": rate
+            for mode, figures in self.figures.items()
+            for figure, rate in (figures or {}).items()
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         return dataclasses.asdict(self)

@@ -106,6 +106,8 @@ class TimmTowerConfig(Config):
     """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
     args: dict[str, Any] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`."""
+    channels_last: bool = False
+    """Keep weights and activations with channels last in memory: faster for convolutions, of no use to a ViT."""
 
     def build(self) -> ImageTower:
         """Make the tower.
@@ -132,6 +134,8 @@ class TimmTowerConfig(Config):
             )
         except TypeError as error:
             raise ConfigError(f"tower.args: timm model {self.name!r} refuses {args}: {error}") from error
+        if self.channels_last:
+            model = model.to(memory_format=torch.channels_last)
         # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
         stats = model.pretrained_cfg or {}
         mean, std = stats.get("mean", OPENAI_MEAN), stats.get("std", OPENAI_STD)

@@ -1,0 +1,57 @@
+"""The softmax contrastive loss of CLIP (Radford et al. 2021) over the global batch."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.losses.features import full_precision, gathered
+
+
+class ContrastiveLoss(nn.Module):
+    """Symmetric cross-entropy of every image among all texts and every text among all images.
+
+    The readable reference: all features are gathered with their gradients and one ``(G, G)`` matrix of logits is made.
+    Every rank returns the same value; see `vqclip.dist` for how its gradients are scaled.
+    """
+
+    name = "contrastive"
+
+    def forward(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The mean loss over the global batch.
+
+        Args:
+            image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
+            text: ``(B, E)``, row by row the texts of the images.
+            scale: () positive factor of the logits.
+            bias: must be None: a constant changes no softmax.
+
+        Returns:
+            () float32, or float64 for float64 features.
+
+        Raises:
+            ShapeError: the features do not pair up.
+        """
+        assert bias is None
+        with full_precision(image.device):
+            images, texts = gathered(image, text)
+            logits = scale.to(images.dtype) * images @ texts.T
+            targets = torch.arange(len(logits), device=logits.device)
+            return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+class ContrastiveConfig(Config):
+    """CLIP's softmax loss."""
+
+    kind: Literal["contrastive"] = "contrastive"
+    """The softmax loss."""
+    needs_bias: ClassVar[bool] = False
+    """Whether the model must have `temperature.bias`."""
+
+    def build(self) -> ContrastiveLoss:
+        """Make the loss."""
+        return ContrastiveLoss()

@@ -1,0 +1,56 @@
+"""The sigmoid loss of SigLIP (Zhai et al. 2023) over the global batch."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.losses.features import full_precision, gathered
+
+
+class SigmoidLoss(nn.Module):
+    """Every pair of an image and a text is a yes-no question of its own: do they belong together?
+
+    The readable reference, like `ContrastiveLoss`: one ``(G, G)`` matrix of logits on every rank.
+    """
+
+    name = "sigmoid"
+
+    def forward(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over all pairs of the global batch, divided by the number of images G.
+
+        Args:
+            image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
+            text: ``(B, E)``, row by row the texts of the images.
+            scale: () positive factor of the logits.
+            bias: () added to the logits; SigLIP starts at -10.
+
+        Returns:
+            () float32, or float64 for float64 features.
+
+        Raises:
+            ShapeError: the features do not pair up.
+        """
+        assert bias is not None
+        with full_precision(image.device):
+            images, texts = gathered(image, text)
+            logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
+            answers = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
+            return -F.logsigmoid(answers * logits).sum() / len(logits)
+
+
+class SigmoidConfig(Config):
+    """SigLIP's sigmoid loss."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    """The sigmoid loss."""
+    needs_bias: ClassVar[bool] = True
+    """Whether the model must have `temperature.bias`."""
+
+    def build(self) -> SigmoidLoss:
+        """Make the loss."""
+        return SigmoidLoss()

@@ -1,0 +1,142 @@
+"""What a finished run tells: sizes, speed, figures, and where everything is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vqclip.data import Coverage
+from vqclip.evaluation import Result, format_results
+from vqclip.model import CLIP
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A finished run. Paths are those of the run."""
+
+    name: str
+    coverage: str
+    """How much of the data was seen."""
+    samples: int
+    """Different training samples there are."""
+    parameters: dict[str, int]
+    """Trained weights of each tokenizer."""
+    tokens: dict[str, int]
+    """N of each tokenizer."""
+    codebook_sizes: dict[str, list[int]]
+    """K of each codebook of each tokenizer."""
+    bits_per_sample: dict[str, float]
+    """Of each tokenizer; for text that of a caption that fills every position."""
+    speed: dict[str, float]
+    """``images_per_second`` over all ranks and ``data_wait`` (0..1); empty when nothing was trained this time."""
+    processes: int
+    results: list[Result]
+    folder: str
+    checkpoint: str
+    tokenizer: str
+
+    def to_json(self) -> str:
+        """The whole summary as JSON."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def summarise(
+    name: str,
+    model: CLIP,
+    coverage: Coverage,
+    speed: Mapping[str, float],
+    processes: int,
+    results: list[Result],
+    paths: Mapping[str, Path],
+) -> RunSummary:
+    """Gather a summary; ``paths`` has folder, checkpoint and tokenizer."""
+    parts = {"image": model.image, "text": model.text}
+    return RunSummary(
+        name=name,
+        coverage=str(coverage),
+        samples=coverage.available,
+        parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
+        tokens={key: part.num_tokens for key, part in parts.items()},
+        codebook_sizes={key: list(part.codebook_sizes) for key, part in parts.items()},
+        bits_per_sample={key: part.bits_per_sample for key, part in parts.items()},
+        speed=dict(speed),
+        processes=processes,
+        results=results,
+        folder=str(paths["folder"]),
+        checkpoint=str(paths["checkpoint"]),
+        tokenizer=str(paths["tokenizer"]),
+    )
+
+
+def render(summary: RunSummary) -> str:
+    """The summary as text for a terminal."""
+    lines = [
+        f"run {summary.name}",
+        f"  data        {summary.coverage}",
+        f"  model       {_sizes(summary.parameters)} trained weights",
+        f"  tokens      {_tokens(summary)}",
+        f"  speed       {_speed(summary)}",
+    ]
+    if summary.results:
+        lines += ["", format_results(summary.results)]
+    lines += [
+        "",
+        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, tensorboard/, summary.json)",
+        f"  checkpoint  {summary.checkpoint}",
+        f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
+    ]
+    return "\n".join(lines)
+
+
+def _sizes(parameters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in parameters.items())
+
+
+def _tokens(summary: RunSummary) -> str:
+    def one(name: str) -> str:
+        sizes = summary.codebook_sizes[name]
+        if not sizes:
+            return f"{name} {summary.tokens[name]}, continuous"
+        codes = f"{sizes[0]} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]}"
+        return f"{name} {summary.tokens[name]} × {codes} = {summary.bits_per_sample[name]:.0f} bits"
+
+    return "; ".join(one(name) for name in summary.tokens) + " a sample"
+
+
+def _speed(summary: RunSummary) -> str:
+    if not summary.speed:
+        return "nothing left to train"
+    speed, wait = summary.speed["images_per_second"], summary.speed["data_wait"]
+    plural = "process" if summary.processes == 1 else "processes"
+    return f"{speed:.0f} images/s on {summary.processes} {plural}, {wait:.0%} of the time waiting for data"
+
+
+def model_card(summary: RunSummary, config: Mapping[str, Any]) -> str:
+    """A card for the exported folder: what it is, how it was measured, how it is used (Markdown)."""
+    return f"""---
+library_name: vqclip
+tags: [clip, tokenizer, vector-quantization]
+---
+# {summary.name}
+
+An image and a text tokenizer with one joint embedding, trained with vqclip.
+
+```python
+import vqclip
+
+image = vqclip.load_tokenizer("{summary.tokenizer}", modality="image")
+ids = image.encode(picture)          # (B, N, C) int64
+vectors = image.decode(ids)          # (B, N, D) for a downstream model
+embedding = image.embed(ids)         # (B, E) unit-norm, comparable with the text tokenizer's
+```
+
+```
+{render(summary)}
+```
+
+Trained with the configuration `config.yaml` of the run (`torchrun -m vqclip.train --config config.yaml`), seed
+{config["run"]["seed"]}. Rates are in percent; *codes only* means that ids were stored, reloaded and embedded.
+"""

@@ -1,0 +1,105 @@
+"""What a run saves to go on exactly, and what must be the same for it to go on at all.
+
+The sample order, the augmentation and the randomness of the towers are functions of (seed, step), so the step is the
+whole data position and there is no generator state to save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vqclip import checkpoint, dist
+from vqclip.errors import CheckpointError
+from vqclip.pretrained import load_weights
+from vqclip.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Saves and restores the state of a run.
+
+    Args:
+        folder: where the checkpoints lie.
+        identity: JSON-able facts that define the trajectory, such as seed, batch size and data fingerprint; a
+            checkpoint with others is refused.
+        step: the training step, whose model, optimizer and gradient scaler are saved.
+        keep: newest checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], step: TrainStep, keep: int):
+        self.folder, self.keep, self.step = folder, keep, step
+        self.identity = json.loads(json.dumps(identity))  # as it will be read back
+
+    def save(self, done: int) -> None:
+        """Save the state after ``done`` steps; every rank calls it, rank 0 writes, nobody runs ahead.
+
+        Raises:
+            CheckpointError: on rank 0, when it cannot be written; older checkpoints are untouched.
+        """
+        if dist.is_main():
+            checkpoint.save(
+                self.folder,
+                done,
+                write_model=self.step.model.save_pretrained,
+                optimizer=self.step.optimizer,
+                state={"identity": self.identity, "scaler": self.step.scaler.state_dict()},
+                keep_last=self.keep,
+            )
+        dist.barrier()
+
+    def path(self, done: int) -> Path:
+        """The folder of the checkpoint after ``done`` steps."""
+        return self.folder / f"step-{done:08d}"
+
+    def resume(self) -> int:
+        """Restore the newest good checkpoint, if there is one; returns the number of steps done.
+
+        Rank 0 chooses and verifies it, the others follow.
+
+        Raises:
+            CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
+        """
+        found = checkpoint.latest(self.folder) if dist.is_main() else None
+        path = dist.broadcast_json(None if found is None else str(found))
+        if path is None:
+            return 0
+        saved = checkpoint.load(Path(path), check=False)
+        _require_same(saved.path, saved.state["identity"], self.identity)
+        load_weights(saved.model_folder, self.step.model)
+        saved.restore_optimizer(self.step.optimizer)
+        self.step.scaler.load_state_dict(saved.state["scaler"])
+        if dist.is_main():
+            checkpoint.set_aside_newer(self.folder, saved.step)
+        logger.info("resumed from %s: %d steps done", saved.path, saved.step)
+        return saved.step
+
+
+def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises CheckpointError listing every fact in which a checkpoint and this run differ."""
+    before, after = _flat(saved), _flat(now)
+    differing = [
+        f"  {key}: {before.get(key, 'absent')!r} in the checkpoint, {after.get(key, 'absent')!r} now"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    if differing:
+        shown = "\n".join(differing[:20]) + (f"\n  ... and {len(differing) - 20} more" if len(differing) > 20 else "")
+        raise CheckpointError(
+            f"{path} belongs to another run, so going on from it would not be exact:\n{shown}\n"
+            "restore these, or give this run another name (run.name=...)"
+        )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list):
+        items = [(f"{prefix}[{index}]", value) for index, value in enumerate(tree)]
+    else:
+        return {prefix: tree}
+    return {path: leaf for key, value in items for path, leaf in _flat(value, key).items()} or {prefix: tree}

@@ -1,0 +1,148 @@
+"""One training step: forward, statistics, losses, backward, clipping, the optimizer's step, the codebooks' update."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vqclip import dist
+from vqclip.config import Config
+from vqclip.data import Batch
+from vqclip.errors import NonFiniteError
+from vqclip.losses import Loss, weighted_total
+from vqclip.model import CLIP, CLIPOutput
+from vqclip.optim import Schedule, clip_gradients, set_lr
+from vqclip.quantizers import Stats, sync
+from vqclip.seeds import derive_seed
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ComputeConfig(Config):
+    """How a step is computed."""
+
+    precision: Precision = "fp32"
+    """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
+    fp64 is for checking that processes agree."""
+    compile: bool = False
+    """Compile the model with `torch.compile`."""
+    activation_checkpointing: bool = False
+    """Recompute the towers' activations in the backward pass: less memory, about a third more compute."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind for the log; tensors stay on their device until someone reads them."""
+
+    terms: dict[str, Tensor]
+    """Name → unweighted loss term, and ``total``: the weighted sum; over the global batch."""
+    grad_norm: Tensor
+    """() norm of the whole gradient before clipping."""
+    scale: Tensor
+    """() factor of the logits in this step."""
+    lr: float
+    """Learning rate of this step."""
+    stats: dict[str, Stats]
+    """``image`` and ``text``: the quantizers' statistics over the global batch."""
+
+
+class TrainStep:
+    """Holds what a step needs and runs one at a time.
+
+    Every rank must call it with its part of the same global batch; parts may be of unequal size.
+
+    Args:
+        model: on its device, not wrapped.
+        loss: contrastive or sigmoid loss over the global batch.
+        optimizer: over the model's parameters.
+        schedule: learning rate by step.
+        compute: precision, compile, activation checkpointing.
+        clip_norm: largest gradient norm, None for no clipping.
+        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank).
+    """
+
+    def __init__(
+        self,
+        model: CLIP,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        compute: ComputeConfig,
+        clip_norm: float | None,
+        seed: int,
+    ):
+        if compute.activation_checkpointing:
+            model.image.tower.set_grad_checkpointing()
+            model.text.tower.set_grad_checkpointing()
+        self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
+        self.device = model.logit_scale.device
+        self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
+        forward: nn.Module = torch.compile(model) if compute.compile else model  # type: ignore[assignment]
+        self.parallel = dist.wrap_ddp(forward)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
+
+    def __call__(self, batch: Batch, step: int) -> StepResult:
+        """Run step number ``step`` (from 0) on this rank's part of its global batch.
+
+        Raises:
+            NonFiniteError: loss or gradient is NaN or infinite, on every rank alike; the weights are untouched.
+        """
+        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank()))
+        lr = self.schedule(step)
+        set_lr(self.optimizer, lr)
+
+        images = batch.images.to(self.device, non_blocking=True)
+        tokens = batch.texts.to(self.device, non_blocking=True)
+        with self._autocast():
+            out: CLIPOutput = self.parallel(images, tokens)
+        image_stats, text_stats = sync([out.image.stats, out.text.stats])
+        stats = {"image": image_stats, "text": text_stats}
+        terms = self._losses(out, stats)
+        _require_finite(terms, step)
+
+        self.optimizer.zero_grad(set_to_none=True)
+        with dist.named_errors("averaging the gradients"):
+            self.scaler.scale(terms["total"]).backward()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
+        if not self.scaler.is_enabled():  # fp16 expects an overflow now and then: its scaler skips that step
+            _require_finite({"gradient norm": grad_norm}, step)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+        self.model.clamp_temperature()
+        for name, quantizer in self.model.quantizers().items():
+            quantizer.update(stats[name].detach())
+        terms = {name: term.detach() for name, term in terms.items()}
+        stats = {name: each.detach() for name, each in stats.items()}
+        return StepResult(terms, grad_norm, out.scale.detach(), lr, stats)
+
+    def _losses(self, out: CLIPOutput, stats: dict[str, Stats]) -> dict[str, Tensor]:
+        """Unweighted terms by name, and their weighted ``total``."""
+        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias)}
+        weights = {self.loss.name: 1.0}
+        for modality, quantizer in self.model.quantizers().items():
+            for name, term in quantizer.losses(stats[modality]).items():
+                terms[f"{modality}/{name}"] = term
+                weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
+        return {"total": weighted_total(terms, weights), **terms}
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = _AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+
+def _require_finite(values: dict[str, Tensor], step: int) -> None:
+    """Every rank holds the same global losses and averaged gradients, so all of them raise or none does."""
+    bad = [f"{name} = {float(value.detach())}" for name, value in values.items() if not torch.isfinite(value.detach())]
+    if bad:
+        raise NonFiniteError(
+            f"step {step}: {', '.join(bad)}; the step was not applied and the last checkpoint is sound. Lower optim.lr, "
+            "lengthen optim.warmup_steps, or use train.precision: bf16 or fp32"
+        )

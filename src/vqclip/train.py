@@ -1,0 +1,330 @@
+"""Train a model: ``python -m vqclip.train --config configs/base.yaml`` or ``torchrun ... -m vqclip.train``.
+
+Reads top to bottom in the order of the data: configuration, samples, model, steps, checkpoints, evaluation, export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from vqclip import dist
+from vqclip.config import Config, json_schema, load_config, to_yaml
+from vqclip.data import DataConfig, TrainData
+from vqclip.errors import ConfigError, VqclipError
+from vqclip.evaluation import EvaluationConfig, evaluate
+from vqclip.losses import LossConfig
+from vqclip.model import CLIP, ModelConfig
+from vqclip.optim import OptimConfig
+from vqclip.report import MetricsLog
+from vqclip.report.bar import Bar
+from vqclip.report.clock import Clock
+from vqclip.report.summary import RunSummary, model_card, render, summarise
+from vqclip.resume import Snapshots
+from vqclip.seeds import derive_seed
+from vqclip.signals import StopSignals
+from vqclip.step import ComputeConfig, StepResult, TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+class RunConfig(Config):
+    """Where a run lives and how it continues."""
+
+    name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `folder/name`."""
+    folder: Path = Path("runs")
+    """Folder of all runs."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
+    seed: int = Field(0, ge=0)
+    """Key of every random draw: weights, sample order, augmentation, dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for another rank, in seconds; then the job ends with a message."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder / self.name
+
+
+class ScheduleConfig(ComputeConfig):
+    """How long to train and how a step is computed."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run."""
+    batch_size: int = Field(256, ge=2)
+    """G, samples of one optimizer step over all ranks."""
+    report_every: int = Field(20, ge=1)
+    """Steps between two lines of metrics."""
+    checkpoint_every: int = Field(500, ge=1)
+    """Steps between two checkpoints; the last step is always one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Steps between two evaluations during training; null: only at the end."""
+
+
+class TrainConfig(Config):
+    """The whole tree of a run."""
+
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    data: DataConfig
+    """Samples to train on."""
+    model: ModelConfig
+    """The two tokenizers."""
+    loss: LossConfig
+    """The loss over the global batch."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning rate."""
+    train: ScheduleConfig = ScheduleConfig()
+    """Length and precision of the training."""
+    evaluation: tuple[EvaluationConfig, ...] = ()
+    """What to measure at the end."""
+
+    @model_validator(mode="after")
+    def _loss_and_temperature_fit(self) -> TrainConfig:
+        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
+        if needs and not has:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
+            )
+        if has and not needs:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
+                "expected null"
+            )
+        return self
+
+
+def train(config: TrainConfig) -> RunSummary | None:
+    """Run a configuration from where it stands to its end, on this process's share of every global batch.
+
+    Returns:
+        What the run reached; None when a signal stopped it before the end (its state is saved).
+
+    Raises:
+        VqclipError: for anything a user can mend; the message says how.
+    """
+    device = _device(config.run.device)
+    dist.init(device, config.run.timeout_s)
+    try:
+        return _train(config, device)
+    finally:
+        dist.shutdown()
+
+
+def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
+    folder = config.run.path
+    _check_world(config.train.batch_size)
+
+    torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
+    model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
+    data = config.data.build(
+        model.image.tower.image_size, model.text.preprocess, config.train.batch_size, config.run.seed
+    )
+    step = TrainStep(
+        model,
+        config.loss.build(),
+        config.optim.build(model),
+        config.optim.schedule(config.train.steps),
+        config.train,
+        config.optim.clip_grad_norm,
+        config.run.seed,
+    )
+    snapshots = Snapshots(folder / "checkpoints", _identity(config, data), step, config.train.keep_checkpoints)
+    start = _resume(config, snapshots)
+    _write_config(config, folder)
+
+    clock = Clock()
+    with MetricsLog(folder, start_step=start) if dist.is_main() else nullcontext() as log:
+        done = _loop(config, data, step, snapshots, start, clock, log)
+    if done < config.train.steps:
+        _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
+        return None
+
+    results = evaluate(model, config.evaluation, precision=config.train.precision)
+    paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
+    coverage = data.coverage(done)
+    summary = summarise(config.run.name, model, coverage, clock.overall, dist.world_size(), results, paths)
+    if dist.is_main():
+        _export(config, model, summary)
+    return summary
+
+
+def _loop(
+    config: TrainConfig,
+    data: TrainData,
+    step: TrainStep,
+    snapshots: Snapshots,
+    start: int,
+    clock: Clock,
+    log: MetricsLog | None,
+) -> int:
+    """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal."""
+    settings, done = config.train, start
+    pin = step.device.type == "cuda"
+    with (
+        StopSignals(notice=dist.is_main()) as stop,
+        Bar(settings.steps, start, log is not None, config.run.name) as bar,
+    ):
+        for batch in clock.timed(data.batches(start, settings.steps, pin_memory=pin)):
+            result = step(batch, done)
+            done += 1
+            clock.count(settings.batch_size)
+            bar.advance()
+            stopping = dist.any_rank(stop.requested)  # every rank stops after the same step
+            last = stopping or done == settings.steps
+            if log and (last or done % settings.report_every == 0):
+                figures = _figures(step, result) | clock.lap()
+                log.write(done, figures)
+                bar.show(figures)
+            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
+                _evaluate(config, step, done, log)
+                clock.pause()
+            if last or done % settings.checkpoint_every == 0:
+                if log:
+                    log.flush()
+                snapshots.save(done)
+                clock.pause()
+            if stopping:
+                break
+        coverage = data.coverage(done)
+        logger.info("data: %s", coverage)
+        bar.last_line(str(coverage))
+    return done
+
+
+def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> None:
+    """Evaluate between two steps, all ranks together."""
+    results = evaluate(step.model, config.evaluation, precision=config.train.precision)
+    if log:
+        log.write(done, {f"eval/{name}": value for result in results for name, value in result.scalars().items()})
+
+
+def _export(config: TrainConfig, model: CLIP, summary: RunSummary) -> None:
+    """Write the tokenizer folder with its card, and the summary of the run."""
+    folder = config.run.path
+    model.save_pretrained(folder / "tokenizer")
+    card = model_card(summary, config.model_dump(mode="json"))
+    (folder / "tokenizer" / "README.md").write_text(card, encoding="utf-8")
+    (folder / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+
+
+def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
+    """The line of metrics of one step."""
+    figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
+    figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
+    for modality, quantizer in step.model.quantizers().items():
+        metrics = quantizer.metrics(result.stats[modality])
+        figures |= {f"{modality}/{name}": float(value) for name, value in metrics.items()}
+    return figures
+
+
+def _identity(config: TrainConfig, data: TrainData) -> dict[str, object]:
+    """What must not change between a checkpoint and the run that goes on from it."""
+    return {
+        "run.seed": config.run.seed,
+        "train.batch_size": config.train.batch_size,
+        "train.precision": config.train.precision,
+        "data": data.fingerprint,
+        "model": config.model.model_dump(mode="json"),
+        "loss": config.loss.model_dump(mode="json"),
+    }
+
+
+def _resume(config: TrainConfig, snapshots: Snapshots) -> int:
+    if config.run.resume == "never" and any(snapshots.folder.glob("step-*")):
+        raise ConfigError(
+            f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"
+        )
+    start = snapshots.resume()
+    if start > config.train.steps:
+        raise ConfigError(f"train.steps: got {config.train.steps}, but the checkpoint has {start} steps done")
+    return start
+
+
+def _write_config(config: TrainConfig, folder: Path) -> None:
+    if dist.is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+
+
+def _check_world(batch_size: int) -> None:
+    if batch_size < dist.world_size():
+        raise ConfigError(
+            f"train.batch_size: got {batch_size}, fewer than the {dist.world_size()} processes; expected at least one "
+            "sample for each"
+        )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: got 'cuda', but torch sees no GPU; expected 'cpu' or 'auto'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, dist.local_rank()) if name == "cuda" else torch.device(name)
+
+
+def _say(text: str) -> None:
+    if dist.is_main():
+        print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, 1 for an error, 2 for a configuration that cannot be used."""
+    parser = argparse.ArgumentParser(prog="vqclip.train", description="Train image and text tokenizers together.")
+    # torchrun takes any option that begins like one of its own (--log..., --n..., --max...), so ours do not.
+    parser.add_argument("--config", type=Path, help="YAML file, such as configs/base.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--json-schema", action="store_true", help="print a JSON schema for editors and stop")
+    options = parser.parse_intermixed_args(arguments)
+    if options.json_schema:
+        print(json.dumps(json_schema(TrainConfig), indent=2))
+        return 0
+    _log_to_stderr()
+    try:
+        config = load_config(TrainConfig, options.config, options.overrides)
+        if options.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        summary = train(config)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except VqclipError as error:
+        return _fail(error, 1)
+    if summary is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(render(summary))
+    return 0
+
+
+def _fail(error: VqclipError, status: int) -> int:
+    print(
+        f"vqclip.train: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"vqclip.train: {error}",
+        file=sys.stderr,
+    )
+    return status
+
+
+def _log_to_stderr() -> None:
+    """Rank 0 tells what it does; the others only what went wrong."""
+    level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

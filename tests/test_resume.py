@@ -1,0 +1,158 @@
+"""Stop anywhere, start again: the same samples, the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.models import LFQ
+from tests.training import all_equal, metrics, run, run_tree, weights
+from vqclip.checkpoint import OptimizerState
+from vqclip.checkpoint.optimizer import read_optimizer
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.train import TrainConfig, train
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture
+def tree(tmp_path, shards):
+    """A run in fp32 with workers that ends in the middle of an epoch and saves every five steps."""
+    changes = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
+    return lambda name: run_tree(
+        tmp_path / name, shards, LFQ, train__precision="fp32", data__workers=2, **(changes | {})
+    )
+
+
+def start(tree, cache):
+    """The training command as a process of its own group, as a person or a scheduler would start it."""
+    code = "import json, sys; from tests.training import run; run(json.loads(sys.argv[1]), sys.argv[2])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(tree), cache],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process, limit_s=90.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+
+def optimizer_state(folder, step) -> OptimizerState:
+    return read_optimizer(folder / "tiny" / "checkpoints" / f"step-{step:08d}")
+
+
+def assert_same_run(one, other):
+    assert all_equal(weights(one, STEPS), weights(other, STEPS))
+    first, second = optimizer_state(one, STEPS), optimizer_state(other, STEPS)
+    assert all_equal(first.tensors, second.tensors)
+    timeless = [
+        [
+            {name: value for name, value in line.items() if name not in ("images_per_second", "data_wait")}
+            for line in lines
+        ]
+        for lines in (metrics(one), metrics(other))
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, tree):
+    cache = str(tmp_path / "cache")
+    whole = run(tree("whole"), cache)
+    assert len(whole["sample_ids"]) == STEPS
+
+    process = start(tree("killed"), cache)
+    checkpoint = tmp_path / "killed" / "tiny" / "checkpoints" / "step-00000010"
+    wait_for(checkpoint.exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert not (tmp_path / "killed" / "tiny" / "summary.json").exists()
+
+    rest = run(tree("killed"), cache)
+    done = STEPS - len(rest["sample_ids"])
+    assert 10 <= done < STEPS
+    assert rest["sample_ids"] == whole["sample_ids"][done:]
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_and_goes_on(tmp_path, tree, number):
+    cache = str(tmp_path / "cache")
+    run(tree("whole"), cache)
+    process = start(tree("stopped") | {}, cache)
+    log = tmp_path / "stopped" / "tiny" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 3, process)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == 0, process.stderr.read()
+    saved = sorted(path.name for path in (tmp_path / "stopped" / "tiny" / "checkpoints").iterdir())
+    assert saved, "nothing was saved"
+    run(tree("stopped"), cache)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_two_ranks_stop_at_the_same_step(tmp_path, shards, ranks):
+    """The signal reaches one rank only; both stop after the same step and can go on."""
+    tree = run_tree(tmp_path, shards, train__steps=200)
+    parts = ranks(2, run_with_one_signal, tree, str(tmp_path / "cache"), init=False)
+    assert [part["finished"] for part in parts] == [False, False]
+    assert len(parts[0]["sample_ids"]) == len(parts[1]["sample_ids"]) < 200
+    assert weights(tmp_path, len(parts[0]["sample_ids"]))
+
+
+def run_with_one_signal(tree, cache):
+    from vqclip import dist
+    from vqclip.step import TrainStep
+
+    step = TrainStep.__call__
+
+    def signalling(self, batch, number):
+        if number == 4 and dist.rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, number)
+
+    TrainStep.__call__ = signalling
+    try:
+        return run(tree, cache)
+    finally:
+        TrainStep.__call__ = step
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, tree):
+    cache = str(tmp_path / "cache")
+    run(tree("whole"), cache)
+    again = run(tree("whole"), cache)
+    assert again == {"sample_ids": [], "finished": True}
+
+
+def test_another_seed_batch_size_or_data_is_refused_with_the_difference(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    other = caption_shards(tmp_path / "other", counts=(15, 15), first=3)
+    for change, message in (
+        ({"run": tree["run"] | {"seed": 1}}, "run.seed: 0 in the checkpoint, 1 now"),
+        ({"train": tree["train"] | {"batch_size": 10}}, "train.batch_size: 12 in the checkpoint, 10 now"),
+        ({"data": tree["data"] | {"sources": [{"kind": "shards", "path": str(other)}]}}, r"data\.sha256"),
+        ({"model": tree["model"] | {"embed_dim": 8}}, "model.embed_dim: 16 in the checkpoint, 8 now"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            train(TrainConfig.model_validate(tree | change))
+    with pytest.raises(ConfigError, match="run.resume: got 'never'"):
+        train(TrainConfig.model_validate(tree | {"run": tree["run"] | {"resume": "never"}}))

@@ -1,0 +1,275 @@
+"""The training command as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vqclip
+from tests.data.making import caption_shards, write_tar
+from tests.models import IDENTITY
+from tests.training import metrics, run_tree, weights
+from vqclip import dist
+from vqclip.config import load_config
+from vqclip.errors import ConfigError, DataError, NonFiniteError
+from vqclip.evaluation import evaluate
+from vqclip.model import CLIP
+from vqclip.step import TrainStep
+from vqclip.train import TrainConfig, main, train
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def write_config(path, tree):
+    path.write_text(json.dumps(tree))  # JSON is YAML
+    return path
+
+
+def retrieval(shards):
+    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+
+
+def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
+    tree = run_tree(
+        tmp_path / "runs", shards, train__steps=6, train__precision="fp32", train__evaluate_every=3,
+        evaluation=retrieval(shards),
+    )  # fmt: skip
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 0
+    printed = capsys.readouterr()
+    folder = tmp_path / "runs" / "tiny"
+    for text in (
+        "72 samples shown in 2.40 epochs: 30 of 30",
+        "codes only",
+        "chance",
+        "bits",
+        str(folder / "tokenizer"),
+    ):
+        assert text in printed.out
+    assert "30 of 30 at least once" in printed.err  # the bar's last line
+    assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "summary.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert load_config(TrainConfig, folder / "config.yaml").train.steps == 6
+    lines = metrics(tmp_path / "runs")
+    assert [line["step"] for line in lines if "loss/total" in line] == [1, 2, 3, 4, 5, 6]
+    assert {"loss/contrastive", "grad_norm", "lr", "temperature/scale", "image/usage", "text/perplexity"} <= set(
+        lines[0]
+    )
+    assert any("eval/pairs/codes_only/i2t_r1" in line for line in lines)
+
+    summary = json.loads((folder / "summary.json").read_text())
+    figures = summary["results"][0]["figures"]
+    assert figures["quantized"] == figures["codes_only"]
+    trained = CLIP.from_pretrained(folder / "checkpoints" / "step-00000006" / "model")
+    exported = vqclip.load_tokenizer(folder / "tokenizer", modality="text")
+    assert torch.equal(exported.encode(["caption 3"]), trained.text.encode(["caption 3"]))
+    assert "load_tokenizer" in (folder / "tokenizer" / "README.md").read_text()
+
+
+def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards):
+    tree = run_tree(tmp_path, shards)
+    tree["optim"]["learning_rate"] = 1e-3
+    tree["train"]["steps"] = "many"
+    tree["model"]["image"]["quantizer"] = {"kind": "fsqq"}
+    config = write_config(tmp_path / "run.yaml", tree)
+    done = subprocess.run(
+        [sys.executable, "-m", "vqclip.train", "--config", str(config)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if str(config) in line]
+    assert len(lines) == 3
+    for expected in ("optim.learning_rate", "train.steps", "model.image.quantizer.kind"):
+        assert sum(expected in line for line in lines) == 1
+    assert 'did you mean "fsq"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_configuration_can_be_printed_and_described(tmp_path, shards, capsys):
+    config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards))
+    assert main(["--print-config", "--config", str(config), "optim.lr=1e-4", "train.steps=7"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    printed = load_config(TrainConfig, tmp_path / "printed.yaml")
+    assert (printed.optim.lr, printed.train.steps) == (1e-4, 7)
+    assert main(["--json-schema"]) == 0
+    assert "optim" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_no_option_can_be_taken_for_one_of_torchruns():
+    """torchrun expands prefixes: `--log...` would become its `--log-dir`."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
+    ours = ["--config", "--print-config", "--json-schema"]
+    usage = subprocess.run(
+        [sys.executable, "-m", "vqclip.train", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert all(option in usage.stdout for option in ours)
+    for option in ours:
+        assert [their for their in theirs if their.startswith(option) or option.startswith(their + "-")] == []
+
+
+def test_loss_and_temperature_must_fit(tmp_path, shards):
+    with pytest.raises(ValueError, match="needs model.temperature.bias"):
+        TrainConfig.model_validate(run_tree(tmp_path, shards, loss={"kind": "sigmoid"}))
+    with pytest.raises(ValueError, match="does not use model.temperature.bias"):
+        TrainConfig.model_validate(run_tree(tmp_path, shards, model__temperature={"bias": -10.0}))
+
+
+def empty_folder(folder):
+    folder.mkdir()
+    return r"no \*.tar in this folder"
+
+
+def missing_folder(folder):
+    return f"{folder}.*no such"
+
+
+def truncated_tar(folder):
+    tar = caption_shards(folder, counts=(9,)) / "00000.tar"
+    tar.write_bytes(tar.read_bytes()[:5000])
+    return r"00000\.tar"
+
+
+@pytest.mark.parametrize("make", [empty_folder, missing_folder, truncated_tar])
+def test_data_that_cannot_be_used_is_named(tmp_path, make, capsys):
+    message = make(tmp_path / "data")
+    config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, tmp_path / "data"))
+    assert main(["--config", str(config)]) == 1
+    import re
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}, "000000099"),
+        ({"000000098.jpg": b""}, "000000098"),
+    ],
+)
+def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, shards, members, reason, caplog):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", members)
+    with caplog.at_level("WARNING"):
+        try:
+            train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
+        except DataError as error:
+            assert reason in str(error)  # noqa: PT017
+            return
+    assert reason in caplog.text
+    assert "00001.tar" in caplog.text
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, shards, monkeypatch):
+    step = TrainStep.__call__
+
+    def poisoned(self, batch, number):
+        if number == 3:
+            weight = self.model.text.project_out.weight
+            weight.register_hook(lambda gradient: gradient * float("nan"))
+        return step(self, batch, number)
+
+    monkeypatch.setattr(TrainStep, "__call__", poisoned)
+    tree = run_tree(tmp_path, shards, train__checkpoint_every=3)
+    with pytest.raises(NonFiniteError, match="step 3: gradient norm = nan; the step was not applied"):
+        train(TrainConfig.model_validate(tree))
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 3).values())
+
+
+def nan_on_one_rank(tree):
+    """Rank 1's text features become NaN in step 3; returns what each rank raised and whether its weights moved."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    step = TrainStep.__call__
+    before: dict[str, torch.Tensor] = {}
+    held: list[TrainStep] = []
+
+    def poisoned(self, batch, number):
+        if number == 3:
+            held.append(self)
+            before.update({name: value.clone() for name, value in self.model.state_dict().items()})
+            if dist.rank() == 1:
+                self.model.text.tower.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        return step(self, batch, number)
+
+    TrainStep.__call__ = poisoned
+    try:
+        train(TrainConfig.model_validate(tree))
+    except NonFiniteError as error:
+        after = held[0].model.state_dict()
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    finally:
+        TrainStep.__call__ = step
+
+
+def test_nan_on_one_rank_stops_all_ranks_with_untouched_weights(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards) | {"cache": str(tmp_path / "cache")}
+    for error, untouched in ranks(2, nan_on_one_rank, tree, init=False):
+        assert "step 3" in error
+        assert untouched
+
+
+def work_alone_on_rank_0(tree):
+    """Rank 0 evaluates and runs training-mode forwards between two steps while rank 1 goes on."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    step = TrainStep.__call__
+
+    def with_side_work(self, batch, number):
+        if dist.rank() == 0 and number in (0, 1, 3):
+            tasks = TrainConfig.model_validate(tree).evaluation
+            results = evaluate(self.model, tasks, distributed=False)
+            assert results[0].samples == 30
+            self.model.train()
+            out = self.model(batch.images, batch.texts)  # in training mode, with gradients, alone
+            out.image.embedding.sum().backward()
+            with torch.no_grad():
+                self.model(batch.images, batch.texts)
+        return step(self, batch, number)
+
+    TrainStep.__call__ = with_side_work
+    try:
+        return train(TrainConfig.model_validate(tree)) is not None
+    finally:
+        TrainStep.__call__ = step
+
+
+def test_rank_0_works_alone_in_a_job_of_two(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=6, evaluation=retrieval(shards)) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, work_alone_on_rank_0, tree, init=False, timeout=90.0) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train__precision": "bf16"}, {"train__precision": "fp32", "train__activation_checkpointing": True}]
+)
+def test_other_ways_to_compute_a_step(tmp_path, shards, changes):
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, IDENTITY, train__steps=4, **changes)))
+    assert all(torch.isfinite(torch.tensor(line["loss/total"])) for line in metrics(tmp_path))
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path, shards):
+    for name, value in (("without", False), ("with", True)):
+        tree = run_tree(tmp_path / name, shards, train__steps=4, train__activation_checkpointing=value)
+        train(TrainConfig.model_validate(tree))
+    one, other = weights(tmp_path / "without", 4), weights(tmp_path / "with", 4)
+    assert all(torch.allclose(one[name], other[name], rtol=1e-9, atol=1e-12) for name in one)
+
+
+def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
+    with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards)))

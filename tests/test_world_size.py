@@ -1,0 +1,48 @@
+"""N processes compute what one computes: the whole training loop, from shards to weights (DESIGN section 1)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.models import FSQ, LFQ, PRODUCT
+from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
+
+SIGLIP = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
+ENTROPY_LFQ = LFQ | {"loss_weights": {"token_entropy": 0.1, "codebook_entropy_gap": 0.1, "commitment": 0.25}}
+
+CASES = {
+    "fsq": (FSQ, {}),
+    "lfq with entropy loss": (ENTROPY_LFQ, {}),
+    "fsq, sigmoid loss": (FSQ, SIGLIP),
+    "lfq with entropy loss, sigmoid loss": (ENTROPY_LFQ, SIGLIP),
+    "product": (PRODUCT, {}),
+    "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_two_and_four_processes_train_the_same_model(ranks, tmp_path, shards, case):
+    quantizer, changes = CASES[case]
+    outcomes = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        tree = run_tree(folder, shards, quantizer, **changes)
+        parts = ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
+        batches = [sorted(sum(step, [])) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+        outcomes[world_size] = (batches, metrics(folder), weights(folder))
+    batches, lines, model = outcomes[1]
+    assert len(batches) == len(lines) == STEPS
+    assert lines[-1]["loss/total"] < lines[0]["loss/total"]
+    for world_size in (2, 4):
+        other_batches, other_lines, other_model = outcomes[world_size]
+        assert other_batches == batches
+        for line, other in zip(lines, other_lines, strict=True):
+            for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
+                assert other[name] == pytest.approx(line[name], rel=1e-6), (world_size, line["step"], name)
+        assert largest_difference(model, other_model) < 1e-6

@@ -1,0 +1,82 @@
+"""Small runs of the real training loop for tests: the tiny model on a few drawn shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.models import FSQ, tiny_model
+from vqclip.report import read_metrics
+from vqclip.step import TrainStep
+from vqclip.train import TrainConfig, train
+
+STEPS = 20
+
+
+def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **changes: Any) -> dict[str, Any]:
+    """The configuration of a run in ``folder`` as a plain tree; ``changes`` are ``section__key=value``."""
+    tree: dict[str, Any] = {
+        "run": {"name": "tiny", "folder": str(folder), "device": "cpu", "timeout_s": 60.0},
+        "data": {"sources": [{"kind": "shards", "path": str(shards)}], "workers": 0},
+        "model": tiny_model(quantizer, quantizer).model_dump(mode="json"),
+        "loss": {"kind": "contrastive"},
+        "optim": {"lr": 1e-3, "warmup_steps": 3},
+        "train": {"steps": STEPS, "batch_size": 12, "report_every": 1, "checkpoint_every": 1000, "precision": "fp64"},
+        "evaluation": [],
+    }
+    tree = copy.deepcopy(tree)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        node = tree
+        for part in parents:
+            node = node[part]
+        node[last] = value
+    return tree
+
+
+def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
+    """Train in this process (a rank, or alone) and tell what happened."""
+    os.environ["VQCLIP_CACHE"] = cache
+    config = TrainConfig.model_validate(tree)
+    seen: list[list[int]] = []
+    step = TrainStep.__call__
+
+    def recording(self: TrainStep, batch: Any, number: int) -> Any:
+        seen.append(batch.sample_ids.tolist())
+        return step(self, batch, number)
+
+    with mock.patch.object(TrainStep, "__call__", recording):
+        summary = train(config)
+    return {"sample_ids": seen, "finished": summary is not None}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics of the run in ``folder``."""
+    return list(read_metrics(folder / "tiny" / "metrics.jsonl"))
+
+
+def weights(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint of the run in ``folder``."""
+    return load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors")
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest relative difference (by norm) between the tensors of two models."""
+    assert one.keys() == other.keys()
+    return max(
+        float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-12))
+        for name in one
+        if one[name].is_floating_point() and one[name].numel()
+    )
+
+
+def all_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two models hold the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
