@@ -1,7 +1,10 @@
 """Top-k hits from embeddings, a block of rows at a time and with honest ties.
 
 A tie is broken at random, and what is counted is the expectation over that draw, in closed form. So a model that
-embeds everything alike scores exactly chance, never 100 %. Shapes: Q queries, M candidates, E embedding width.
+embeds everything alike scores exactly chance, never 100 %. Scores that differ by rounding alone are ties too: equal
+codes are common, and which of them comes out a last bit higher depends on how samples were batched.
+
+Shapes: Q queries, M candidates, E embedding width.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from torch import Tensor
 
 BLOCK = 2**24
 """Most scores held at once: 64 MiB in fp32."""
+SAME = 5e-6
+"""Cosine similarities that differ by no more than this are a tie."""
 
 
 def hit_rates(
@@ -38,9 +43,8 @@ def hit_rates(
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
         scores = part @ candidates.T
         right = right_group[:, None] == group[None, :]
-        # The best right candidate is compared as it stands in `scores`: computed again it could differ in its last bit.
         best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
-        above, level = scores > best, scores == best
+        above, level = scores > best + SAME, (scores - best).abs() <= SAME
         higher, rights, wrongs = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
         hits += torch.stack([hit_chance(higher, rights, wrongs, k).sum().cpu() for k in ks])
     return (hits / len(queries)).tolist() if len(queries) else [float("nan")] * len(ks)

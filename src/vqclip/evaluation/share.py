@@ -41,8 +41,8 @@ class Share:
         rows = self.gather(mine)
         if self.world_size == 1:
             return rows
-        dealt = torch.cat([torch.arange(rank, len(rows), self.world_size) for rank in range(self.world_size)])
-        return rows[torch.argsort(dealt).to(rows.device)]
+        dealt = [item for rank in range(self.world_size) for item in range(rank, len(rows), self.world_size)]
+        return rows[torch.argsort(torch.tensor(dealt, dtype=torch.int64)).to(rows.device)]
 
     def gather_items(self, mine: list[T]) -> list[T]:
         """Every rank's values (what JSON can hold), in the order of the items that `of` dealt out, on every rank."""

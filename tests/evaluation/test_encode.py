@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
+from vqclip.errors import NonFiniteError
+from vqclip.evaluation.codes import load_ids
+from vqclip.evaluation.encode import Encoder, evaluating
+from vqclip.evaluation.share import Share
+
+CAPTIONS = ["red", "a small green star", "two words", "", "a long caption that goes on and on beyond the end of it all"]
+
+
+def encoder(folder, precision="fp32"):
+    return Encoder(Share(), precision, folder)
+
+
+def images(count=13, seed=0):
+    return torch.randint(0, 256, (count, 3, SIZE, SIZE), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+def encode_both(model, folder, batch_size, precision="fp32"):
+    run = encoder(folder, precision)
+    with evaluating(model):
+        image = run(model.image, images().split(batch_size), "image")
+        text = run.captions(model.text, CAPTIONS * 3, batch_size, "text")
+    return image, text
+
+
+@pytest.mark.parametrize("name", ["fsq", "lfq", "product"])
+def test_codes_only_equals_quantized_bit_for_bit_and_continuous_differs(tmp_path, name):
+    for encoded in encode_both(tiny_clip(QUANTIZERS[name]), tmp_path, 5):
+        modes = encoded.embeddings
+        assert torch.equal(modes["quantized"], modes["codes_only"])
+        assert modes["quantized"].dtype == torch.float32
+        assert not torch.allclose(modes["quantized"], modes["continuous"], atol=1e-3)
+        assert torch.allclose(modes["continuous"].norm(dim=1), torch.ones(len(modes["continuous"])))
+
+
+def test_modes_are_what_the_tokenizer_gives_by_itself(tmp_path):
+    model = tiny_clip().eval()
+    image, text = encode_both(model, tmp_path, 13)
+    pixels, tokens = images(), model.text.preprocess(CAPTIONS * 3)
+    with torch.no_grad():
+        for encoded, tokenizer, inputs in ((image, model.image, pixels), (text, model.text, tokens)):
+            ids = tokenizer.encode(inputs)
+            expected = {
+                "continuous": tokenizer.continuous(inputs),
+                "quantized": tokenizer(inputs).embedding,
+                "codes_only": tokenizer.embed(ids),
+            }
+            assert encoded.embeddings.keys() == expected.keys()
+            for mode, embedding in expected.items():
+                torch.testing.assert_close(encoded.embeddings[mode], embedding, atol=1e-5, rtol=0)
+            stored = load_ids(tmp_path / f"{tokenizer.modality}-0.safetensors", tokenizer.codebook_sizes)
+            assert torch.equal(stored.long(), ids)
+            assert encoded.usage.tokens == int((ids >= 0).sum())
+
+
+def test_codes_only_sees_nothing_but_the_file(tmp_path, monkeypatch):
+    model = tiny_clip()
+    before, _ = encode_both(model, tmp_path, 5)
+    monkeypatch.setattr("vqclip.evaluation.encode.load_ids", lambda path, sizes: load_ids(path, sizes).flip(0))
+    after, _ = encode_both(model, tmp_path, 13)
+    assert torch.allclose(after.embeddings["codes_only"], before.embeddings["quantized"].flip(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fsq", "identity"])
+def test_batches_change_nothing_but_rounding(tmp_path, name):
+    model = tiny_clip(QUANTIZERS[name])
+    for one, other in zip(encode_both(model, tmp_path, 100), encode_both(model, tmp_path, 2), strict=True):
+        for mode in one.embeddings:
+            torch.testing.assert_close(one.embeddings[mode], other.embeddings[mode], atol=1e-5, rtol=0)
+        assert one.usage == other.usage
+
+
+def test_identity_has_no_codes(tmp_path):
+    for encoded in encode_both(tiny_clip(QUANTIZERS["identity"]), tmp_path, 5):
+        assert set(encoded.embeddings) == {"continuous", "quantized"}
+        assert encoded.usage is None
+        assert torch.equal(*encoded.embeddings.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_near_and_codes_only_still_equal(tmp_path, precision):
+    model = tiny_clip(LFQ)
+    half, full = encode_both(model, tmp_path, 13, precision)[0], encode_both(model, tmp_path, 13)[0]
+    assert torch.equal(half.embeddings["quantized"], half.embeddings["codes_only"])
+    assert not torch.equal(half.embeddings["continuous"], full.embeddings["continuous"])
+    assert torch.allclose(half.embeddings["continuous"], full.embeddings["continuous"], atol=0.05)
+
+
+def test_no_samples(tmp_path):
+    with evaluating(model := tiny_clip()):
+        encoded = encoder(tmp_path)(model.image, iter(()), "image")
+    assert all(rows.shape == (0, 16) for rows in encoded.embeddings.values())
+    assert encoded.usage.tokens == 0
+
+
+def test_nan_is_an_error(tmp_path):
+    model = tiny_clip()
+    with torch.no_grad():
+        model.image.project_in[1].bias[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="13 of 13 continuous image embeddings are NaN"):
+        encode_both(model, tmp_path, 5)
+
+
+def test_everything_is_left_as_it_was(tmp_path):
+    model = tiny_clip()
+    model.train()
+    model.text.tower.eval()  # a locked tower
+    before = {name: part.training for name, part in model.named_modules()}
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    image, _ = encode_both(model, tmp_path, 5)
+    assert {name: part.training for name, part in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    assert not image.embeddings["quantized"].requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_evaluation_mode_ends_with_an_error_too():
+    model = tiny_clip().train()
+
+    def fails():
+        with evaluating(model):
+            assert not model.training
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert all(part.training for part in model.modules())

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.evaluation.made import image_folder, png
+from vqclip.errors import DataError
+from vqclip.evaluation.image_folder import ImageFolder
+
+
+def test_classes_prompts_and_images(tmp_path):
+    source = ImageFolder(image_folder(tmp_path, per_class=3))
+    (tmp_path / "green" / "notes.txt").write_text("no image")
+    (tmp_path / ".hidden").mkdir()
+    source = ImageFolder(tmp_path)
+    assert source.classnames == ("dark red", "green")
+    assert [source.read(i).label for i in range(len(source))] == [0, 0, 0, 1, 1, 1]
+    assert source.read(5) == (png((30, 220, 30), seed=2), ("a photo of a green",), 1)
+    assert source.name(5) == str(tmp_path / "green" / "2.png")
+    before = source.fingerprint
+    (tmp_path / "green" / "2.png").unlink()
+    assert ImageFolder(tmp_path).fingerprint != before
+    with pytest.raises(DataError, match=r"2\.png: cannot be read: No such file"):
+        source.read(5)
+
+
+def test_templates_are_read(tmp_path):
+    image_folder(tmp_path)
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("one {c}\nsome {c}\n")
+    assert ImageFolder(tmp_path).read(0).captions == ("one dark red", "some dark red")
+
+
+def test_errors_name_the_folder(tmp_path):
+    with pytest.raises(DataError, match=r"none: no such folder"):
+        ImageFolder(tmp_path / "none")
+    with pytest.raises(DataError, match="no subfolder; .*got: nothing"):
+        ImageFolder(tmp_path)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "a.bmp").touch()
+    with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp"):
+        ImageFolder(tmp_path)

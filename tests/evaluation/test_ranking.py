@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vqclip.evaluation import ranking
+from vqclip.evaluation.ranking import hit_chance, hit_rates
+
+
+def brute_force(queries, candidates, query_group, group, k):
+    """The mean over all orders of tied candidates, one by one."""
+    total = 0.0
+    for query, right in zip(queries, query_group, strict=True):
+        scores = [float(query @ candidate) for candidate in candidates]
+        hits = []
+        for order in itertools.permutations(range(len(scores))):
+            if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)):
+                hits.append(any(group[place] == right for place in order[:k]))
+        total += sum(hits) / len(hits)
+    return total / len(queries)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_the_mean_over_all_orders_of_ties_with_several_right_ones(seed):
+    generator = torch.Generator().manual_seed(seed)
+    # Few different values: many ties, all of them exact.
+    queries = torch.randint(-1, 2, (5, 2), generator=generator).float()
+    candidates = torch.randint(-1, 2, (6, 2), generator=generator).float()
+    group = torch.tensor([0, 0, 1, 2, 2, 2])
+    query_group = torch.randint(0, 3, (5,), generator=generator)
+    ks = [1, 2, 3, 10]
+    expected = [brute_force(queries, candidates, query_group, group, k) for k in ks]
+    assert hit_rates(queries, candidates, query_group, group, ks) == pytest.approx(expected, abs=1e-12)
+
+
+def test_equals_a_sort_without_ties():
+    generator = torch.Generator().manual_seed(0)
+    queries, candidates = torch.randn(50, 8, generator=generator), torch.randn(60, 8, generator=generator)
+    group = torch.arange(60) // 2
+    query_group = torch.randint(0, 30, (50,), generator=generator)
+    order = (queries @ candidates.T).argsort(dim=1, descending=True)
+    for k in (1, 5, 10):
+        expected = (group[order[:, :k]] == query_group[:, None]).any(1).double().mean()
+        assert hit_rates(queries, candidates, query_group, group, [k]) == pytest.approx([float(expected)])
+
+
+def test_the_same_embedding_for_everything_scores_chance():
+    same = F.normalize(torch.ones(40, 7), dim=-1)
+    each = torch.arange(40)
+    rates = hit_rates(same, same, each, each, [1, 5, 10])
+    assert rates == pytest.approx([1 / 40, 5 / 40, 10 / 40])
+
+
+def test_rounding_does_not_break_a_tie():
+    queries, candidates = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.0], [0.5 + 1e-6, 0.0], [0.4, 0.0]])
+    for right in (0, 1):
+        assert hit_rates(queries, candidates, torch.tensor([right]), torch.arange(3), [1]) == [0.5]
+
+
+def test_random_embeddings_score_near_chance():
+    generator = torch.Generator().manual_seed(0)
+    queries = F.normalize(torch.randn(4000, 16, generator=generator), dim=-1)
+    classes = F.normalize(torch.randn(10, 16, generator=generator), dim=-1)
+    labels = torch.arange(4000) % 10
+    top1, top5 = hit_rates(queries, classes, labels, torch.arange(10), [1, 5])
+    assert top1 == pytest.approx(0.1, abs=0.02)
+    assert top5 == pytest.approx(0.5, abs=0.03)
+
+
+def test_blocks_change_nothing_and_bound_the_scores(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x = F.normalize(torch.randn(101, 8, generator=generator), dim=-1)
+    noisy = F.normalize(x + 0.6 * torch.randn(101, 8, generator=generator), dim=-1)
+    each = torch.arange(101)
+    whole = hit_rates(x, noisy, each, each, [1, 5])
+    monkeypatch.setattr(ranking, "BLOCK", 101 * 7)
+    seen = []
+    monkeypatch.setattr(ranking, "hit_chance", lambda a, *rest: (seen.append(len(a)), hit_chance(a, *rest))[1])
+    assert hit_rates(x, noisy, each, each, [1, 5]) == whole
+    assert max(seen) == 7
+    assert 0.1 < whole[0] < whole[1] < 1
+
+
+@pytest.mark.parametrize(
+    ("above", "right", "wrong", "k", "chance"),
+    [
+        (0, 1, 0, 1, 1.0),
+        (1, 1, 0, 1, 0.0),
+        (0, 1, 1, 1, 0.5),
+        (0, 2, 2, 2, 1 - 1 / 6),
+        (3, 1, 9, 5, 0.2),
+        (0, 3, 2, 10, 1),
+    ],
+)
+def test_hit_chance(above, right, wrong, k, chance):
+    counts = [torch.tensor([value]) for value in (above, right, wrong)]
+    assert hit_chance(*counts, k).item() == pytest.approx(chance)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.evaluation.made import IDENTITY, PlainModel, caption_shards, png, tiny_clip, write_tar
+from vqclip.evaluation import CaptionsData, RetrievalConfig, ScenesCaptionsData, evaluate
+from vqclip.evaluation.retrieval import chance, recalls
+
+
+def plain_loop(images, captions, counts):
+    """R@k by the definition, for scores without ties."""
+    owner = [image for image, count in enumerate(counts) for _ in range(count)]
+    scores = images @ captions.T
+    figures = {}
+    for k in (1, 5, 10):
+        found = [any(owner[c] == i for c in row.argsort(descending=True)[:k]) for i, row in enumerate(scores)]
+        figures[f"i2t_r{k}"] = sum(found) / len(found)
+        found = [owner[c] in row.argsort(descending=True)[:k] for c, row in enumerate(scores.T)]
+        figures[f"t2i_r{k}"] = sum(found) / len(found)
+    return figures
+
+
+def test_recalls_with_several_captions_an_image_equal_the_definition():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([1, 5, 2, 3, 1, 1, 4, 2, 2, 1] * 4)
+    images = torch.randn(40, 6, generator=generator)
+    captions = images.repeat_interleave(counts, dim=0) + torch.randn(int(counts.sum()), 6, generator=generator)
+    images, captions = F.normalize(images, dim=-1), F.normalize(captions, dim=-1)
+    expected = plain_loop(images, captions, counts.tolist())
+    assert recalls(images, captions, counts) == pytest.approx(expected)
+    assert 0.2 < expected["i2t_r1"] < 0.9
+
+
+def test_the_same_embedding_for_everything_scores_chance():
+    counts = torch.tensor([1, 5, 2, 3, 1, 1, 4, 2, 2, 1, 7, 1])
+    images, captions = torch.ones(12, 3), torch.ones(30, 3)
+    assert recalls(images, captions, counts) == pytest.approx(chance(counts))
+    assert chance(counts)["t2i_r5"] == pytest.approx(5 / 12)
+    assert chance(counts)["i2t_r1"] == pytest.approx(2.5 / 30)
+
+
+def test_perfect_codes_score_100_percent(tmp_path):
+    members = {}
+    for i in range(20):
+        members |= {f"{i:05d}.png": png(i), f"{i:05d}.txt": f"a {i}\nthe {i}\n{i}".encode()}
+    write_tar(tmp_path / "0.tar", members)
+    data = CaptionsData(path=str(tmp_path), captions="txt_lines")
+    (result,) = evaluate(PlainModel(20), [RetrievalConfig(name="numbers", data=data, batch_size=7)])
+    assert set(result.figures["codes_only"].values()) == {1.0}
+    assert result.figures["continuous"] == pytest.approx(result.chance)
+    assert (result.samples, result.captions, result.classes) == (20, 60, None)
+
+
+def test_equal_captions_of_different_images_share_their_place(tmp_path):
+    members = {}
+    for i in range(4):  # two images each of numbers 0 and 1
+        members |= {f"{i}.png": png(i % 2), f"{i}.txt": str(i % 2).encode()}
+    write_tar(tmp_path / "0.tar", members)
+    (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionsData(path=str(tmp_path)))])
+    assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | dict.fromkeys(
+        ("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0
+    )
+
+
+def test_identity_says_why_codes_are_missing(tmp_path):
+    caption_shards(tmp_path, [["a"], ["b"], ["c"]])
+    (result,) = evaluate(tiny_clip(IDENTITY), [RetrievalConfig(data=CaptionsData(path=str(tmp_path)))])
+    assert result.figures["codes_only"] is None
+    assert result.figures["continuous"] == result.figures["quantized"]
+    assert result.usage == {"image": None, "text": None}
+    assert result.notes == ["no codes-only figures: the image and the text quantizer has no codebook (Identity)"]
+
+
+def test_scenes(tmp_path):
+    drawing = {"train": 1, "val": 12, "test": 1, "heldout": 1, "image_size": 32}
+    config = RetrievalConfig(data=ScenesCaptionsData.model_validate({"drawing": drawing}))
+    (result,) = evaluate(tiny_clip(), [config])
+    assert (result.samples, result.captions) == (12, 12)
+    assert result.chance["i2t_r1"] == pytest.approx(1 / 12)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
+from vqclip import checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run with two checkpoints and no exported tokenizer."""
+    folder = tmp_path_factory.mktemp("run")
+    for step, seed in ((5, 1), (10, 2)):
+        model = tiny_clip(seed=seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint.save(
+            folder / "checkpoints",
+            step,
+            write_model=model.save_pretrained,
+            optimizer=optimizer,
+            state={},
+            keep_last=2,
+        )
+    return folder
+
+
+def script(name, *arguments):
+    command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def test_zero_shot_of_a_run_takes_the_newest_checkpoint(run_folder, tmp_path):
+    folder = class_shards(tmp_path / "classes")
+    done = script("zero_shot.py", run_folder, "--data", folder, "--json", tmp_path / "out.json", "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    assert f"model: {run_folder}/checkpoints/step-00000010/model" in done.stdout
+    assert "classes (22 images, 4 classes)  top-1" in done.stdout
+    (result,) = json.loads((tmp_path / "out.json").read_text())
+    assert result["figures"]["codes_only"] == result["figures"]["quantized"]
+    assert result["chance"]["top1"] == 0.25
+
+
+def test_retrieval_with_an_exported_folder(tmp_path):
+    model = tmp_path / "run"
+    tiny_clip().save_pretrained(model / "tokenizer")
+    shards = caption_shards(tmp_path / "val", [["one"], ["two"], ["three"]])
+    done = script("retrieval.py", model, "--data", shards, "--codes", tmp_path / "codes", "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert f"model: {model}/tokenizer" in done.stdout
+    assert "text to image R@10" in done.stdout
+    assert "33.33" in done.stdout
+    assert (tmp_path / "codes" / "0-image-0.safetensors").exists()
+
+
+def test_torchrun_shares_the_work(run_folder, tmp_path):
+    folder = image_folder(tmp_path / "images")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, SCRIPTS / "zero_shot.py", run_folder, "--data", folder, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("images (4 images, 2 classes)") == 1  # rank 0 alone prints
+
+
+def test_bad_input_ends_with_2_and_a_clear_message(run_folder, tmp_path, monkeypatch, capsys):
+    no_names = class_shards(tmp_path / "no_names")
+    (no_names / "classnames.txt").unlink()
+    empty_class = image_folder(tmp_path / "empty_class")
+    (empty_class / "empty").mkdir()
+    wrong_label = class_shards(tmp_path / "wrong_label")
+    (wrong_label / "classnames.txt").write_text("red\n")
+    fine = class_shards(tmp_path / "fine")
+    (tmp_path / "no_model").mkdir()
+    cases = [
+        (("zero_shot.py", tmp_path / "no_model", "--data", fine), "no_model: no model here"),
+        (("zero_shot.py", run_folder, "--data", tmp_path / "none"), "none: no such folder"),
+        (("zero_shot.py", run_folder, "--data", no_names), "classnames.txt: cannot be read"),
+        (("zero_shot.py", run_folder, "--data", empty_class), "empty: no image"),
+        (("zero_shot.py", run_folder, "--data", wrong_label), ".cls holds '1'; expected a class number, 0 to 0"),
+        (("zero_shot.py", run_folder, "--data", fine, "--template", "a photo"), "got 'a photo'; expected {c}"),
+        (("retrieval.py", run_folder), "--data: missing"),
+        (("retrieval.py", run_folder, "--data", fine / "test"), "none of the 22 samples has a member .txt"),
+    ]
+    for arguments, message in cases:
+        # In this process: starting another one for each case takes seconds.
+        monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+        monkeypatch.syspath_prepend(SCRIPTS)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPTS / arguments[0]), run_name="__main__")
+        assert ended.value.code == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("error: ")
+        assert message in printed.err

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+
+import torch
+
+from vqclip.evaluation import Result, format_results, write_json
+from vqclip.evaluation.codes import code_usage
+
+
+def results():
+    image = code_usage([torch.tensor([3, 1]), torch.tensor([4])], (8, 4), samples=2)
+    text = code_usage([torch.tensor([1, 1])], (1000,), samples=1)
+    zero_shot = Result(
+        name="scenes test",
+        kind="zero_shot",
+        figures={mode: {"top1": 0.931, "top5": 1.0} for mode in ("continuous", "quantized", "codes_only")},
+        chance={"top1": 1 / 99, "top5": 5 / 99},
+        samples=1980,
+        classes=99,
+        captions=693,
+        usage={"image": image, "text": text},
+    )
+    retrieval = Result(
+        name="val",
+        kind="retrieval",
+        figures={"continuous": {"i2t_r1": 0.054}, "quantized": {"i2t_r1": 0.0}, "codes_only": None},
+        chance={"i2t_r1": 0.0025},
+        samples=400,
+        classes=None,
+        captions=400,
+        usage={"image": None, "text": None},
+        notes=["no codes-only figures: no codebook"],
+    )
+    return [zero_shot, retrieval]
+
+
+TABLE = """\
+%                                                         continuous  quantized  codes only  chance
+-------------------------------------  -----------------  ----------  ---------  ----------  ------
+scenes test (1980 images, 99 classes)  top-1                    93.1       93.1        93.1    1.01
+                                       top-5                   100.0      100.0       100.0    5.05
+val (400 images, 400 captions)         image to text R@1         5.4        0.0           -    0.25
+
+codes               samples  tokens               used       perplexity  bits/token used  bits/sample
+-----------  -----  -------  ------  -----------------  ---------------  ---------------  -----------
+scenes test  image        2       4   3 of 12 (25.0 %)  1.4 (mean of 2)     0.81 of 5.00           10
+             text         1       2  2 of 1000 (0.2 %)              2.0     1.00 of 9.97           20
+
+val: no codes-only figures: no codebook"""
+
+
+def test_the_table_is_aligned_with_chance_and_notes():
+    assert format_results(results()) == TABLE
+
+
+def test_json_holds_all_of_it(tmp_path):
+    write_json(tmp_path / "new" / "results.json", results())
+    zero_shot, retrieval = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert zero_shot["figures"]["codes_only"]["top1"] == 0.931
+    assert zero_shot["usage"]["image"]["codebook_sizes"] == [8, 4]
+    assert retrieval["figures"]["codes_only"] is None

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+
+from tests.evaluation.made import PlainModel, class_shards, image_folder, png, tiny_clip, write_tar
+from vqclip.errors import DataError
+from vqclip.evaluation import ClassesData, ImageFolderData, ScenesClassesData, ZeroShotConfig, evaluate
+from vqclip.evaluation.zero_shot import class_embeddings
+
+
+def number_shards(folder, labels, classes, templates=("number {c}",)):
+    """Images of colour (n, n, n) labelled n, classes "0", "1", ..."""
+    members = {}
+    for i, label in enumerate(labels):
+        members |= {f"{i:05d}.png": png(label), f"{i:05d}.cls": str(label).encode()}
+    write_tar(folder / "test" / "0.tar", members)
+    (folder / "classnames.txt").write_text("".join(f"{n}\n" for n in range(classes)))
+    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
+    return folder
+
+
+def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_chance(tmp_path):
+    folder = number_shards(tmp_path, [i % 12 for i in range(30)], 12)
+    (result,) = evaluate(PlainModel(12), [ZeroShotConfig(name="numbers", data=ClassesData(path=folder))])
+    assert result.figures["quantized"] == {"top1": 1.0, "top5": 1.0}
+    assert result.figures["codes_only"] == {"top1": 1.0, "top5": 1.0}
+    assert result.figures["continuous"] == pytest.approx({"top1": 1 / 12, "top5": 5 / 12})
+    assert result.chance == pytest.approx({"top1": 1 / 12, "top5": 5 / 12})
+    assert (result.samples, result.classes, result.captions, result.notes) == (30, 12, 12, [])
+    assert result.usage["image"].codes_used == [12]
+    assert result.usage["image"].tokens == 30
+    assert json.loads(json.dumps(result.to_json()))["usage"]["text"]["tokens"] == 12
+
+
+def test_wrong_codes_score_nothing(tmp_path, monkeypatch):
+    folder = number_shards(tmp_path, [0, 1, 2], 12)
+    model = PlainModel(12)
+    model.image.embed = lambda ids: F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
+    (result,) = evaluate(model, [ZeroShotConfig(data=ClassesData(path=folder))])
+    # 11 classes at one score, the right one among them; and one wrong one above.
+    assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11})
+
+
+def test_real_model_against_a_plain_loop(tmp_path):
+    folder, model = class_shards(tmp_path), tiny_clip()
+    config = ZeroShotConfig(data=ClassesData(path=folder), batch_size=5, workers=1)
+    (result,) = evaluate(model, [config])
+    source = config.data.build()
+    from vqclip.data import decode_image
+
+    samples = [source.read(i) for i in range(len(source))]
+    pixels = torch.stack([model.image.transform(decode_image(sample.image)) for sample in samples])
+    with torch.no_grad():
+        model.eval()
+        images = model.image(pixels).embedding
+        classes = []
+        for name in ("red", "green", "blue", "white"):
+            prompts = model.text(model.text.preprocess([f"a {name} picture", name])).embedding
+            classes.append(F.normalize(prompts.mean(0), dim=0))
+    right = (images @ torch.stack(classes).T).argmax(1) == torch.tensor([sample.label for sample in samples])
+    assert result.figures["quantized"]["top1"] == pytest.approx(float(right.double().mean()))
+    assert result.figures["codes_only"] == result.figures["quantized"]
+    assert result.figures["quantized"]["top5"] == result.chance["top5"] == 1.0
+
+
+def test_templates_are_averaged_and_can_be_replaced(tmp_path):
+    folder = number_shards(tmp_path, [0, 1], 5, ("number {c}", "the {c}"))
+    config = ZeroShotConfig(data=ClassesData(path=folder))
+    assert evaluate(PlainModel(5), [config])[0].captions == 10
+    other = config.model_copy(update={"templates": ("{c}",)})
+    assert evaluate(PlainModel(5), [other])[0].captions == 5
+    prompts = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]])
+    assert torch.allclose(class_embeddings(prompts, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [1, 0]]))
+
+
+def test_limit(tmp_path):
+    folder = number_shards(tmp_path, [i % 5 for i in range(20)], 5)
+    assert evaluate(PlainModel(5), [ZeroShotConfig(data=ClassesData(path=folder), limit=7)])[0].samples == 7
+
+
+def test_scenes_and_image_folders_are_evaluated_too(tmp_path):
+    drawing = {"train": 1, "val": 1, "test": 9, "heldout": 9, "image_size": 32}
+    scenes = [
+        ZeroShotConfig(data=ScenesClassesData.model_validate({"split": split, "drawing": drawing}))
+        for split in ("test", "heldout")
+    ]
+    folder = ZeroShotConfig(data=ImageFolderData(path=image_folder(tmp_path / "images")))
+    test, heldout, plain = evaluate(tiny_clip(), [*scenes, folder])
+    assert (test.samples, test.classes, heldout.samples, heldout.classes) == (9, 99, 9, 121)
+    assert (plain.samples, plain.classes, plain.captions) == (4, 2, 2)
+    assert 0 < plain.figures["codes_only"]["top1"] < 1.01
+
+
+def test_errors_name_file_and_sample(tmp_path):
+    folder = class_shards(tmp_path / "a")
+    config = ZeroShotConfig(data=ClassesData(path=folder))
+    (folder / "classnames.txt").write_text("red\ngreen\nblue\n")
+    with pytest.raises(DataError, match=r"0\.tar: sample s0000003: \.cls holds '3'; expected a class number, 0 to 2"):
+        evaluate(tiny_clip(), [config])
+    (folder / "classnames.txt").unlink()
+    with pytest.raises(DataError, match=r"classnames\.txt: cannot be read"):
+        evaluate(tiny_clip(), [config])
+    with pytest.raises(DataError, match="no such folder"):
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=tmp_path / "none"))])
+    folder = class_shards(tmp_path / "b")
+    (folder / "zeroshot_classification_templates.txt").write_text("a picture\n")
+    with pytest.raises(DataError, match="no {c} for the class name in 'a picture'"):
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=folder))])
+    write_tar(folder / "test" / "0.tar", {"x.png": b"\x89PNG\r\n\x1a\n", "x.cls": b"0"})
+    (folder / "zeroshot_classification_templates.txt").write_text("{c}\n")
+    with pytest.raises(DataError, match=r"(?s)cannot be used.*0\.tar: sample x: "):
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=folder))])
+
+
+@pytest.mark.parametrize(
+    "change", [{"templates": ("a picture",)}, {"templates": ()}, {"batch_size": 0}, {"limit": 0}, {"weight": 1.0}]
+)
+def test_bad_configs_are_refused(change):
+    with pytest.raises(ValidationError):
+        ZeroShotConfig.model_validate({"data": {"kind": "scenes"}} | change)
