@@ -72,11 +72,11 @@ class EvalSet:
         bad = 0
         for batch in ordered_map(self._make, range(-(-len(self) // self._batch_size)), self._workers):
             bad += len(batch.bad)
-            for sample in batch.bad:
-                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
             if bad > self._max_bad_fraction * len(self):
                 shown = "\n".join(f"  {sample.reason}" for sample in batch.bad[:5])
                 raise DataError(f"{bad} of {len(self)} evaluation samples cannot be used:\n{shown}")
+            for sample in batch.bad:
+                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
             yield batch
 
     def _make(self, number: int) -> EvalBatch:
