@@ -15,7 +15,7 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer, ids_from_digits, straight_through
 
 MARGIN = 1e-3  # how far the bounded value reaches beyond the outermost levels, of their range (Mentzer et al.)
-MAX_LEVELS = 2**16  # float32 still has room to round between them
+MAX_LEVELS = 1000  # beyond, the margin would reach past the rounding of the outermost level
 
 
 class FSQ(Quantizer):
@@ -29,7 +29,7 @@ class FSQ(Quantizer):
     id. With 2 levels (refused there) the threshold is at 0, between the values -1 and 0.
 
     Args:
-        levels: L of every channel, each 2 to 65536; the paper advises 5 and more. Good mixes for K of about 2^8, 2^10,
+        levels: L of every channel, each 2 to 1000; the paper advises 5 and more. Good mixes for K of about 2^8, 2^10,
             2^12, 2^14, 2^16: ``(8, 6, 5)``, ``(8, 5, 5, 5)``, ``(7, 5, 5, 5, 5)``, ``(8, 8, 8, 6, 5)``,
             ``(8, 8, 8, 5, 5, 5)``.
 
@@ -47,12 +47,18 @@ class FSQ(Quantizer):
         self._bases = tuple(levels)
 
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        bounded, half = self._bound(x), self.levels // 2
-        digits = bounded.detach().round().long() + half
-        # NaN has no integer, and beyond 1000 levels the margin reaches past the outermost level.
-        digits = torch.minimum(digits.clamp(min=0), self.levels - 1)
-        vectors = straight_through(self._codes(digits).to(x.dtype), bounded / half)
-        return vectors, ids_from_digits(digits, self._bases).unsqueeze(-1)
+        reach, offset, shift, half = self._constants(x)
+        squashed = torch.tanh(x + shift)
+        codes, ids = self._round(squashed, reach, offset, half)
+        return straight_through(codes.to(x.dtype), squashed * (reach / half)), ids.unsqueeze(-1)
+
+    def _round(self, squashed: Tensor, reach: Tensor, offset: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+        """Values in [-1, 1] → codes ``(T, G, D)``, NaN for NaN, and ids ``(T, G)``."""
+        with torch.no_grad():
+            digits = (squashed * reach).sub_(offset).round_().add_(half)
+            codes = self._codes(digits)
+            ids = ids_from_digits(digits.nan_to_num_(0).to(torch.int32), self._bases)
+        return codes, ids
 
     def _decode(self, ids: Tensor) -> Tensor:
         rest, digits = ids.squeeze(-1).clamp(min=0), []
@@ -62,21 +68,27 @@ class FSQ(Quantizer):
         return self._codes(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
 
     def _continuous(self, x: Tensor) -> Tensor:
-        return self._bound(x) / (self.levels // 2)
+        reach, offset, shift, half = self._constants(x)
+        return (torch.tanh(x + shift) * reach - offset) / half
 
-    def _bound(self, x: Tensor) -> Tensor:
-        """Squash channel i into the range whose rounding gives ``-(L // 2), ..., (L - 1) // 2``; 0 stays 0."""
-        levels = self.levels.to(x.dtype)
-        reach = (levels - 1) * (1 + MARGIN) / 2
-        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(x.dtype)
-        # At 2 levels that shift would put the threshold at -3.8, where no activation ever is.
+    def _constants(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What bounds a channel: ``tanh(x + shift) * reach - offset`` rounds to ``-half, ..., L - 1 - half``; 0 to 0.
+
+        Each ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D.
+        """
+        even = self.levels % 2 == 0
+        reach = (self.levels - 1).to(x.dtype) * (1 + MARGIN) / 2
+        offset = torch.where(even, 0.5, 0.0).to(x.dtype)
+        # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
         shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
-        return torch.tanh(x + shift) * reach - offset
+        half = (self.levels // 2).to(x.dtype)
+        reach, offset, shift, half = (c.expand(x.shape[1:]).contiguous() for c in (reach, offset, shift, half))
+        return reach, offset, shift, half
 
     def _codes(self, digits: Tensor) -> Tensor:
-        """``(..., D)`` digits → code values in float32: the one place where they are computed."""
-        half = self.levels // 2
-        return (digits - half).float() / half.float()
+        """``(..., D)`` digits, ``0, ..., L - 1`` → code values in float32: the one place where they are computed."""
+        half = (self.levels // 2).float().expand(digits.shape[1:]).contiguous()
+        return (digits - half).float().div_(half)
 
 
 class FSQConfig(Config):

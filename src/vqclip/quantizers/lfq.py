@@ -71,7 +71,7 @@ class LFQ(Quantizer):
     def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         positive = x > 0
         vectors = straight_through(_signs(positive, x.dtype), x)
-        ids = ids_from_digits(positive.long().flip(-1), [2] * self.dim)
+        ids = ids_from_digits(positive.flip(-1), [2] * self.dim)
         return vectors, ids.unsqueeze(-1)
 
     def _decode(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+"""Time and peak memory of the quantizers beside vector-quantize-pytorch's, forward and backward in training mode.
+
+    OMP_NUM_THREADS=1 python benchmarks/quantizers.py
+    OMP_NUM_THREADS=1 python benchmarks/quantizers.py --rows "lfq 2^16" --rounds 5 --json quantizers.json
+
+Both libraries run in this process on the same inputs, their rounds interleaved; the time is the CPU time of
+the median round. An LFQ round is forward, the entropy losses and backward, with the same temperature for both. Peak
+memory is that of all tensors alive at once, beyond the inputs: a dispatch mode sees every tensor made in forward and
+backward, and counts its storage until that is freed. Temporaries inside one operator are in neither figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vector_quantize_pytorch as peer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vqclip.quantizers import FSQ, LFQ, Product
+
+Step = Callable[[Tensor], Any]
+TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; the shape is that of the input, ``(B, N, D)``."""
+
+    name: str
+    shape: tuple[int, int, int]
+    ours: Callable[[], Step]
+    theirs: Callable[[], Step]
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of all storages made inside the context and alive at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in before | self._seen:
+                    self._count(storage)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def lfq(bits: int, codebooks: int = 1) -> Step:
+    """Our LFQ with the three losses."""
+    layer = LFQ(bits, TEMPERATURE)
+    quantizer = (Product(layer, codebooks) if codebooks > 1 else layer).train()
+
+    def step(x: Tensor) -> None:
+        out = quantizer(x)
+        losses = quantizer.losses(out.stats)
+        (out.vectors.mean() + sum(losses.values())).backward()
+
+    return step
+
+
+def peer_lfq(bits: int, codebooks: int = 1) -> Step:
+    """The peer's LFQ with the same losses."""
+    quantizer = peer.LFQ(
+        dim=bits * codebooks, codebook_size=2**bits, num_codebooks=codebooks, commitment_loss_weight=0.25
+    )
+    quantizer.train()
+
+    def step(x: Tensor) -> None:
+        out = quantizer(x, inv_temperature=1 / TEMPERATURE)
+        (out.quantized.mean() + out.entropy_aux_loss).backward()
+
+    return step
+
+
+def fsq(levels: tuple[int, ...], codebooks: int) -> Step:
+    """Our FSQ with its statistics."""
+    quantizer = Product(FSQ(levels), codebooks).train()
+    return lambda x: quantizer(x).vectors.mean().backward()
+
+
+def peer_fsq(levels: tuple[int, ...], codebooks: int) -> Step:
+    """The peer's FSQ."""
+    quantizer = peer.FSQ(list(levels), num_codebooks=codebooks).train()
+    return lambda x: quantizer(x)[0].mean().backward()
+
+
+ROWS = [
+    Row("fsq 8x5x5x5, 64 codebooks", (16, 256, 256), lambda: fsq((8, 5, 5, 5), 64), lambda: peer_fsq((8, 5, 5, 5), 64)),
+    Row("lfq 2^10", (16, 256, 10), lambda: lfq(10), lambda: peer_lfq(10)),
+    Row("lfq 2^14", (16, 256, 14), lambda: lfq(14), lambda: peer_lfq(14)),
+    Row("lfq 2^16", (16, 256, 16), lambda: lfq(16), lambda: peer_lfq(16)),
+]
+
+
+def once(step: Step, shape: tuple[int, ...], seed: int) -> tuple[float, float]:
+    """Seconds of one round, and CPU seconds of it."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step(x)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def peak_bytes(step: Step, shape: tuple[int, ...]) -> int:
+    """Peak tensor memory of one round."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    gc.collect()
+    with PeakMemory() as memory:
+        step(x)
+    return memory.peak
+
+
+def measure(row: Row, rounds: int) -> dict[str, Any]:
+    """Interleaved rounds of both libraries."""
+    steps = {"ours": row.ours(), "theirs": row.theirs()}
+    peaks = {name: peak_bytes(step, row.shape) for name, step in steps.items()}  # also the warm-up
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for seed in range(rounds):
+        for name, step in steps.items():
+            times[name].append(once(step, row.shape, seed)[1])
+    seconds = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "row": row.name,
+        "shape": row.shape,
+        "ms": {name: 1e3 * value for name, value in seconds.items()},
+        "mib": {name: value / 2**20 for name, value in peaks.items()},
+        "time_ratio": seconds["ours"] / seconds["theirs"],
+        "memory_ratio": peaks["ours"] / peaks["theirs"],
+    }
+
+
+def main() -> None:
+    """Print one line per row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", default=[row.name for row in ROWS], help="names of the rows to run")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--json", help="also write the results to this file")
+    args = parser.parse_args()
+    if unknown := set(args.rows) - {row.name for row in ROWS}:
+        parser.error(f"no row {sorted(unknown)}; there are {[row.name for row in ROWS]}")
+    torch.set_num_threads(args.threads)
+    print(f"torch {torch.__version__}, {args.threads} thread(s), median CPU time of {args.rounds} rounds")
+    print(f"{'row':28}{'input':>16}{'ours':>11}{'peer':>11}{'faster':>9}{'ours':>11}{'peer':>12}{'smaller':>9}")
+    results = []
+    for row in ROWS:
+        if row.name not in args.rows:
+            continue
+        result = measure(row, args.rounds)
+        results.append(result)
+        ms, mib = result["ms"], result["mib"]
+        print(
+            f"{row.name:28}{'x'.join(map(str, row.shape)):>16}{ms['ours']:8.1f} ms{ms['theirs']:8.1f} ms"
+            f"{1 / result['time_ratio']:8.1f}x{mib['ours']:7.1f} MiB{mib['theirs']:8.1f} MiB"
+            f"{1 / result['memory_ratio']:8.1f}x",
+            flush=True,
+        )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""On 2 and 4 processes, a quantizer's losses, gradients and metrics are those of one process on the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.quantizers.test_contract import CONFIGS
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.quantizers import FSQConfig, LFQConfig, Quantizer, QuantizerConfig, Stats, sync
+
+SPLITS = {
+    "2 equal": (8, 8),
+    "2 unequal": (12, 4),
+    "2 with an empty one": (16, 0),
+    "4 equal": (4, 4, 4, 4),
+    "4 unequal": (7, 1, 5, 3),
+    "4 with empty ones": (0, 16, 0, 0),
+}
+
+
+def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
+    """The same on every rank: tokens ``(16, 5, dim)`` in float64 and a ragged mask."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 5, dim, generator=generator, dtype=torch.float64)
+    mask = torch.rand(samples, 5, generator=generator) > 0.3
+    return x, mask
+
+
+def losses_and_gradient(
+    quantizer: Quantizer, x: Tensor, mask: Tensor, micro_batches: int = 1
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, the gradient of each with respect to ``x`` (by name), and metrics."""
+    x = x.clone().requires_grad_()
+    stats: Stats | None = None
+    for part, part_mask in zip(x.tensor_split(micro_batches), mask.tensor_split(micro_batches), strict=True):
+        more = quantizer(part, part_mask).stats
+        stats = more if stats is None else stats + more
+    assert stats is not None
+    stats = stats.synced()
+    losses = quantizer.losses(stats)
+    gradients = {name: torch.autograd.grad(loss, x, retain_graph=True)[0] for name, loss in losses.items()}
+    return {name: loss.detach() for name, loss in losses.items()}, gradients, quantizer.metrics(stats)
+
+
+def on_my_share(config: QuantizerConfig, split: Sequence[int], micro_batches: int):
+    quantizer = config.build()
+    x, mask = global_batch(quantizer.dim)
+    rank = dist.rank()
+    return losses_and_gradient(quantizer, x.split(list(split))[rank], mask.split(list(split))[rank], micro_batches)
+
+
+def assert_equals_one_process(
+    ranks: RankPool, config: QuantizerConfig, split: Sequence[int], micro_batches: int
+) -> None:
+    quantizer = config.build()
+    losses, gradients, metrics = losses_and_gradient(quantizer, *global_batch(quantizer.dim))
+    results = ranks(len(split), on_my_share, config, split, micro_batches)
+    for theirs, _, their_metrics in results:
+        assert theirs.keys() == losses.keys()
+        assert their_metrics.keys() == metrics.keys()
+        for name in losses:
+            torch.testing.assert_close(theirs[name], losses[name], rtol=1e-10, atol=1e-10)
+        for name in metrics:
+            torch.testing.assert_close(their_metrics[name], metrics[name], rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        # The convention of `vqclip.dist`: backward gives the sum over ranks' losses, and DDP takes the mean.
+        together = torch.cat([theirs[name] for _, theirs, _ in results]) / len(split)
+        torch.testing.assert_close(together, gradient, rtol=1e-10, atol=1e-12)
+        assert (gradient != 0).any()
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_lfq_entropy_mean_keeps_its_gradient(ranks: RankPool, split: Sequence[int], micro_batches: int) -> None:
+    """Bug report 1: the mean code distribution went through an all_reduce that drops gradients."""
+    config = LFQConfig(bits=7, entropy_temperature=1.0)
+    assert_equals_one_process(ranks, config, split, micro_batches)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_equals_one_process(ranks: RankPool, config: QuantizerConfig) -> None:
+    assert_equals_one_process(ranks, config, (7, 1, 5, 3), 2)
+
+
+def forwards_alone(config: QuantizerConfig) -> list[int]:
+    """Rank 0 uses the quantizer in every way that needs no other rank; rank 1 does nothing and leaves."""
+    if dist.rank() != 0:
+        return []
+    quantizer = config.build()
+    x, mask = global_batch(quantizer.dim)
+    done = []
+    for training in (True, False):
+        quantizer.train(training)
+        out = quantizer(x.requires_grad_(), mask)
+        out.vectors.sum().backward()
+        with torch.no_grad():
+            out = quantizer(x, mask)
+        quantizer.encode(x)
+        quantizer.continuous(x)
+        if quantizer.codebook_sizes:
+            quantizer.decode(out.ids)
+        quantizer.metrics(out.stats)
+        quantizer.losses(out.stats.local())
+        done.append(training)
+    return done
+
+
+def test_fsq_never_synchronises_outside_training(ranks: RankPool) -> None:
+    """Bug report 4: a forward on rank 0 alone, in train and eval, does not wait for the others."""
+    assert ranks(2, forwards_alone, FSQConfig(), timeout=20.0) == [[True, False], []]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_rank_zero_alone_never_waits(ranks: RankPool, config: QuantizerConfig) -> None:
+    assert ranks(2, forwards_alone, config, timeout=20.0) == [[True, False], []]
+
+
+def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], int]:
+    calls = []
+    original = dist.replicated_sum
+    dist.replicated_sum = lambda *args: calls.append(None) or original(*args)
+    try:
+        stats = []
+        for config in CONFIGS.values():
+            quantizer = config.build()
+            x, mask = global_batch(quantizer.dim)
+            stats.append(quantizer(x[dist.rank() :: 2], mask[dist.rank() :: 2]).stats)
+        together = sync(stats)
+        fused = len(calls)
+        assert all(a is b for a, b in zip(sync(together), together, strict=True))
+        assert len(calls) == fused, "statistics of all ranks are reduced again"
+    finally:
+        dist.replicated_sum = original
+    return [dict(entry) for entry in together], [dict(entry.synced()) for entry in stats], fused
+
+
+def test_all_statistics_travel_in_one_collective(ranks: RankPool) -> None:
+    for together, apart, collectives in ranks(2, synced_together):
+        assert collectives == 1
+        for a, b in zip(together, apart, strict=True):
+            assert a.keys() == b.keys()
+            for name in a:
+                assert torch.equal(a[name], b[name])
+                assert a[name].dtype == b[name].dtype
+                assert a[name].shape == b[name].shape
+
+
+def ddp_gradients(config: QuantizerConfig, split: Sequence[int]) -> list[Tensor]:
+    """A linear layer under the quantizer, two forwards before one backward, gradients averaged as DDP does."""
+    torch.manual_seed(0)
+    quantizer = config.build()
+    layer = torch.nn.Linear(4, quantizer.dim, dtype=torch.float64)
+    model: torch.nn.Module = torch.nn.Sequential(layer, quantizer)
+    x, weights = (global_batch(dim)[0] for dim in (4, quantizer.dim))
+    if dist.is_distributed():
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        x, weights = (t.split(list(split))[dist.rank()] for t in (x, weights))
+    world = len(split)
+    first, second = model(x), model(-x)
+    mine = (first.vectors * weights).sum() + (second.vectors * weights).sum()  # this rank's part of a sum
+    losses = quantizer.losses(first.stats + second.stats)  # the whole loss, on every rank
+    (world * mine + sum(losses.values(), torch.zeros(()))).backward()
+    return [parameter.grad for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize("name", ["fsq", "lfq", "product of lfq"])
+def test_two_forwards_before_one_backward_under_ddp(ranks: RankPool, name: str) -> None:
+    expected = ddp_gradients(CONFIGS[name], (16,))
+    for gradients in ranks(2, ddp_gradients, CONFIGS[name], (12, 4)):
+        for a, b in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
