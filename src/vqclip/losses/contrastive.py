@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vqclip.config import Config
+from vqclip.errors import ConfigError
 from vqclip.losses.features import full_precision, gathered
 
 
@@ -35,8 +36,12 @@ class ContrastiveLoss(nn.Module):
 
         Raises:
             ShapeError: the features do not pair up.
+            ConfigError: a bias was given.
         """
-        assert bias is None
+        if bias is not None:
+            raise ConfigError(
+                "the softmax loss takes no bias; set model.temperature.bias to null, or loss.kind to sigmoid"
+            )
         with full_precision(image.device):
             images, texts = gathered(image, text)
             logits = scale.to(images.dtype) * images @ texts.T

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vqclip.config import Config
+from vqclip.errors import ConfigError
 from vqclip.losses.features import full_precision, gathered
 
 
@@ -34,8 +35,10 @@ class SigmoidLoss(nn.Module):
 
         Raises:
             ShapeError: the features do not pair up.
+            ConfigError: no bias was given.
         """
-        assert bias is not None
+        if bias is None:
+            raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
         with full_precision(image.device):
             images, texts = gathered(image, text)
             logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
