@@ -143,6 +143,6 @@ def _require_finite(values: dict[str, Tensor], step: int) -> None:
     bad = [f"{name} = {float(value.detach())}" for name, value in values.items() if not torch.isfinite(value.detach())]
     if bad:
         raise NonFiniteError(
-            f"step {step}: {', '.join(bad)}; the step was not applied and the last checkpoint is sound. Lower optim.lr, "
-            "lengthen optim.warmup_steps, or use train.precision: bf16 or fp32"
+            f"step {step}: {', '.join(bad)}; the step was not applied and the last checkpoint is sound. Lower "
+            "optim.lr, lengthen optim.warmup_steps, or use train.precision: bf16 or fp32"
         )
