@@ -22,7 +22,7 @@ from vqclip import dist
 from vqclip.config import Config, json_schema, load_config, to_yaml
 from vqclip.data import DataConfig, TrainData
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import EvaluationConfig, evaluate
+from vqclip.evaluation import Evaluations, evaluate, prepare
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.optim import OptimConfig
@@ -92,7 +92,7 @@ class TrainConfig(Config):
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
     """Length and precision of the training."""
-    evaluation: tuple[EvaluationConfig, ...] = ()
+    evaluation: Evaluations = ()
     """What to measure at the end."""
 
     @model_validator(mode="after")
@@ -136,6 +136,7 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
     data = config.data.build(
         model.image.tower.image_size, model.text.preprocess, config.train.batch_size, config.run.seed
     )
+    prepare(config.evaluation)  # so that a wrong path is found now, not at the end
     step = TrainStep(
         model,
         config.loss.build(),

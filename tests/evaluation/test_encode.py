@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
-from vqclip.errors import NonFiniteError
+from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.evaluation.codes import load_ids
 from vqclip.evaluation.encode import Encoder, evaluating
 from vqclip.evaluation.share import Share
@@ -93,6 +93,25 @@ def test_half_precision_is_near_and_codes_only_still_equal(tmp_path, precision):
     assert torch.equal(half.embeddings["quantized"], half.embeddings["codes_only"])
     assert not torch.equal(half.embeddings["continuous"], full.embeddings["continuous"])
     assert torch.allclose(half.embeddings["continuous"], full.embeddings["continuous"], atol=0.05)
+
+
+def test_fp64(tmp_path):
+    model = tiny_clip().double()
+    for encoded in encode_both(model, tmp_path, 5, "fp64"):
+        assert torch.equal(encoded.embeddings["quantized"], encoded.embeddings["codes_only"])
+        assert encoded.embeddings["quantized"].dtype == torch.float64
+
+
+def test_fp32_within_the_callers_autocast(tmp_path):
+    model = tiny_clip()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = encode_both(model, tmp_path, 5)[0]
+    assert torch.equal(inside.embeddings["continuous"], encode_both(model, tmp_path, 5)[0].embeddings["continuous"])
+
+
+def test_unknown_precision(tmp_path):
+    with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp64, fp32"):
+        encode_both(tiny_clip(), tmp_path, 5, "int8")
 
 
 def test_no_samples(tmp_path):

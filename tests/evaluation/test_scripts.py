@@ -34,32 +34,44 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-def script(name, *arguments):
-    command = [sys.executable, str(SCRIPTS / name), *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Run a script as ``__main__`` in this process (starting another takes seconds): exit code, stdout, stderr."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.syspath_prepend(SCRIPTS)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def test_zero_shot_of_a_run_takes_the_newest_checkpoint(run_folder, tmp_path):
+def test_zero_shot_of_a_run_takes_the_newest_checkpoint(script, run_folder, tmp_path):
     folder = class_shards(tmp_path / "classes")
-    done = script("zero_shot.py", run_folder, "--data", folder, "--json", tmp_path / "out.json", "--workers", 1)
-    assert done.returncode == 0, done.stderr
-    assert f"model: {run_folder}/checkpoints/step-00000010/model" in done.stdout
-    assert "classes (22 images, 4 classes)  top-1" in done.stdout
+    code, out, err = script(
+        "zero_shot.py", run_folder, "--data", folder, "--json", tmp_path / "out.json", "--workers", 1
+    )
+    assert code == 0, err
+    assert f"model: {run_folder}/checkpoints/step-00000010/model" in out
+    assert "classes (22 images, 4 classes)  top-1" in out
     (result,) = json.loads((tmp_path / "out.json").read_text())
     assert result["figures"]["codes_only"] == result["figures"]["quantized"]
     assert result["chance"]["top1"] == 0.25
 
 
-def test_retrieval_with_an_exported_folder(tmp_path):
+def test_retrieval_with_an_exported_folder(script, tmp_path):
     model = tmp_path / "run"
     tiny_clip().save_pretrained(model / "tokenizer")
     shards = caption_shards(tmp_path / "val", [["one"], ["two"], ["three"]])
-    done = script("retrieval.py", model, "--data", shards, "--codes", tmp_path / "codes", "--precision", "bf16")
-    assert done.returncode == 0, done.stderr
-    assert f"model: {model}/tokenizer" in done.stdout
-    assert "text to image R@10" in done.stdout
-    assert "33.33" in done.stdout
+    code, out, err = script(
+        "retrieval.py", model, "--data", shards, "--codes", tmp_path / "codes", "--precision", "bf16"
+    )
+    assert code == 0, err
+    assert f"model: {model}/tokenizer" in out
+    assert "text to image R@10" in out
+    assert "33.33" in out
     assert (tmp_path / "codes" / "0-image-0.safetensors").exists()
 
 
@@ -78,7 +90,7 @@ def test_torchrun_shares_the_work(run_folder, tmp_path):
     assert done.stdout.count("images (4 images, 2 classes)") == 1  # rank 0 alone prints
 
 
-def test_bad_input_ends_with_2_and_a_clear_message(run_folder, tmp_path, monkeypatch, capsys):
+def test_bad_input_ends_with_2_and_a_clear_message(script, run_folder, tmp_path):
     no_names = class_shards(tmp_path / "no_names")
     (no_names / "classnames.txt").unlink()
     empty_class = image_folder(tmp_path / "empty_class")
@@ -98,13 +110,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(run_folder, tmp_path, monkeyp
         (("retrieval.py", run_folder, "--data", fine / "test"), "none of the 22 samples has a member .txt"),
     ]
     for arguments, message in cases:
-        # In this process: starting another one for each case takes seconds.
-        monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
-        monkeypatch.syspath_prepend(SCRIPTS)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(SCRIPTS / arguments[0]), run_name="__main__")
-        assert ended.value.code == 2
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.startswith("error: ")
-        assert message in printed.err
+        code, out, err = script(*arguments)
+        assert (code, out) == (2, ""), arguments
+        assert err.startswith("error: "), err
+        assert message in err

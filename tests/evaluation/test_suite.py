@@ -4,12 +4,23 @@ import os
 import time
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from tests.evaluation.made import caption_shards, class_shards, tiny_clip
 from vqclip import dist
 from vqclip.errors import DataError, DistributedError
-from vqclip.evaluation import MODES, CaptionsData, ClassesData, RetrievalConfig, ZeroShotConfig, evaluate, load_ids
+from vqclip.evaluation import (
+    MODES,
+    CaptionsData,
+    ClassesData,
+    Evaluations,
+    RetrievalConfig,
+    ZeroShotConfig,
+    evaluate,
+    load_ids,
+    prepare,
+)
 from vqclip.model import CLIP
 
 CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
@@ -88,6 +99,22 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, folder):
     assert (first[0], second[0]) == ("DistributedError", "DataError")
     for _, message in (first, second):
         assert "000000001: the caption (.txt) is empty" in message
+
+
+def test_names_must_differ(folder):
+    schema = TypeAdapter(Evaluations)
+    zero_shot, retrieval = tasks(folder)
+    same_name = retrieval.model_copy(update={"name": zero_shot.name})
+    assert schema.validate_python((zero_shot, same_name)) == (zero_shot, same_name)
+    with pytest.raises(ValidationError, match="two of kind 'zero_shot' named 'zero-shot'"):
+        schema.validate_python((zero_shot, zero_shot))
+
+
+def test_prepare_finds_what_evaluate_would(folder):
+    prepare(tasks(folder))
+    (folder / "classes" / "classnames.txt").unlink()
+    with pytest.raises(DataError, match=r"classnames\.txt"):
+        prepare(tasks(folder))
 
 
 def test_codes_are_kept_where_asked(folder):

@@ -60,3 +60,9 @@ def test_json_holds_all_of_it(tmp_path):
     assert zero_shot["figures"]["codes_only"]["top1"] == 0.931
     assert zero_shot["usage"]["image"]["codebook_sizes"] == [8, 4]
     assert retrieval["figures"]["codes_only"] is None
+
+
+def test_scalars_leave_out_what_is_missing():
+    zero_shot, retrieval = results()
+    assert zero_shot.scalars()["scenes test/codes_only/top1"] == 0.931
+    assert retrieval.scalars() == {"val/continuous/i2t_r1": 0.054, "val/quantized/i2t_r1": 0.0}

@@ -18,7 +18,7 @@ from vqclip.evaluation.datasets import (
 from vqclip.evaluation.encode import MODES, Precision
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.suite import EvaluationConfig, evaluate
+from vqclip.evaluation.suite import EvaluationConfig, Evaluations, evaluate, prepare
 from vqclip.evaluation.tables import format_results
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
@@ -29,6 +29,7 @@ __all__ = [
     "ClassesData",
     "CodeUsage",
     "EvaluationConfig",
+    "Evaluations",
     "ImageFolderData",
     "LabelledData",
     "Precision",
@@ -40,6 +41,7 @@ __all__ = [
     "evaluate",
     "format_results",
     "load_ids",
+    "prepare",
     "save_ids",
     "write_json",
 ]

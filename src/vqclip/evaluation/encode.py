@@ -14,12 +14,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vqclip.errors import NonFiniteError
+from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
 from vqclip.evaluation.share import Share
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Mode = Literal["continuous", "quantized", "codes_only"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -44,7 +44,8 @@ class Encoder:
 
     Args:
         share: which ranks take part.
-        precision: autocast type of the towers and of what follows the quantizers; quantizers stay in fp32.
+        precision: ``"bf16"`` and ``"fp16"``: autocast type of the towers and of what follows the quantizers, which stay
+            in fp32. ``"fp32"`` and ``"fp64"``: no autocast; the weights' own type counts.
         folder: where the ids are written to and read from; must exist.
     """
 
@@ -115,7 +116,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision != "fp32")
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision: got {precision!r}; expected one of {', '.join(get_args(Precision))}")
+    # Off also within a caller's autocast.
+    return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES)
 
 
 def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import nn
 
 from vqclip import dist
@@ -24,6 +24,35 @@ logger = logging.getLogger(__name__)
 
 EvaluationConfig = Annotated[ZeroShotConfig | RetrievalConfig, Field(discriminator="kind")]
 """Any kind of evaluation."""
+
+
+def _distinct(tasks: tuple[EvaluationConfig, ...]) -> tuple[EvaluationConfig, ...]:
+    names = [(task.kind, task.name) for task in tasks]
+    for kind, name in names:
+        if names.count((kind, name)) > 1:
+            raise ValueError(f"got two of kind {kind!r} named {name!r}; give each a name of its own")
+    return tasks
+
+
+Evaluations = Annotated[tuple[EvaluationConfig, ...], AfterValidator(_distinct)]
+"""Several evaluations, told apart by their names."""
+
+
+def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> None:
+    """Open the data of every task, drawing and indexing what is not there yet; `evaluate` then finds it.
+
+    Called before training, it finds a wrong path then, and not when all the work is done.
+
+    Args:
+        tasks: as for `evaluate`.
+        distributed: as for `evaluate`.
+
+    Raises:
+        DataError: data that cannot be used.
+    """
+    share = Share.of_this_process(distributed)
+    for task in tasks:
+        share.first_on_one(task.data.build)
 
 
 def evaluate(
@@ -43,7 +72,8 @@ def evaluate(
     Args:
         model: a `CLIP`, or one wrapped by `vqclip.dist.wrap_ddp`.
         tasks: what to evaluate.
-        precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` for autocast. Codes-only equals quantized bit for bit in fp32.
+        precision: ``"bf16"`` or ``"fp16"`` for autocast; ``"fp32"`` and ``"fp64"`` compute in the weights' own type, in
+            which codes-only equals quantized bit for bit.
         distributed: True: all ranks share the work, must all call this, and all get the results; an error on one is
             raised on all. False: this process does everything alone, and no collective is entered.
         codes_folder: keep the ids in this folder, as ``<number of the task>-image-<rank>.safetensors`` and the like;
