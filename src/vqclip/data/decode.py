@@ -10,6 +10,7 @@ Transparency is composited on white, grey becomes RGB, 16 bits become 8, the EXI
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ MAX_PIXELS = 50_000_000
 """Larger images are refused before decoding: they would take 150 MB as RGB."""
 
 _RGB_MODE = "RGB"
+_SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # where in torchvision's source an error was raised
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
@@ -61,7 +63,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
     except Exception as error:
         # RuntimeError from torchvision; Pillow raises OSError, SyntaxError, ValueError, struct.error and others.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{kind} image cannot be decoded: {reason.rpartition('.cpp:')[2]}") from error
+        reason = _SOURCE_PLACE.sub("", reason)
+        raise DataError(f"{kind} image cannot be decoded: {reason}") from error
 
 
 def image_header(data: bytes) -> tuple[str, int, int]:

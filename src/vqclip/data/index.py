@@ -7,6 +7,7 @@ fingerprint. It is a `.npz` of plain arrays, read without pickle.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -203,7 +204,8 @@ def _write(cached: Path, index: ShardIndex) -> None:
             os.fsync(file.fileno())
         os.replace(aside, cached)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise DataError(
             f"{cached.parent}: the index of {index.path} cannot be written ({error.strerror}); "
             "set VQCLIP_CACHE to a folder with room"
@@ -228,7 +230,7 @@ def _read(cached: Path, path: Path) -> ShardIndex | None:
                 key_ends=arrays["key_ends"],
                 ignored=facts["ignored"],
             )
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s: damaged index of %s is made anew (%s)", cached, path, error)

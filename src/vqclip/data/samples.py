@@ -44,6 +44,11 @@ def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample
         raise DataError(f"{source.name(index)}: {error}") from error
 
 
+def _another(index: int, key: np.ndarray, size: int) -> int:
+    """An index that `key` draws from those below `size`, other than the given one if there are others."""
+    return (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size
+
+
 class SampleMaker:
     """Reads, decodes and transforms samples; replaces bad ones.
 
@@ -79,7 +84,7 @@ class SampleMaker:
                 return self._make(source, index, epoch), bad
             except DataError as error:
                 key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
-                failed, index = index, int(key % np.uint64(len(self.sources[source])))
+                failed, index = index, _another(index, key, len(self.sources[source]))
                 bad.append(BadSample(self._id(source, failed), str(error), self._id(source, index)))
         raise DataError(
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"

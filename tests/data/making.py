@@ -1,0 +1,71 @@
+"""Small shards for tests."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def pixels(number: int, height: int = 20, width: int = 24, channels: int = 3) -> np.ndarray:
+    """Smooth noise of its own for every number."""
+    small = np.random.default_rng(number).integers(0, 256, (4, 4, channels), dtype=np.uint8)
+    mode = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}[channels]
+    image = Image.fromarray(small.squeeze() if channels == 1 else small, mode=mode)
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encode(image: np.ndarray | Image.Image, kind: str = "JPEG", **options) -> bytes:
+    image = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.USTAR_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=kind) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def caption_members(first: int, count: int) -> dict[str, bytes]:
+    """Samples with .jpg, .txt and .json, as img2dataset writes them."""
+    members: dict[str, bytes] = {}
+    for number in range(first, first + count):
+        key = f"{number:09d}"
+        members[f"{key}.jpg"] = encode(pixels(number))
+        members[f"{key}.txt"] = f"caption {number}".encode()
+        members[f"{key}.json"] = json.dumps(
+            {"caption": f"json {number}", "many": [f"a{number}", f"b{number}"]}
+        ).encode()
+    return members
+
+
+def caption_shards(folder: Path, counts: tuple[int, ...], first: int = 0) -> Path:
+    """A folder of tars with so many samples each."""
+    for shard, count in enumerate(counts):
+        write_tar(folder / f"{shard:05d}.tar", caption_members(first, count))
+        first += count
+    return folder
+
+
+def class_folder(folder: Path, count: int = 6, split: str = "train") -> Path:
+    """clip_benchmark's layout with three classes."""
+    members: dict[str, bytes] = {}
+    for number in range(count):
+        members[f"s{number:07d}.jpg"] = encode(pixels(number))
+        members[f"s{number:07d}.cls"] = str(number % 3).encode()
+    write_tar(folder / split / "0.tar", members)
+    (folder / split / "nshards.txt").write_text("1\n")
+    (folder / "classnames.txt").write_text("cat\ndog\nred panda\n")
+    (folder / "zeroshot_classification_templates.txt").write_text("a photo of a {c}\nthe {c}\n")
+    return folder

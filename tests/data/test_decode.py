@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.data.making import encode, pixels
+from vqclip.data.decode import decode_image, image_header, pil_to_uint8
+from vqclip.errors import DataError
+
+HEIGHT, WIDTH = 20, 24
+
+
+def rgb(data: bytes) -> np.ndarray:
+    """(H, W, 3) as decoded, after checking the contract."""
+    image = decode_image(data)
+    assert image.dtype == torch.uint8
+    assert image.shape[0] == 3
+    return image.permute(1, 2, 0).numpy()
+
+
+def on_white(rgba: np.ndarray) -> np.ndarray:
+    """The definition, in floats."""
+    alpha = rgba[..., -1:] / 255
+    colour = rgba[..., :-1] * alpha + 255 * (1 - alpha)
+    return np.broadcast_to(colour, (*rgba.shape[:2], 3))
+
+
+LOSSLESS = {"PNG": {}, "WEBP": {"lossless": True, "exact": True}}
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+def test_lossless_rgb_is_exact(kind: str) -> None:
+    image = pixels(0, HEIGHT, WIDTH)
+    assert np.array_equal(rgb(encode(image, kind, **LOSSLESS[kind])), image)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_jpeg_is_pillows_up_to_rounding(options: dict) -> None:
+    data = encode(pixels(0, 60, 70), "JPEG", quality=90, **options)
+    theirs = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+    assert np.abs(rgb(data) - theirs).max() <= 3
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+def test_transparency_is_composited_on_white(kind: str) -> None:
+    image = pixels(1, HEIGHT, WIDTH, channels=4).copy()
+    image[:2, :, 3], image[2:4, :, 3] = 0, 255
+    result = rgb(encode(image, kind, **LOSSLESS[kind]))
+    assert np.abs(result - on_white(image)).max() <= 0.5
+    assert (result[:2] == 255).all()
+    assert np.array_equal(result[2:4], image[2:4, :, :3])
+
+
+def test_grey_with_and_without_transparency() -> None:
+    image = pixels(2, HEIGHT, WIDTH, channels=2)
+    assert np.abs(rgb(encode(Image.fromarray(image, "LA"), "PNG")) - on_white(image)).max() <= 0.5
+    grey = image[..., 0]
+    assert np.array_equal(rgb(encode(Image.fromarray(grey), "PNG")), np.stack([grey] * 3, -1))
+    assert np.abs(rgb(encode(Image.fromarray(grey), "JPEG")).astype(int) - grey[..., None]).max() <= 40
+    bits = grey > 127
+    assert np.array_equal(rgb(encode(Image.fromarray(bits), "PNG")), np.stack([bits * 255] * 3, -1))
+
+
+def test_palette_with_and_without_transparency() -> None:
+    image = Image.fromarray(pixels(3, HEIGHT, WIDTH)).quantize(8)
+    assert np.array_equal(rgb(encode(image, "PNG")), np.asarray(image.convert("RGB")))
+    clear = int(np.asarray(image)[0, 0])
+    result = rgb(encode(image, "PNG", transparency=clear))
+    assert (result[np.asarray(image) == clear] == 255).all()
+    others = np.asarray(image) != clear
+    assert np.array_equal(result[others], np.asarray(image.convert("RGB"))[others])
+
+
+def test_one_transparent_colour() -> None:
+    image = pixels(4, HEIGHT, WIDTH).copy()
+    image[0, 0] = image[5, 5] = (1, 2, 3)
+    result = rgb(encode(image, "PNG", transparency=(1, 2, 3)))
+    assert (result[[0, 5], [0, 5]] == 255).all()
+    assert np.array_equal(result[10], image[10])
+
+
+def test_sixteen_bits_are_scaled() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (HEIGHT, WIDTH), dtype=np.uint16)
+    assert np.array_equal(rgb(encode(Image.fromarray(values), "PNG")), np.stack([values >> 8] * 3, -1))
+
+
+def test_cmyk_jpeg() -> None:
+    data = encode(Image.fromarray(pixels(5, 40, 40)).convert("CMYK"), "JPEG", quality=95)
+    theirs = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+    assert np.abs(rgb(data) - theirs).max() <= 3
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
+    image = Image.fromarray(pixels(6, 16, 32))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(image, kind, exif=exif.tobytes(), **LOSSLESS.get(kind, {"quality": 100, "subsampling": 0}))
+    turned = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    expected = np.asarray(image.transpose(turned[orientation]) if orientation in turned else image).astype(int)
+    result = rgb(data)
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= (6 if kind == "JPEG" else 0)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_pillow_images_give_the_same_tensor(kind: str, channels: int) -> None:
+    image = Image.fromarray(pixels(7, HEIGHT, WIDTH, channels))
+    if kind == "JPEG":
+        image = image.convert("RGB")
+    data = encode(image, kind, **LOSSLESS.get(kind, {}))
+    opened = pil_to_uint8(Image.open(io.BytesIO(data)))
+    assert opened.dtype == torch.uint8
+    assert (opened.int() - decode_image(data).int()).abs().max() <= (3 if kind == "JPEG" else 0)
+
+
+def test_pillow_modes_without_a_range_are_refused() -> None:
+    with pytest.raises(DataError, match="mode F"):
+        pil_to_uint8(Image.fromarray(np.zeros((3, 3), np.float32)))
+    with pytest.raises(DataError, match="outside 0"):
+        pil_to_uint8(Image.fromarray(np.full((3, 3), 70000, np.int32)))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (37, 41)])
+def test_header_gives_the_size(kind: str, shape: tuple[int, int]) -> None:
+    for options in ({}, {"lossless": True}, {"exif": Image.Exif().tobytes()}):
+        data = encode(pixels(8, *shape), kind, **options)
+        assert image_header(data) == (kind.lower(), *shape)
+        assert rgb(data).shape == (*shape, 3)
+
+
+def huge_png(side: int) -> bytes:
+    """A PNG of side x side black pixels, a few kilobytes long for 20,000."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(bytes(1 + side // 8)) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_too_many_pixels_are_refused_by_the_header() -> None:
+    data = huge_png(20_000)
+    with pytest.raises(DataError, match="20000x20000.*at most 50000000 pixels"):
+        decode_image(data)
+    with pytest.raises(DataError, match="20000x20000"):
+        decode_image(data[:40])  # nothing but the header is needed
+    assert rgb(huge_png(800)).shape == (800, 800, 3)
+    with pytest.raises(DataError, match="at most 100 pixels"):
+        decode_image(encode(pixels(0)), max_pixels=100)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"GIF89a" + bytes(50), b"BM" + bytes(50), b"<svg>", b"\x80\x04\x95pickle", b"RIFF\0\0\0\0WAVE" + bytes(9)],
+)
+def test_other_formats_are_refused(data: bytes) -> None:
+    with pytest.raises(DataError, match=r"not a JPEG, PNG or WebP image: begins with b'"):
+        decode_image(data)
+
+
+def test_animated_webp_is_refused() -> None:
+    first, second = Image.fromarray(pixels(0)), Image.fromarray(pixels(1))
+    with pytest.raises(DataError, match="animated"):
+        decode_image(encode(first, "WEBP", save_all=True, append_images=[second]))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_truncated_files_are_refused(kind: str, share: float) -> None:
+    data = encode(pixels(9, 90, 90), kind)
+    with pytest.raises(DataError):
+        decode_image(data[: int(len(data) * share)])
+
+
+SAMPLES = [
+    *(encode(pixels(10, 30, 30), kind) for kind in ("JPEG", "PNG", "WEBP")),
+    encode(pixels(11, 30, 30, channels=4), "PNG"),
+    encode(pixels(11, 30, 30, channels=4), "WEBP", lossless=True),
+    encode(Image.fromarray(pixels(12, 30, 30)).quantize(), "PNG"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6)
+)
+def test_damaged_files_are_refused_or_decoded(data: bytes, changes: list[tuple[int, int]]) -> None:
+    damaged = bytearray(data)
+    for place, value in changes:
+        damaged[place % len(damaged)] = value
+    try:
+        image = decode_image(bytes(damaged), max_pixels=10**6)
+    except DataError:
+        return
+    assert image.shape[0] == 3
+    assert image.dtype == torch.uint8

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, EvalTransformConfig, decode_image
+from vqclip.errors import DataError
+
+TRANSFORM = EvalTransformConfig().build(16)
+
+
+def test_every_sample_in_order(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (5, 4)))).build()
+    batches = list(EvalSet(source, TRANSFORM, batch_size=4))
+    assert [len(batch) for batch in batches] == [4, 4, 1]
+    assert torch.cat([batch.sample_ids for batch in batches]).tolist() == list(range(9))
+    assert [captions for batch in batches for captions in batch.captions] == [(f"caption {n}",) for n in range(9)]
+    images = torch.cat([batch.images for batch in batches])
+    assert torch.equal(images[6], TRANSFORM(decode_image(encode(pixels(6)))))
+
+
+def test_labels(tmp_path: Path) -> None:
+    source = ClassShardsConfig(path=class_folder(tmp_path)).build()
+    (batch,) = EvalSet(source, TRANSFORM)
+    assert batch.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.captions[2] == ("a photo of a red panda", "the red panda")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 12])
+def test_ranks_share_it_without_remainder(tmp_path: Path, world_size: int, workers: int) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (5, 4)))).build()
+    parts = [EvalSet(source, TRANSFORM, 2, rank, world_size, workers) for rank in range(world_size)]
+    assert sum(len(part) for part in parts) == 9
+    ids = [int(i) for part in parts for batch in part for i in batch.sample_ids]
+    assert sorted(ids) == list(range(9))
+
+
+def test_limit_is_spread_over_the_set(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (9,)))).build()
+    ids = [batch.sample_ids.tolist() for batch in EvalSet(source, TRANSFORM, limit=3)]
+    assert ids == [[0, 3, 6]]
+    assert len(EvalSet(source, TRANSFORM, limit=100)) == 9
+
+
+def test_bad_samples_stop_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    members = caption_members(0, 6)
+    members["000000002.jpg"] = b"GIF89a"
+    source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
+    with pytest.raises(DataError, match=r"1 of 6 evaluation samples cannot be used:\n.*sample 000000002: not a JPEG"):
+        list(EvalSet(source, TRANSFORM, batch_size=2))
+    with caplog.at_level(logging.WARNING, "vqclip.data"):
+        batches = list(EvalSet(source, TRANSFORM, batch_size=2, max_bad_fraction=0.2))
+    assert [len(batch) for batch in batches] == [2, 1, 2]
+    assert [bad.sample_id for batch in batches for bad in batch.bad] == [2]
+    assert "sample 2 left out" in caplog.text

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.making import caption_members, write_tar
+from vqclip.data.index import KINDS, ShardIndex, index_shards, load_index
+from vqclip.errors import DataError
+
+
+def member(index: ShardIndex, row: int, kind: str) -> bytes:
+    column = KINDS.index(kind)
+    start, size = index.offsets[row, column], index.sizes[row, column]
+    return index.path.read_bytes()[start : start + size]
+
+
+def test_members_are_found_where_they_lie(tmp_path: Path) -> None:
+    members = caption_members(0, 5)
+    index = load_index(write_tar(tmp_path / "a.tar", members))
+    assert len(index) == 5
+    for row in range(5):
+        key = index.key(row)
+        assert key == f"{row:09d}"
+        assert member(index, row, "image") == members[f"{key}.jpg"]
+        assert member(index, row, "txt") == members[f"{key}.txt"]
+        assert member(index, row, "json") == members[f"{key}.json"]
+    assert (index.offsets[:, KINDS.index("cls")] == -1).all()
+    assert index.sha256 == hashlib.sha256(index.path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_and_foreign_names(tmp_path: Path, kind: int) -> None:
+    folder = "f" * 60 + "/" + "g" * 60
+    names = [f"{folder}/{'n' * 90}" if kind == tarfile.USTAR_FORMAT else f"{folder}/{'n' * 300}", "d.x/ünïcode 图"]
+    members = {f"{name}.png": name.encode() for name in names}
+    index = load_index(write_tar(tmp_path / "a.tar", members, kind))
+    assert [index.key(row) for row in range(2)] == names
+    assert [member(index, row, "image") for row in range(2)] == [name.encode() for name in names]
+
+
+def test_samples_are_webdatasets_samples(tmp_path: Path) -> None:
+    members = {"a/1.jpg": b"x", "a/1.txt": b"y", "b/1.JPEG": b"z", "b/1.seg.png": b"q", "b/1.txt": b"w", "2.txt": b"v"}
+    path = write_tar(tmp_path / "a.tar", members)
+    index = load_index(path)
+    theirs = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False)]
+    assert [index.key(row) for row in range(len(index))] == theirs == ["a/1", "b/1", "2"]
+    assert index.ignored == 1  # b/1.seg.png
+    assert member(index, 1, "image") == b"z"
+
+
+def test_members_of_a_sample_need_not_be_neighbours(tmp_path: Path) -> None:
+    index = load_index(write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "2.jpg": b"y", "1.txt": b"1", "2.txt": b"2"}))
+    assert [member(index, row, "txt") for row in range(2)] == [b"1", b"2"]
+
+
+def test_other_files_and_folders_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(tarfile.TarInfo("README"))
+        folder = tarfile.TarInfo("d")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name in ("d/._1.jpg", "d/1.pyd", "d/1.pkl", "d/1.jpg"):
+            tar.addfile(tarfile.TarInfo(name))
+    index = load_index(path)
+    assert (len(index), index.ignored) == (1, 4)
+
+
+def test_index_is_stored_once_and_made_anew_when_the_shard_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    first = load_index(path)
+    (stored,) = cache.rglob("*.npz")
+    with monkeypatch.context() as patch:
+        patch.setattr("vqclip.data.index._make", lambda path: pytest.fail("was indexed again"))
+        again = load_index(path)
+    assert np.array_equal(first.offsets, again.offsets)
+    assert (first.keys, first.sha256) == (again.keys, again.sha256)
+    write_tar(path, caption_members(0, 4))
+    assert len(load_index(path)) == 4
+    stored.write_bytes(stored.read_bytes()[:100])  # a damaged index is no index
+    assert len(load_index(path)) == 4
+    assert not list(cache.rglob("*.tmp"))
+
+
+def test_shards_may_be_read_only_and_the_cache_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 1))
+    monkeypatch.setenv("VQCLIP_CACHE", str(path / "not a folder"))
+    with pytest.raises(DataError, match="cannot be written.*VQCLIP_CACHE"):
+        load_index(path)
+
+
+def test_ranks_share_the_work(tmp_path: Path, cache: Path) -> None:
+    paths = [write_tar(tmp_path / f"{n}.tar", caption_members(n, 1)) for n in range(5)]
+    assert [index.path for index in index_shards(paths, 1, 2)] == paths[1::2]
+    assert len(list(cache.rglob("*.npz"))) == 2
+    index_shards(paths, 0, 2)
+    assert len(list(cache.rglob("*.npz"))) == 5
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(DataError) as error:
+        load_index(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_truncated_in_a_member(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    index = load_index(path)
+    start = int(index.offsets[2, 0])
+    os.truncate(path, start + 10)
+    assert f"truncated: member '000000002.jpg' at offset {start - 512}" in refusal(path)
+
+
+def test_truncated_in_a_header(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    start = int(load_index(path).offsets[1, 0])
+    os.truncate(path, start - 100)
+    assert f"truncated at offset {start - 512}" in refusal(path)
+
+
+def test_truncated_between_members(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    start = int(load_index(path).offsets[1, 0]) - 512
+    os.truncate(path, start)
+    message = refusal(path)
+    assert f"ends at offset {start} without the end-of-archive mark" in message
+    with path.open("ab") as file:  # what the message says helps
+        file.write(bytes(1024))
+    assert len(load_index(path)) == 1
+
+
+def test_zeroed_header(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    start = int(load_index(path).offsets[1, 0]) - 512
+    data = bytearray(path.read_bytes())
+    data[start : start + 512] = bytes(512)
+    path.write_bytes(data)
+    assert f"zeroed header at offset {start}" in refusal(path)
+
+
+def test_flipped_bit_in_a_header(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 3))
+    start = int(load_index(path).offsets[1, 0]) - 512
+    data = bytearray(path.read_bytes())
+    data[start + 3] ^= 4
+    path.write_bytes(data)
+    assert f"no valid tar header at offset {start}" in refusal(path)
+
+
+def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
+    assert "No such file" in refusal(tmp_path / "none.tar")
+    (tmp_path / "empty.tar").touch()
+    assert "is empty" in refusal(tmp_path / "empty.tar")
+    (tmp_path / "noise.tar").write_bytes(bytes(range(1, 256)) * 40)
+    assert "no valid tar header at offset 0" in refusal(tmp_path / "noise.tar")
+    plain = write_tar(tmp_path / "a.tar", caption_members(0, 1))
+    (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
+    assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
+    (tmp_path / "folder.tar").mkdir()
+    assert "Is a directory" in refusal(tmp_path / "folder.tar")
+
+
+def test_no_samples(tmp_path: Path) -> None:
+    assert "no samples; expected members such as" in refusal(write_tar(tmp_path / "a.tar", {"1.mp4": b""}))
+    assert "no samples" in refusal(write_tar(tmp_path / "b.tar", {}))
+
+
+def test_two_images_in_a_sample(tmp_path: Path) -> None:
+    assert "sample '1' has two members for its image" in refusal(
+        write_tar(tmp_path / "a.tar", {"1.jpg": b"", "1.png": b""})
+    )
+
+
+@pytest.mark.parametrize(("kind", "word"), [(tarfile.SYMTYPE, "symbolic link"), (tarfile.LNKTYPE, "hard link")])
+def test_links(tmp_path: Path, kind: bytes, word: str) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        info = tarfile.TarInfo("1.jpg")
+        info.type, info.linkname = kind, "/etc/passwd"
+        tar.addfile(info)
+    assert word in refusal(tmp_path / "a.tar")
+
+
+def test_sparse_members(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("1.jpg")
+        info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.realsize": str(1 << 40)}
+        tar.addfile(info)
+    assert "sparse member" in refusal(tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "b.tar", "w") as tar:
+        info = tarfile.TarInfo("1.jpg")
+        info.type = tarfile.GNUTYPE_SPARSE
+        tar.addfile(info)
+    assert "a sparse file" in refusal(tmp_path / "b.tar")
+
+
+def test_sizes_in_pax_and_binary_notation(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("1.jpg")
+        info.size, info.pax_headers = 5, {"size": "5"}
+        tar.addfile(info, io.BytesIO(b"hello"))
+    (tmp_path / "a.tar").write_bytes(stream.getvalue())
+    index = load_index(tmp_path / "a.tar")
+    assert member(index, 0, "image") == b"hello"
+    (tmp_path / "b.tar").write_bytes(with_size_field(b"\x80" + (5).to_bytes(11, "big")))
+    assert member(load_index(tmp_path / "b.tar"), 0, "image") == b"hello"
+    (tmp_path / "c.tar").write_bytes(with_size_field(b"-0000001000\0"))  # would go back and read for ever
+    assert "no valid size" in refusal(tmp_path / "c.tar")
+    (tmp_path / "d.tar").write_bytes(with_size_field(b"\xff" * 12))
+    assert "no valid size" in refusal(tmp_path / "d.tar")
+
+
+def with_size_field(field: bytes) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        info = tarfile.TarInfo("1.jpg")
+        info.size = 5
+        tar.addfile(info, io.BytesIO(b"hello"))
+    data = bytearray(stream.getvalue())
+    data[124:136] = field
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    return bytes(data)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damage_is_an_error_or_harmless(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    content = bytearray(write_tar(folder / "a.tar", {"1.jpg": b"x" * 600, "1.txt": b"y", "2.jpg": b"z"}).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 4096))] = data.draw(st.integers(0, 255))
+    path = folder / "b.tar"
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), 2000, 512]))])
+    try:
+        index = load_index(path)
+    except DataError:
+        return
+    assert (index.offsets + index.sizes <= index.length).all()

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vqclip.data.draws import KeyedGenerator, hashed
+from vqclip.data.order import GlobalOrder, permute
+
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(size=st.one_of(st.integers(1, 40), st.integers(41, 5000)), key=st.integers(0, 2**64 - 1))
+def test_permutation_is_a_bijection(size: int, key: int) -> None:
+    image = permute(np.arange(size), size, np.uint64(key))
+    assert np.array_equal(np.sort(image), np.arange(size))
+
+
+def test_every_permutation_of_a_few_is_about_as_likely() -> None:
+    counts = Counter(tuple(permute(np.arange(4), 4, hashed(key)).tolist()) for key in range(4800))
+    assert len(counts) == 24
+    assert min(counts.values()) > 100
+    assert max(counts.values()) < 320
+
+
+def test_large_domains_look_shuffled() -> None:
+    size = 1_000_003
+    image = permute(np.arange(size), size, hashed(7))
+    assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.005
+    assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.005
+    assert np.abs(np.diff(image)).min() > 0
+    # Neighbours end up at neighbours no more often than by chance (2 of a million).
+    assert (np.abs(np.diff(image)) == 1).sum() < 15
+    other = permute(np.arange(size), size, hashed(8))
+    assert (image == other).sum() < 15
+
+
+def test_billions_cost_no_memory() -> None:
+    order = GlobalOrder([2_000_000_000, 3_000_000_000], [1.0, 0.5], seed=1)
+    slots = order.batch(10**9, 4096)
+    assert slots.sample.max() < 3_000_000_000
+    assert (slots.epoch >= 0).all()
+    assert set(slots.source.tolist()) == {0, 1}
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
+def test_each_sample_exactly_once_an_epoch(sizes: list[int], seed: int, epoch: int) -> None:
+    order = GlobalOrder(sizes, [1.0] * len(sizes), seed)
+    assert order.epoch_size == sum(sizes)
+    slots = order[np.arange(epoch * order.epoch_size, (epoch + 1) * order.epoch_size)]
+    shown = sorted(zip(slots.source.tolist(), slots.sample.tolist(), strict=True))
+    assert shown == [(source, sample) for source, size in enumerate(sizes) for sample in range(size)]
+    assert (slots.epoch == epoch).all()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=SIZES,
+    weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.0]), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
+    epochs=st.integers(1, 6),
+)
+def test_weights_are_kept_to_one_appearance(sizes: list[int], weights: list[float], seed: int, epochs: int) -> None:
+    order = GlobalOrder(sizes, weights[: len(sizes)], seed)
+    slots = order[np.arange(epochs * order.epoch_size)]
+    for source, size in enumerate(sizes):
+        mine = slots.source == source
+        counts = np.bincount(slots.sample[mine], minlength=size)
+        assert counts.sum() == epochs * max(1, round(size * weights[source]))
+        assert counts.max() - counts.min() <= 1
+        # The n-th appearance of a sample is in pass n - 1: no draw keyed by (pass, sample) comes twice.
+        pairs = set(zip(slots.sample[mine].tolist(), slots.epoch[mine].tolist(), strict=True))
+        assert len(pairs) == counts.sum()
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, batch=st.integers(1, 50), world_size=st.integers(1, 8), step=st.integers(0, 100))
+def test_world_size_changes_nothing(sizes: list[int], batch: int, world_size: int, step: int) -> None:
+    order = GlobalOrder(sizes, [1.0] * len(sizes), seed=5)
+    whole = order.batch(step, batch)
+    assert np.array_equal(whole.sample, order[np.arange(step * batch, (step + 1) * batch)].sample)
+    for rank in range(world_size):
+        part = order.batch(step, batch, rank, world_size)
+        for mine, all_ranks in zip(part, whole, strict=True):
+            assert np.array_equal(mine, all_ranks[rank::world_size])
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    def epoch(seed: int, number: int) -> list[int]:
+        return GlobalOrder([100], [1.0], seed)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 0) != epoch(0, 1)
+
+
+def test_the_order_is_the_same_in_every_version() -> None:
+    # A change here makes runs unable to resume: raise the version of the data fingerprint with it.
+    slots = GlobalOrder([10, 5], [1.0, 2.0], seed=3)[np.arange(12)]
+    assert slots.source.tolist() == GOLDEN_SOURCES
+    assert slots.sample.tolist() == GOLDEN_SAMPLES
+
+
+GOLDEN_SOURCES = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1]
+GOLDEN_SAMPLES = [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]
+
+
+def test_keyed_generator() -> None:
+    generator = KeyedGenerator(seed=1)
+    first = generator.at(2, 3).random(5)
+    odd = generator.at(2, 4)
+    odd.integers(7, dtype=np.uint32)  # leaves half a word behind
+    assert np.array_equal(generator.at(2, 3).random(5), first)
+    fresh = np.random.Generator(np.random.Philox(key=[1, 0], counter=[0, 0, 2, 3]))
+    assert np.array_equal(fresh.random(5), first)
+    for other in (generator.at(3, 3), generator.at(2, 4), KeyedGenerator(2).at(2, 3)):
+        assert not np.isin(other.random(5), first).any()
+
+
+@pytest.mark.parametrize("change", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2), (1, 2, 3, 0)])
+def test_hash_depends_on_every_part_and_their_order(change: tuple[int, ...]) -> None:
+    assert hashed(1, 2, 3) != hashed(*change)
+
+
+def test_hash_works_elementwise() -> None:
+    numbers = np.arange(5)
+    assert hashed(9, numbers).tolist() == [int(hashed(9, int(number))) for number in numbers]

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
+from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, ScenesSourceConfig, SourceConfig
+from vqclip.data.sources.paths import expand_braces, find_shards
+from vqclip.errors import DataError
+
+
+def refusal(action, *args) -> str:
+    with pytest.raises(DataError) as error:
+        action(*args)
+    return str(error.value)
+
+
+def one_sample(tmp_path: Path, members: dict[str, bytes], **options) -> str:
+    """What is said about a single sample beside a good one."""
+    path = write_tar(tmp_path / "x.tar", {**caption_members(7, 1), **members})
+    source = CaptionShardsConfig(path=str(path), **options).build()
+    assert source.read(0)
+    message = refusal(source.read, 1)
+    assert message.startswith(f"{path}: sample bad: ")
+    return message
+
+
+def test_captions(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path, (3, 2))
+    source = CaptionShardsConfig(path=str(folder)).build()
+    assert len(source) == 5
+    assert [source.read(index).captions for index in range(5)] == [(f"caption {index}",) for index in range(5)]
+    assert source.read(4).image == encode(pixels(4))
+    assert source.read(4).label == -1
+    assert source.name(3) == f"{folder}/00001.tar: sample 000000003"
+    with pytest.raises(IndexError):
+        source.read(5)
+
+
+def test_captions_from_json_and_lines(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path / "a", (1,))
+    keys = ("caption", "none", "many")
+    assert CaptionShardsConfig(path=str(folder), captions="json", json_keys=keys).build().read(0).captions == (
+        "json 0",
+        "a0",
+        "b0",
+    )
+    path = write_tar(tmp_path / "b.tar", {"1.jpg": b"", "1.txt": "one\n\n two \r\nthrée".encode()})
+    assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().read(0).captions == ("one", "two", "thrée")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"bad.jpg": b"x"}, "has no .txt"),
+        ({"bad.txt": b"x"}, "has no image (.jpg, .jpeg, .png or .webp)"),
+        ({"bad.jpg": b"x", "bad.txt": b" \n"}, "the caption (.txt) is empty"),
+        ({"bad.jpg": b"x", "bad.txt": b"ab\xff"}, ".txt is not UTF-8: invalid start byte at byte 2"),
+        ({"bad.jpg": b"x", "bad.txt": bytes(2 << 20)}, "txt of 2097152 bytes; at most 1048576"),
+    ],
+)
+def test_bad_samples_are_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+    assert message in one_sample(tmp_path, members)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", ".json cannot be read"),
+        (b"[" * 200_000, ".json cannot be read"),
+        (b"[1]", ".json holds a list; expected an object"),
+        (json.dumps({"title": "x"}).encode(), "no caption under 'caption' in the .json; its keys: 'title'"),
+        (json.dumps({"caption": 5}).encode(), "key 'caption' holds a int; expected text"),
+    ],
+)
+def test_bad_json_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    assert message in one_sample(tmp_path, {"bad.jpg": b"x", "bad.json": content}, captions="json")
+
+
+def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {"1.jpg": b"", "1.json": b"{}"})
+    assert "none of the 1 samples has a member .txt" in refusal(CaptionShardsConfig(path=str(path)).build)
+    folder = class_folder(tmp_path / "c")
+    message = refusal(CaptionShardsConfig(path=str(folder / "train")).build)
+    assert "is it a source of kind: classes?" in message
+    path = write_tar(tmp_path / "b.tar", {"1.txt": b""})
+    assert "has a member image" in refusal(CaptionShardsConfig(path=str(path)).build)
+
+
+def test_a_shard_that_changes_or_goes_is_noticed(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path, (2, 2))
+    source = CaptionShardsConfig(path=str(folder)).build()
+    write_tar(folder / "00000.tar", caption_members(9, 3))
+    assert "00000.tar: has changed since it was indexed" in refusal(source.read, 0)
+    (folder / "00001.tar").unlink()
+    assert "sample 000000002: cannot be read: No such file" in refusal(source.read, 2)
+
+
+def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path, (1,) * 90)
+    source = CaptionShardsConfig(path=str(folder)).build()
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(90):
+        source.read(index)
+    assert len(os.listdir("/proc/self/fd")) - before <= 64
+    del source
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_fingerprint_tells_content_not_place(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path / "a", (2, 2))
+    shutil.copytree(folder, tmp_path / "b")
+    first = CaptionShardsConfig(path=str(folder)).build().fingerprint
+    assert first == CaptionShardsConfig(path=str(tmp_path / "b")).build().fingerprint
+    assert json.loads(json.dumps(first)) == first
+    swapped = (str(folder / "00001.tar"), str(folder / "00000.tar"))
+    assert CaptionShardsConfig(path=swapped).build().fingerprint != first
+    assert CaptionShardsConfig(path=str(folder), captions="txt_lines").build().fingerprint != first
+
+
+def test_classes(tmp_path: Path) -> None:
+    source = ClassShardsConfig(path=class_folder(tmp_path)).build()
+    assert source.classnames == ("cat", "dog", "red panda")
+    assert source.templates == ("a photo of a {c}", "the {c}")
+    sample = source.read(5)
+    assert (sample.label, sample.captions) == (2, ("a photo of a red panda", "the red panda"))
+    assert sample.image == encode(pixels(5))
+
+
+def test_tars_beside_the_class_names(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path)
+    shutil.move(folder / "train" / "0.tar", folder / "0.tar")
+    assert len(ClassShardsConfig(path=folder, split="").build()) == 6
+
+
+def test_wrong_class_folders(tmp_path: Path) -> None:
+    assert "no such folder; expected one with classnames.txt and train/*.tar" in refusal(
+        ClassShardsConfig(path=tmp_path / "none").build
+    )
+    folder = class_folder(tmp_path / "a")
+    assert "has no split 'test'; splits with tars: train" in refusal(ClassShardsConfig(path=folder, split="test").build)
+    (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
+    assert "templates.txt:1: no {c} for the class name in 'a photo'" in refusal(ClassShardsConfig(path=folder).build)
+    (folder / "classnames.txt").write_text("cat\n\ndog\n")
+    assert "classnames.txt:2: blank line" in refusal(ClassShardsConfig(path=folder).build)
+    (folder / "classnames.txt").unlink()
+    assert "classnames.txt: cannot be read" in refusal(ClassShardsConfig(path=folder).build)
+
+
+@pytest.mark.parametrize("content", [b"3", b"-1", b"cat", b"", "²".encode()])
+def test_wrong_labels(tmp_path: Path, content: bytes) -> None:
+    folder = class_folder(tmp_path)
+    write_tar(folder / "train" / "0.tar", {"1.jpg": b"", "1.cls": content})
+    message = refusal(ClassShardsConfig(path=folder).build().read, 0)
+    assert "sample 1: .cls holds" in message
+    assert message.endswith("expected a class number, 0 to 2")
+
+
+def test_scenes(tmp_path: Path) -> None:
+    drawing = {"train": 4, "val": 2, "test": 99, "heldout": 22, "image_size": 32}
+    config = TypeAdapter(SourceConfig).validate_python({"kind": "scenes", "drawing": drawing})
+    assert isinstance(config, ScenesSourceConfig)
+    source = config.build()
+    assert len(source) == 4
+    assert source.read(0).captions[0]
+    test = config.model_copy(update={"split": "test"}).build()
+    assert test.read(0).label >= 0
+    assert test.classnames
+
+
+def test_braces() -> None:
+    assert expand_braces("a/{08..11}.tar") == ["a/08.tar", "a/09.tar", "a/10.tar", "a/11.tar"]
+    assert expand_braces("{a,b}{1..2}") == ["a1", "a2", "b1", "b2"]
+    assert expand_braces("{3..1}") == ["3", "2", "1"]
+    assert expand_braces("plain") == ["plain"]
+    assert "at most 10000000" in refusal(expand_braces, "{0..9999}{0..9999}{0..9999}")
+    assert "more than 10000000" in refusal(expand_braces, "{0..99999999999999}")
+
+
+def test_what_paths_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = caption_shards(tmp_path / "data", (1, 1, 1))
+    shards = [folder / f"{number:05d}.tar" for number in range(3)]
+    (folder / "00000_stats.json").touch()
+    assert find_shards([folder]) == shards
+    assert find_shards([f"{folder}/{{00000..00002}}.tar"]) == shards
+    assert find_shards([f"{folder}/*.tar"]) == shards
+    assert find_shards([shards[2], shards[0]]) == [shards[2], shards[0]]
+    monkeypatch.chdir(tmp_path)
+    assert find_shards(["data/00001.tar"]) == shards[1:2]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_shards(["~/data"]) == shards
+
+
+def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path / "data" / "train", (1, 1))
+    (tmp_path / "empty").mkdir()
+    for path, message in {
+        tmp_path / "none": "no such file or folder; expected a tar, a folder of tars",
+        tmp_path / "empty": "no *.tar in this folder (it is empty)",
+        folder.parent: "there are some in train: did you mean",
+        f"{folder}/{{00000..00003}}.tar": f"2 of 4 shards are missing: {folder}/00002.tar, {folder}/00003.tar",
+        f"{folder}/{{10..13}}.tar": "matches no file",
+        f"{folder}/*.tgz": "matches no file",
+        "https://example.com/{00..10}.tar": "only local shards are read",
+        "pipe:curl example.com": "only local shards are read",
+    }.items():
+        message_got = refusal(find_shards, [path])
+        assert message in message_got
+        assert str(path) in message_got
+    assert "listed twice" in refusal(find_shards, [folder, folder / "00000.tar"])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"kind": "shards"},
+        {"kind": "shards", "path": ""},
+        {"kind": "shards", "path": "x", "weight": 0},
+        {"kind": "shards", "path": "x", "captions": "json", "json_keys": []},
+        {"kind": "shard", "path": "x"},
+        {"path": "x"},
+    ],
+)
+def test_wrong_configuration(section: dict) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(SourceConfig).validate_python(section)
+
+
+def test_import_leaves_heavy_packages_alone() -> None:
+    code = "import sys, vqclip.data; print([m for m in ('webdataset', 'open_clip', 'timm') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
