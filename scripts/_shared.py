@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, VqclipError
@@ -57,7 +58,7 @@ def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace]
             if arguments.json is not None:
                 write_json(arguments.json, results)
     except ValidationError as error:
-        return _fail("\n".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()))
+        return _fail("\n".join(_problem(one) for one in error.errors()))
     except (VqclipError, OSError) as error:
         return _fail(str(error))
     finally:
@@ -91,6 +92,11 @@ def _device(name: str) -> torch.device:
             f"--device: got {name!r}, which cannot be used here: {str(error).splitlines()[0]}"
         ) from error
     return device
+
+
+def _problem(error: ErrorDetails) -> str:
+    place, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    return f"{place}: got {error['input']!r}; {message}"
 
 
 def _fail(message: str) -> int:

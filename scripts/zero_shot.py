@@ -38,7 +38,7 @@ def make_task(arguments: argparse.Namespace) -> ZeroShotConfig:
     return ZeroShotConfig(
         name=f"scenes {data.split}" if isinstance(data, ScenesClassesData) else data.path.name,
         data=data,
-        templates=arguments.template and tuple(arguments.template),
+        templates=tuple(arguments.template or ()),
         batch_size=arguments.batch_size,
         workers=arguments.workers,
         limit=arguments.limit,

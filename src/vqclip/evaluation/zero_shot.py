@@ -24,7 +24,7 @@ _DEPTHS = (1, 5)
 
 def _has_class(template: str) -> str:
     if "{c}" not in template:
-        raise ValueError(f"got {template!r}; expected {{c}} where the name of the class goes")
+        raise ValueError("expected {c} where the name of the class goes")
     return template
 
 
@@ -36,8 +36,8 @@ class ZeroShotConfig(Config):
     """How results are titled."""
     data: LabelledData
     """The labelled images."""
-    templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] | None = Field(None, min_length=1)
-    """Prompts with {c} for the class name; null takes those of the data."""
+    templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] = ()
+    """Prompts with {c} for the class name; none takes those of the data."""
     batch_size: int = Field(256, ge=1)
     """Images, or prompts, at once on each rank. The figures do not depend on it, up to rounding."""
     workers: int = Field(0, ge=0, le=512)
