@@ -115,6 +115,11 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
     assert LFQConfig(bits=21, loss_weights=LFQLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
 
 
+def test_a_loss_without_a_weight_weighs_nothing() -> None:
+    weights = LFQ(4, loss_weights={"commitment": 1.0}).loss_weights
+    assert weights == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

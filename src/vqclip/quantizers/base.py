@@ -49,7 +49,7 @@ class Quantizer(nn.Module, ABC):
     Args:
         dim: D, the width of the vectors.
         codebook_sizes: K of each of the C codebooks; at most 2^63 each, so that ids fit int64.
-        loss_weights: name → the weight with which the training loss adds that entry of `losses`.
+        loss_weights: the weight of each entry of `losses` in the training loss, by the same names.
 
     Raises:
         ConfigError: a codebook is larger than int64 can count.

@@ -40,8 +40,8 @@ class LFQ(Quantizer):
         bits: number of channels, 1 to 63.
         entropy_temperature: of the soft assignment, > 0. The published 0.01 suits channels within about ±0.02 of their
             threshold; a higher one lets the entropy losses act on tokens further away from it.
-        loss_weights: of the three losses, in the training loss. By default 0.1, 0.1 and 0.25; without
-            ``codebook_entropy_gap`` where there is none.
+        loss_weights: of the three losses, in the training loss; one that is left out weighs 0. Without any: 0.1, 0.1
+            and 0.25, less ``codebook_entropy_gap`` where there is none.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
@@ -129,11 +129,11 @@ def _signs(positive: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _checked_weights(bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists at this size; the defaults where none are given."""
-    names = set(LFQLossWeights.model_fields)
-    if unknown := set(weights or {}) - names:
-        raise ConfigError(f"LFQ: no loss is named {sorted(unknown)}, expected some of {sorted(names)}")
-    checked = LFQLossWeights().model_dump() if weights is None else dict(weights)
+    """Weight of every loss that exists at this size: 0 where only others are given, the defaults where none are."""
+    defaults = LFQLossWeights().model_dump()
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"LFQ: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    checked = defaults if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
     if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap", 0) > 0 and weights is not None:
         raise ConfigError(
             f"LFQ: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not 2^{bits}; "
