@@ -22,8 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokenizer",),
     ("model",),
     ("losses",),
-    ("optim", "checkpoint", "evaluation", "report"),
-    ("step", "resume"),
+    ("optim", "checkpoint", "evaluation"),
+    ("report", "step"),
+    ("resume",),
     ("train",),
 )
 # Losses see embeddings and nothing else.

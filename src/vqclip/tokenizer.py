@@ -169,6 +169,7 @@ class ImageTokenizer(Tokenizer):
 
     modality = "image"
     config: ImageTokenizerConfig
+    tower: ImageTower
 
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
         tower = config.tower.build()

@@ -109,6 +109,11 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
+        self.optim.schedule(self.train.steps)
+        return self
+
 
 def train(config: TrainConfig) -> RunSummary | None:
     """Run a configuration from where it stands to its end, on this process's share of every global batch.
@@ -305,7 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         summary = train(config)
     except ConfigError as error:
-        return _fail(error, 2)
+        # All ranks read the same configuration: one of them says so.
+        return _fail(error, 2) if int(os.environ.get("RANK", "0")) == 0 else 2
     except VqclipError as error:
         return _fail(error, 1)
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:

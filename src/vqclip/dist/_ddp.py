@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vqclip.dist._state import Group, is_distributed, named_errors
+
+# The same switch under its name from torch 2.15 on, where the old one warns.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
 def wrap_ddp(module: nn.Module, group: Group = None, **options: Any) -> nn.Module:
@@ -33,7 +38,7 @@ def wrap_ddp(module: nn.Module, group: Group = None, **options: Any) -> nn.Modul
         return module
     with named_errors("wrapping the model in DDP"):
         return DistributedDataParallel(
-            module, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options
+            module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC, **options
         )
 
 

@@ -137,7 +137,7 @@ class TimmTowerConfig(Config):
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)
         # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
-        stats = model.pretrained_cfg or {}
+        stats: Any = model.pretrained_cfg or {}
         mean, std = stats.get("mean", OPENAI_MEAN), stats.get("std", OPENAI_STD)
         return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
 

@@ -102,7 +102,7 @@ class TransformerTowerConfig(Config):
             width=self.width,
             heads=self.heads,
             layers=self.layers,
-            output_dim=None,  # type: ignore[arg-type]
+            output_dim=None,
             pool_type="none",
             no_causal_mask=not self.causal,
             use_pad_mask=not self.causal,
