@@ -196,6 +196,7 @@ def _run(env: dict[str, str], rendezvous: str, request: bytes) -> Any:
                 rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group("gloo", rendezvous, limit, rank=rank, world_size=world_size)
+                dist.barrier()  # no rank may be through and hang up while another is still forming the group
             return fn(*args)
         finally:
             if dist.is_initialized():
