@@ -200,6 +200,7 @@ def _run(env: dict[str, str], rendezvous: str, request: bytes) -> Any:
             return fn(*args)
         finally:
             if dist.is_initialized():
+                time.sleep(0.02)  # see vqclip.dist.shutdown: torch 2.6 deadlocks otherwise
                 dist.destroy_process_group()
             if "torch._dynamo" in sys.modules:
                 sys.modules["torch._dynamo"].reset()

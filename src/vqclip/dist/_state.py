@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -93,6 +94,9 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
 def shutdown() -> None:
     """Leave the job. Does nothing without a process group."""
     if _initialized():
+        # The destructor of torch 2.6's gloo group waits, with the GIL in its hands, for a thread that may itself be
+        # waiting for the GIL to free the tensors of the last collective: a deadlock. Sleeping lets that thread finish.
+        time.sleep(0.1)
         c10d.destroy_process_group()
 
 
