@@ -2,49 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
-import signal
-import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from tests.data.loading import SIZE, G, global_batches, open_data, same, text
 from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
 from vqclip import dist
-from vqclip.data import Batch, CaptionShardsConfig, ClassShardsConfig, DataConfig, TrainData
+from vqclip.data import CaptionShardsConfig, DataConfig
 from vqclip.data.decode import decode_image
 from vqclip.errors import DataError
-
-SIZE = 16
-G = 10
-
-
-def tokenize(captions: list[str]) -> torch.Tensor:
-    """Bytes of the caption, (B, 40) int64, 0-padded."""
-    rows = torch.zeros(len(captions), 40, dtype=torch.int64)
-    for row, caption in zip(rows, captions, strict=True):
-        data = torch.tensor(list(caption.encode()), dtype=torch.int64)
-        row[: len(data)] = data
-    return rows
-
-
-def text(row: torch.Tensor) -> str:
-    return bytes(row[row > 0].tolist()).decode()
-
-
-def open_data(folder: Path, seed: int = 0, batch_size: int = G, **options) -> TrainData:
-    """Two caption sources and one of classes."""
-    sources = options.pop("sources", None) or (
-        CaptionShardsConfig(path=str(folder / "a")),
-        CaptionShardsConfig(path=str(folder / "b"), weight=0.5, captions="json", json_keys=("many",)),
-        ClassShardsConfig(path=folder / "c"),
-    )
-    config = DataConfig(sources=sources, **{"workers": 0, **options})
-    return config.build(image_size=SIZE, tokenize=tokenize, batch_size=batch_size, seed=seed)
 
 
 @pytest.fixture
@@ -53,31 +23,6 @@ def folder(tmp_path: Path) -> Path:
     caption_shards(tmp_path / "b", (12,), first=100)
     class_folder(tmp_path / "c", 6)
     return tmp_path
-
-
-def global_batch(parts: list[Batch]) -> tuple[torch.Tensor, ...]:
-    """The global batch that ranks' parts make: sample i is on rank i mod W."""
-    assert len({(part.step, part.epoch) for part in parts}) == 1
-    total = sum(len(part) for part in parts)
-    result = []
-    for name in ("sample_ids", "images", "texts", "labels"):
-        tensors = [getattr(part, name) for part in parts]
-        whole = torch.empty(total, *tensors[0].shape[1:], dtype=tensors[0].dtype)
-        for rank, tensor in enumerate(tensors):
-            whole[rank :: len(parts)] = tensor
-        result.append(whole)
-    return tuple(result)
-
-
-def global_batches(data: TrainData, start: int, stop: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
-    ranks = [list(data.batches(start, stop, rank, world_size)) for rank in range(world_size)]
-    return [global_batch(list(parts)) for parts in zip(*ranks, strict=True)]
-
-
-def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ...]]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -184,122 +129,6 @@ def test_fingerprint(folder: Path) -> None:
     changed = open_data(folder).fingerprint
     assert changed["sha256"] != first["sha256"]
     assert [a == b for a, b in zip(first["sources"], changed["sources"], strict=True)] == [True, False, True]
-
-
-# ---- bad samples
-
-
-@pytest.fixture
-def spoilt(tmp_path: Path) -> Path:
-    """20 samples, of which 3, 4 and 5 are bad."""
-    members = caption_members(0, 20)
-    members["000000003.jpg"] = members["000000003.jpg"][:200]
-    del members["000000004.txt"]
-    members["000000005.jpg"] = b"\x80\x04not an image"
-    write_tar(tmp_path / "00000.tar", members)
-    return tmp_path
-
-
-def spoilt_data(folder: Path, **options) -> TrainData:
-    options = {"max_bad_fraction": 0.1, **options}
-    return open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),), **options)
-
-
-def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = spoilt_data(spoilt)
-    with caplog.at_level(logging.WARNING, "vqclip.data"):
-        batches = list(data.batches(0, 4))  # two epochs
-    # Twice each, and perhaps as a substitute that was drawn for another one.
-    assert {bad.sample_id for bad in data.replaced} == {3, 4, 5}
-    assert min(Counter(bad.sample_id for bad in data.replaced).values()) >= 2
-    shown = torch.cat([batch.sample_ids for batch in batches]).tolist()
-    assert len(shown) == 40
-    assert not {3, 4, 5} & set(shown)
-    reasons = {bad.sample_id: bad.reason for bad in data.replaced}
-    shard = spoilt / "00000.tar"
-    assert reasons[3].startswith(f"{shard}: sample 000000003: jpeg image cannot be decoded")
-    assert reasons[4] == f"{shard}: sample 000000004: has no .txt"
-    assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG or WebP image")
-    for bad in data.replaced:
-        assert f"sample {bad.sample_id} replaced by {bad.substitute_id}: {bad.reason}" in caplog.text
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_substitutes_do_not_depend_on_ranks_and_workers(spoilt: Path, workers: int) -> None:
-    expected = global_batches(spoilt_data(spoilt), 0, 6, 1)
-    data = spoilt_data(spoilt, workers=workers)
-    for world_size in (1, 2, 4):
-        assert same(global_batches(data, 0, 6, world_size), expected)
-        assert same(global_batches(data, 3, 6, world_size), expected[3:])
-
-
-def test_too_many_bad_samples_stop_the_run(spoilt: Path) -> None:
-    data = spoilt_data(spoilt, max_bad_fraction=0.002)
-    with pytest.raises(
-        DataError, match=r"\d bad samples among \d+: more than data.max_bad_fraction=0.002 allows"
-    ) as error:
-        list(data.batches(0, 100))
-    assert "sample 000000004: has no .txt" in str(error.value)
-    with pytest.raises(DataError, match="1 bad samples"):
-        list(spoilt_data(spoilt, max_bad_fraction=0.0, batch_size=1).batches(0, 100))
-
-
-def test_nothing_but_bad_samples(tmp_path: Path) -> None:
-    members = {f"{n}.{kind}": b"x" for n in range(5) for kind in ("jpg", "txt")}
-    write_tar(tmp_path / "0.tar", members)
-    with pytest.raises(DataError, match="31 substitutes for it cannot be used either"):
-        list(spoilt_data(tmp_path).batches(0, 1))
-
-
-# ---- failures of the machinery
-
-
-def explode(captions: list[str]) -> torch.Tensor:
-    raise KeyError("boom")
-
-
-def die(captions: list[str]) -> torch.Tensor:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def sleep(captions: list[str]) -> torch.Tensor:
-    time.sleep(30)
-    raise AssertionError
-
-
-def failing(folder: Path, function, **options) -> TrainData:
-    config = DataConfig(sources=(CaptionShardsConfig(path=str(folder / "a")),), workers=1, **options)
-    return config.build(image_size=SIZE, tokenize=function, batch_size=4, seed=0)
-
-
-def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)KeyError: 'boom'.*in explode"):
-        next(failing(folder, explode).batches(0, 1))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_dead_worker_is_explained(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a data worker died \(.*killed for memory\? Fewer data.workers"):
-        next(failing(folder, die).batches(0, 1))
-
-
-def test_a_stuck_worker_is_explained(folder: Path) -> None:
-    start = time.monotonic()
-    with pytest.raises(DataError, match=r"no batch came from the data workers for 1 s"):
-        next(failing(folder, sleep, timeout_s=1.0).batches(0, 1))
-    assert time.monotonic() - start < 20
-
-
-def test_workers_outlive_stop_signals(folder: Path) -> None:
-    batches = open_data(folder, workers=2).batches(0, 30)
-    next(batches)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    assert len(children) >= 2
-    for child in children:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(int(child), number)
-    assert len(list(batches)) == 29
 
 
 # ---- several ranks

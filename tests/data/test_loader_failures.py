@@ -1,0 +1,136 @@
+"""Bad samples, and workers that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.loading import SIZE, global_batches, open_data, same
+from tests.data.making import caption_members, caption_shards, write_tar
+from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
+from vqclip.errors import DataError
+
+
+@pytest.fixture
+def spoilt(tmp_path: Path) -> Path:
+    """20 samples, of which 3, 4 and 5 are bad."""
+    members = caption_members(0, 20)
+    members["000000003.jpg"] = members["000000003.jpg"][:200]
+    del members["000000004.txt"]
+    members["000000005.jpg"] = b"\x80\x04not an image"
+    write_tar(tmp_path / "00000.tar", members)
+    return tmp_path
+
+
+def spoilt_data(folder: Path, **options) -> TrainData:
+    options = {"max_bad_fraction": 0.1, **options}
+    return open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),), **options)
+
+
+def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = spoilt_data(spoilt)
+    with caplog.at_level(logging.WARNING, "vqclip.data"):
+        batches = list(data.batches(0, 4))  # two epochs
+    # Twice each, and perhaps as a substitute that was drawn for another one.
+    assert {bad.sample_id for bad in data.replaced} == {3, 4, 5}
+    assert min(Counter(bad.sample_id for bad in data.replaced).values()) >= 2
+    shown = torch.cat([batch.sample_ids for batch in batches]).tolist()
+    assert len(shown) == 40
+    assert not {3, 4, 5} & set(shown)
+    reasons = {bad.sample_id: bad.reason for bad in data.replaced}
+    shard = spoilt / "00000.tar"
+    assert reasons[3].startswith(f"{shard}: sample 000000003: jpeg image cannot be decoded")
+    assert reasons[4] == f"{shard}: sample 000000004: has no .txt"
+    assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG or WebP image")
+    for bad in data.replaced:
+        assert f"sample {bad.sample_id} replaced by {bad.substitute_id}: {bad.reason}" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_substitutes_do_not_depend_on_ranks_and_workers(spoilt: Path, workers: int) -> None:
+    expected = global_batches(spoilt_data(spoilt), 0, 6, 1)
+    data = spoilt_data(spoilt, workers=workers)
+    for world_size in (1, 2, 4):
+        assert same(global_batches(data, 0, 6, world_size), expected)
+        assert same(global_batches(data, 3, 6, world_size), expected[3:])
+
+
+def test_too_many_bad_samples_stop_the_run(spoilt: Path) -> None:
+    data = spoilt_data(spoilt, max_bad_fraction=0.002)
+    with pytest.raises(
+        DataError, match=r"\d bad samples among \d+: more than data.max_bad_fraction=0.002 allows"
+    ) as error:
+        list(data.batches(0, 100))
+    assert "sample 000000004: has no .txt" in str(error.value)
+    with pytest.raises(DataError, match="1 bad samples"):
+        list(spoilt_data(spoilt, max_bad_fraction=0.0, batch_size=1).batches(0, 100))
+
+
+def test_nothing_but_bad_samples(tmp_path: Path) -> None:
+    members = {f"{n}.{kind}": b"x" for n in range(5) for kind in ("jpg", "txt")}
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(DataError, match="31 substitutes for it cannot be used either"):
+        list(spoilt_data(tmp_path).batches(0, 1))
+
+
+# ---- failures of the machinery
+
+
+def explode(captions: list[str]) -> torch.Tensor:
+    raise KeyError("boom")
+
+
+def die(captions: list[str]) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def sleep(captions: list[str]) -> torch.Tensor:
+    time.sleep(30)
+    raise AssertionError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return caption_shards(tmp_path, (9, 8))
+
+
+def failing(folder: Path, function, **options) -> TrainData:
+    config = DataConfig(sources=(CaptionShardsConfig(path=str(folder)),), workers=1, **options)
+    return config.build(image_size=SIZE, tokenize=function, batch_size=4, seed=0)
+
+
+def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)KeyError: 'boom'.*in explode"):
+        next(failing(folder, explode).batches(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_dead_worker_is_explained(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"a data worker died \(.*killed for memory\? Fewer data.workers"):
+        next(failing(folder, die).batches(0, 1))
+
+
+def test_a_stuck_worker_is_explained(folder: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"no batch came from the data workers for 1 s"):
+        next(failing(folder, sleep, timeout_s=1.0).batches(0, 1))
+    assert time.monotonic() - start < 20
+
+
+def test_workers_outlive_stop_signals(folder: Path) -> None:
+    batches = spoilt_data(folder, workers=2).batches(0, 30)
+    next(batches)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert len(children) >= 2
+    for child in children:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(int(child), number)
+    assert len(list(batches)) == 29
