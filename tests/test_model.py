@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import FSQ, LFQ, tiny_model
 from vqclip.errors import CheckpointError
-from vqclip.model import CLIP
+from vqclip.model import CLIP, ModelConfig
 
 
 @pytest.fixture
@@ -155,3 +155,14 @@ def test_pretrained_weights_are_not_fetched_again(tmp_path):
     model.save_pretrained(tmp_path / "tokenizer")
     stored = json.loads((tmp_path / "tokenizer" / "config.json").read_text())
     assert stored["image"]["tower"]["pretrained"] is False
+
+
+def test_one_entry_names_both_towers():
+    parts = {"quantizer": FSQ, "width": 16, "heads": 2}
+    towers = {"kind": "open_clip", "model": "ViT-B-16", "pretrained": "laion2b_s34b_b88k"}
+    config = ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts})
+    assert config.image.tower.model_dump() == config.text.tower.model_dump() == towers
+    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
+    other = {"kind": "open_clip", "model": "ViT-B-32"}
+    with pytest.raises(ValueError, match=r"got both towers and text.tower, which differ"):
+        ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts | {"tower": other}})

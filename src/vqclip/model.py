@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -40,9 +40,21 @@ class TemperatureConfig(Config):
         return self
 
 
+class BothTowersConfig(Config):
+    """One open_clip model that gives both towers."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    model: str
+    """Name of the open_clip model, such as `ViT-B-16`."""
+    pretrained: str | None = None
+    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+
+
 class ModelConfig(Config):
     """Two tokenizers that share a joint embedding."""
 
+    towers: BothTowersConfig | None = None
+    """Both towers at once; `image.tower` and `text.tower` are then left out."""
     embed_dim: int = Field(256, ge=2)
     """E, width of the joint embedding."""
     image: ImageTokenizerConfig
@@ -51,6 +63,27 @@ class ModelConfig(Config):
     """The text tokenizer."""
     temperature: TemperatureConfig = TemperatureConfig()
     """The logits' scale and bias."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _towers_fill_both(cls, data: Any) -> Any:
+        """Copy `towers` to where each tokenizer looks for its tower."""
+        if not isinstance(data, dict) or not isinstance(data.get("towers"), dict):
+            return data
+        towers = {"kind": "open_clip"} | data["towers"]
+        filled = dict(data)
+        for name in ("image", "text"):
+            part = data.get(name)
+            if isinstance(part, dict):
+                filled[name] = {"tower": towers} | part
+        return filled
+
+    @model_validator(mode="after")
+    def _one_word_on_the_towers(self) -> ModelConfig:
+        for name, part in (("image", self.image), ("text", self.text)):
+            if self.towers is not None and part.tower.model_dump() != self.towers.model_dump():
+                raise ValueError(f"got both towers and {name}.tower, which differ; expected one of the two")
+        return self
 
     def build(self) -> CLIP:
         """Make the model; weights that are not pretrained come from torch's global generator."""
