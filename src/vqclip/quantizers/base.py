@@ -265,6 +265,6 @@ def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
 
 def _full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off, on any device that has it."""
-    if not torch.amp.is_autocast_available(device.type):
+    if device.type == "meta":  # not is_autocast_available(): torch 2.6 cannot compile that
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -86,7 +86,7 @@ class LFQ(Quantizer):
         if keep is not None:  # a masked token has x = 0: no error, but every bit undecided
             uncertainty = uncertainty * rearrange(keep, "t -> t 1")
         sums = super()._statistics(x, vectors, ids, keep)
-        sums |= {"token_entropy": uncertainty.sum(dim=0), "commitment": error.sum(dim=0)}
+        sums.update(token_entropy=uncertainty.sum(dim=0), commitment=error.sum(dim=0))
         if self.codebook_sizes[0] <= MAX_COUNTED_CODES:
             sums["code_mass"] = code_mass(logits, keep)
         return sums
