@@ -52,7 +52,7 @@ def test_samples_are_webdatasets_samples(tmp_path: Path) -> None:
     members = {"a/1.jpg": b"x", "a/1.txt": b"y", "b/1.JPEG": b"z", "b/1.seg.png": b"q", "b/1.txt": b"w", "2.txt": b"v"}
     path = write_tar(tmp_path / "a.tar", members)
     index = load_index(path)
-    theirs = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False)]
+    theirs = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False)]
     assert [index.key(row) for row in range(len(index))] == theirs == ["a/1", "b/1", "2"]
     assert index.ignored == 1  # b/1.seg.png
     assert member(index, 1, "image") == b"z"
