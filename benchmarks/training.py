@@ -5,11 +5,12 @@
 
 open_clip reads shards with webdataset 0.2.86, so it runs with a Python of its own; any environment that has it will do.
 
-Method. Every row is a process that runs the real entry point, end to end but for evaluation and checkpoints. Neither is
-patched: a hook after every step of any torch optimizer takes the time, so a step is all that lies between two of them,
-reading and decoding images, forward, backward, clipping, the optimizer, and one report (log line and TensorBoard) a
-round. The processes take turns, `--steps` steps each, one at a time, in changing order; the first round is warm-up and
-left out. A figure is that of the median round, a ratio the median of the rounds' ratios, with the smallest and largest.
+Method. Every row is a process that runs the real entry point up to the last round, before evaluation and checkpoints.
+The clocks are torch's, the same for both: a hook after every step of any optimizer, so that a step is all that lies
+between two of them (reading and decoding images, forward, backward, clipping, the optimizer, and one report a round,
+log line and TensorBoard), and a wrapper around the DataLoader's `next` for the share of the data. The
+processes take turns, `--steps` steps each, one at a time, in changing order; the first round is warm-up and left out.
+A figure is that of the median round, a ratio the median of the rounds' ratios, with the smallest and largest.
 CPU seconds hardly change when other programs use the machine; images/s do.
 
 Equal on both sides: the drawn data set's shards, 64 px; batch 128, fp32, no data worker, one thread; random resized
