@@ -11,7 +11,7 @@ between two of them (reading and decoding images, forward, backward, clipping, t
 log line and TensorBoard), and a wrapper around the DataLoader's `next` for the share of the data. The
 processes take turns, `--steps` steps each, one at a time, in changing order; the first round is warm-up and left out.
 A figure is that of the median round, a ratio the median of the rounds' ratios, with the smallest and largest.
-CPU seconds hardly change when other programs use the machine; images/s do.
+Other programs on the machine change images/s much and CPU seconds by several percent: read the ratios.
 
 Equal on both sides: the drawn data set's shards, 64 px; batch 128, fp32, no data worker, one thread; random resized
 crop (0.9 to 1 of the area, bicubic); AdamW with weight decay 0.1 and gradient clipping at norm 1; joint embedding of
