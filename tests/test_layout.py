@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "signals"),
+    ("precision",),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist"),
@@ -28,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train",),
 )
 # Losses see embeddings and nothing else.
-ONLY = {"losses": {"errors", "config", "dist"}}
+ONLY = {"losses": {"errors", "config", "dist", "precision"}}
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

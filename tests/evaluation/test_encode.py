@@ -110,7 +110,7 @@ def test_fp32_within_the_callers_autocast(tmp_path):
 
 
 def test_unknown_precision(tmp_path):
-    with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp64, fp32"):
+    with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp32, bf16"):
         encode_both(tiny_clip(), tmp_path, 5, "int8")
 
 

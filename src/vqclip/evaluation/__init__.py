@@ -15,7 +15,7 @@ from vqclip.evaluation.datasets import (
     ScenesCaptionsData,
     ScenesClassesData,
 )
-from vqclip.evaluation.encode import MODES, Precision
+from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.suite import EvaluationConfig, Evaluations, evaluate, prepare
@@ -32,7 +32,6 @@ __all__ = [
     "Evaluations",
     "ImageFolderData",
     "LabelledData",
-    "Precision",
     "Result",
     "RetrievalConfig",
     "ScenesCaptionsData",

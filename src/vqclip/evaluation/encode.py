@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from vqclip.errors import ConfigError, NonFiniteError
+from vqclip.errors import NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
 from vqclip.evaluation.share import Share
+from vqclip.precision import Precision, autocast
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Mode = Literal["continuous", "quantized", "codes_only"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 """continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Encoder:
         sizes = tokenizer.codebook_sizes
         parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (MODES if sizes else MODES[:2])}
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
-        with self.share.together(), torch.no_grad(), _autocast(device, self.precision):
+        with self.share.together(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
                 out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
                 parts["continuous"].append(continuous)
@@ -113,13 +111,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in before.items():
             part.training = training
-
-
-def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision: got {precision!r}; expected one of {', '.join(get_args(Precision))}")
-    # Off also within a caller's autocast.
-    return torch.autocast(device.type, dtype=_DTYPES.get(precision), enabled=precision in _DTYPES)
 
 
 def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:

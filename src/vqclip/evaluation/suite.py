@@ -13,12 +13,13 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from vqclip import dist
-from vqclip.evaluation.encode import Encoder, Precision, evaluating
+from vqclip.evaluation.encode import Encoder, evaluating
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.share import Share
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
+from vqclip.precision import Precision
 
 logger = logging.getLogger(__name__)
 

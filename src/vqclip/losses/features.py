@@ -1,8 +1,6 @@
-"""What the losses share: checks, precision, and the features of all ranks."""
+"""What the losses share: checks, and the features of all ranks."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,13 +22,6 @@ def gathered(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.stack([_precise(image), _precise(text)], dim=1)  # one collective instead of two
     image, text = dist.all_gather(both).unbind(1)
     return image, text
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off: a logit of 100 has no room for its digits in bf16."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _precise(features: Tensor) -> Tensor:

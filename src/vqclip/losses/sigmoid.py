@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import full_precision, gathered
+from vqclip.losses.features import gathered
+from vqclip.precision import full_precision
 
 
 class SigmoidLoss(nn.Module):

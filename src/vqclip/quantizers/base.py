@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.precision import full_precision
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, usage
 
@@ -90,7 +90,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
         self._check_input(x, mask)
-        with _full_precision(x.device):
+        with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             vectors, ids = self._quantize(tokens)
             if keep is not None:
@@ -106,7 +106,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: as in `forward`.
         """
         self._check_input(x, mask)
-        with _full_precision(x.device), torch.no_grad():
+        with full_precision(x.device), torch.no_grad():
             tokens, keep = self._tokens(x, mask)
             ids = self._quantize(tokens)[1]
             if keep is not None:
@@ -139,7 +139,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: as in `forward`.
         """
         self._check_input(x, mask)
-        with _full_precision(x.device):
+        with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             vectors = self._continuous(tokens)
             if keep is not None:
@@ -261,10 +261,3 @@ def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
     for digit, base in zip(reversed(lower), reversed(bases[:-1]), strict=True):
         ids.mul_(base).add_(digit)
     return ids
-
-
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off, on any device that has it."""
-    if device.type == "meta":  # not is_autocast_available(): torch 2.6 cannot compile that
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,37 @@
+"""What is computed in which floating-point type: the precision of a run, and islands of full precision in it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
+
+import torch
+
+from vqclip.errors import ConfigError
+
+__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision"]
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+"""fp32 and fp64: in the type of the weights. bf16 and fp16: under autocast, with the weights in fp32."""
+
+AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What autocast computes in; for the other precisions it is off."""
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """Autocast as `precision` asks for; off for fp32 and fp64, within a caller's autocast as well.
+
+    Raises:
+        ConfigError: there is no such precision.
+    """
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision: got {precision!r}; expected one of {', '.join(get_args(Precision))}")
+    dtype = AUTOCAST_DTYPES.get(precision)
+    return full_precision(device) if dtype is None else torch.autocast(device.type, dtype)
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off on any device that has it; for what bf16 has no digits for, such as codes and logits of 100."""
+    if device.type == "meta":  # not is_autocast_available(): torch 2.6 cannot compile that
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
