@@ -78,3 +78,55 @@ def test_one_process_is_not_wrapped():
     tower = build()
     assert dist.wrap_ddp(tower) is tower
     assert dist.unwrap_ddp(tower) is tower
+
+
+class OutOfOrder(nn.Module):
+    """Its gradients do not arrive in the reverse order of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(6))
+
+    def forward(self, x):
+        for number in (3, 0, 5, 1, 4, 2):
+            x = self.layers[number](x).tanh()
+        return x
+
+
+def gradients_of_equal_steps(count):
+    tower = dist.wrap_ddp(OutOfOrder())
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(dist.rank()))
+    steps = []
+    for _ in range(count):
+        tower.zero_grad()
+        tower(x).square().sum().backward()
+        steps.append(torch.cat([p.grad.flatten() for p in tower.parameters()]))
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_first_step_sums_like_all_others(ranks, world_size):
+    """DDP rearranges its buckets once, which changes the order of summing: not after a step that counts."""
+    for first, *others in ranks(world_size, gradients_of_equal_steps, 3):
+        assert all(torch.equal(first, other) for other in others)
+
+
+def forward_on_rank_zero_alone_after_a_step():
+    tower = dist.wrap_ddp(OutOfOrder())
+    tower(torch.ones(2, 7)).sum().backward()
+    if dist.is_main():
+        tower(torch.ones(2, 7))
+    return True
+
+
+def test_a_forward_on_one_rank_waits_for_nobody_after_the_first_step_either(ranks):
+    assert all(ranks(2, forward_on_rank_zero_alone_after_a_step, timeout=20.0))
+
+
+def unused_gradients():
+    tower = dist.wrap_ddp(build())
+    return [name for name, p in tower.named_parameters() if p.grad is not None]
+
+
+def test_wrapping_leaves_no_gradient(ranks):
+    assert ranks(2, unused_gradients) == [[], []]

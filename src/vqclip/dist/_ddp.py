@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vqclip.dist._state import Group, is_distributed, named_errors
@@ -15,8 +17,8 @@ _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-def wrap_ddp(module: nn.Module, group: Group = None, **options: Any) -> nn.Module:
-    """Average the gradients of `module` over ranks in every backward.
+def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
+    """Average the gradients of `module` over ranks in every backward, in the same order of summing from the first on.
 
     Buffers are never broadcast: that would be a collective in `forward`, which then hangs on a rank that runs alone.
     Ranks keep equal buffers because they update them from equal (reduced) statistics. Parameters start as those of
@@ -26,7 +28,6 @@ def wrap_ddp(module: nn.Module, group: Group = None, **options: Any) -> nn.Modul
         module: All its parameters on one device. Parameters that enter the loss directly, such as the temperature, must
             belong to it and leave through its `forward`, or DDP does not see their gradient in time.
         group: The ranks that take part; all of them by default.
-        options: Passed on to `DistributedDataParallel`, for example `static_graph=True`.
 
     Returns:
         The wrapped module; `module` itself in one process or when it has no parameter to train. See `unwrap_ddp`.
@@ -37,11 +38,39 @@ def wrap_ddp(module: nn.Module, group: Group = None, **options: Any) -> nn.Modul
     if not is_distributed(group) or not any(p.requires_grad for p in module.parameters()):
         return module
     with named_errors("wrapping the model in DDP"):
-        return DistributedDataParallel(
-            module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC, **options
-        )
+        wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
+        _settle_buckets(wrapped)
+    return wrapped
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:
     """The module that `wrap_ddp` was given."""
     return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets for good.
+
+    In the forward after its first backward DDP lays them out anew, in the order in which the gradients came. A number's
+    place in a bucket decides in which order a ring sums it over three ranks or more, so the first step after a resume
+    would round otherwise than the same step of a run that went on. Here that first backward is one of a stand-in, in
+    which the gradients come in the reverse order of the parameters, nearly that of a real backward.
+    """
+    module = wrapped.module
+    wrapped.module = _SumOfParameters(module)
+    with torch.enable_grad():
+        wrapped().backward()
+        wrapped()  # the new layout is made here, in a collective that no later forward needs then
+    wrapped.module = module
+    wrapped.zero_grad(set_to_none=True)
+
+
+class _SumOfParameters(nn.Module):
+    """Uses every parameter of a module once, in their order."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.of = module
+
+    def forward(self) -> Tensor:
+        return functools.reduce(torch.add, (parameter.sum() for parameter in self.of.parameters()))
