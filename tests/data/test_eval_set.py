@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,25 @@ def test_bad_samples_stop_or_are_left_out(tmp_path: Path, caplog: pytest.LogCapt
     assert [len(batch) for batch in batches] == [2, 1, 2]
     assert [bad.sample_id for batch in batches for bad in batch.bad] == [2]
     assert "sample 2 left out" in caplog.text
+
+
+def test_all_samples_count_not_those_of_a_rank(tmp_path: Path) -> None:
+    """Two of ten are allowed: both may be on one rank, which then has a batch of none."""
+    members = caption_members(0, 10) | {"000000000.jpg": b"", "000000002.jpg": b""}
+    source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
+    parts = [EvalSet(source, TRANSFORM, 2, rank, 2, max_bad_fraction=0.2) for rank in range(2)]
+    assert [part.allowed for part in parts] == [2, 2]
+    assert [[len(batch) for batch in part] for part in parts] == [[0, 2, 1], [2, 2, 1]]
+    with pytest.raises(DataError, match="2 of 10 evaluation samples cannot be used"):
+        list(EvalSet(source, TRANSFORM, 2, 0, 2, max_bad_fraction=0.1))
+
+
+def stall(image: torch.Tensor) -> torch.Tensor:
+    time.sleep(3)
+    return image
+
+
+def test_a_stuck_worker_is_an_error(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (3,)))).build()
+    with pytest.raises(DataError, match=r"no batch came .* for 1 s: .*\(evaluation\.timeout_s\)"):
+        list(EvalSet(source, stall, workers=1, limit=1, timeout_s=1.0))

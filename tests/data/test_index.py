@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.making import caption_members, write_tar
-from vqclip.data.index import KINDS, ShardIndex, index_shards, load_index
+from vqclip.data.index import KINDS, ShardIndex, load_index
 from vqclip.errors import DataError
 
 
@@ -99,14 +99,6 @@ def test_shards_may_be_read_only_and_the_cache_may_not(tmp_path: Path, monkeypat
     monkeypatch.setenv("VQCLIP_CACHE", str(path / "not a folder"))
     with pytest.raises(DataError, match="cannot be written.*VQCLIP_CACHE"):
         load_index(path)
-
-
-def test_ranks_share_the_work(tmp_path: Path, cache: Path) -> None:
-    paths = [write_tar(tmp_path / f"{n}.tar", caption_members(n, 1)) for n in range(5)]
-    assert [index.path for index in index_shards(paths, 1, 2)] == paths[1::2]
-    assert len(list(cache.rglob("*.npz"))) == 2
-    index_shards(paths, 0, 2)
-    assert len(list(cache.rglob("*.npz"))) == 5
 
 
 def refusal(path: Path) -> str:

@@ -97,16 +97,6 @@ def test_more_ranks_than_samples(folder: Path) -> None:
     assert batch.images.shape == (0, 3, SIZE, SIZE)
     assert batch.texts.shape == (0, 40)
     assert batch.sample_ids.dtype == torch.int64
-    assert len(batch.split(4)) == 1
-
-
-def test_micro_batches(folder: Path) -> None:
-    (batch,) = open_data(folder).batches(0, 1)
-    parts = batch.split(4)
-    assert [len(part) for part in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat([part.images for part in parts]), batch.images)
-    assert torch.equal(torch.cat([part.texts for part in parts]), batch.texts)
-    assert {part.step for part in parts} == {0}
 
 
 def test_coverage(folder: Path) -> None:

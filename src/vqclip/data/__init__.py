@@ -2,18 +2,22 @@
 
 from vqclip.data.batch import BadSample, Batch, EvalBatch
 from vqclip.data.cache import cache_folder
-from vqclip.data.config import DataConfig, prepare_sources
+from vqclip.data.config import DataConfig
 from vqclip.data.decode import decode_image, pil_to_uint8
 from vqclip.data.eval_set import EvalSet
-from vqclip.data.index import ShardIndex, index_shards, load_index
+from vqclip.data.index import ShardIndex, load_index
 from vqclip.data.loader import Coverage, LoaderOptions, TrainData
 from vqclip.data.order import GlobalOrder
+from vqclip.data.prepare import HasShards, prepare_sources
 from vqclip.data.sources import (
     CaptionShards,
     CaptionShardsConfig,
+    CaptionShardsData,
     ClassShards,
     ClassShardsConfig,
+    ClassShardsData,
     RawSample,
+    ScenesData,
     ScenesSourceConfig,
     Source,
     SourceConfig,
@@ -25,8 +29,10 @@ __all__ = [
     "Batch",
     "CaptionShards",
     "CaptionShardsConfig",
+    "CaptionShardsData",
     "ClassShards",
     "ClassShardsConfig",
+    "ClassShardsData",
     "Coverage",
     "DataConfig",
     "EvalBatch",
@@ -34,8 +40,10 @@ __all__ = [
     "EvalTransform",
     "EvalTransformConfig",
     "GlobalOrder",
+    "HasShards",
     "LoaderOptions",
     "RawSample",
+    "ScenesData",
     "ScenesSourceConfig",
     "ShardIndex",
     "Source",
@@ -45,7 +53,6 @@ __all__ = [
     "TrainTransformConfig",
     "cache_folder",
     "decode_image",
-    "index_shards",
     "load_index",
     "pil_to_uint8",
     "prepare_sources",

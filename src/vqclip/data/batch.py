@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 __all__ = ["BadSample", "Batch", "EvalBatch"]
@@ -47,30 +44,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.images)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The batch with all tensors on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; called by torch's DataLoader."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def split(self, size: int) -> list[Batch]:
-        """Micro-batches of at most `size` samples, in order; one empty one if the batch is empty."""
-        parts = []
-        for start in range(0, max(len(self), 1), size):
-            rows = slice(start, start + size)
-            part = self._map(operator.itemgetter(rows))
-            parts.append(part if start == 0 else dataclasses.replace(part, bad=()))
-        return parts
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         return dataclasses.replace(
             self,
-            images=function(self.images),
-            texts=function(self.texts),
-            sample_ids=function(self.sample_ids),
-            labels=function(self.labels),
+            images=self.images.pin_memory(),
+            texts=self.texts.pin_memory(),
+            sample_ids=self.sample_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
         )
 
 
@@ -91,12 +72,3 @@ class EvalBatch:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    def pin_memory(self) -> EvalBatch:
-        """The batch in page-locked memory; called by torch's DataLoader."""
-        return dataclasses.replace(
-            self,
-            images=self.images.pin_memory(),
-            labels=self.labels.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
-        )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from vqclip import dist
 from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.index import index_shards
 from vqclip.data.loader import LoaderOptions, TrainData
+from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
-from vqclip.errors import DataError
 
-__all__ = ["DataConfig", "prepare_sources"]
+__all__ = ["DataConfig"]
 
 
 class DataConfig(Config):
@@ -61,30 +59,3 @@ class DataConfig(Config):
             max_pixels=self.max_pixels,
             options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
         )
-
-
-def prepare_sources(sources: Sequence[SourceConfig]) -> None:
-    """Draws and indexes what is not there yet; a collective: every rank of the job must call it.
-
-    Raises:
-        DataError: on every rank, with the message of the first rank that failed.
-    """
-    if dist.is_main():
-        _agree(lambda: [source.shards() for source in sources])  # so that a data set is drawn once
-    else:
-        _agree(lambda: None)
-    _agree(
-        lambda: index_shards([shard for source in sources for shard in source.shards()], dist.rank(), dist.world_size())
-    )
-
-
-def _agree(work: Callable[[], object]) -> None:
-    """Does the work; if it fails on one rank, all of them raise its error, and none waits for ever."""
-    message = None
-    try:
-        work()
-    except DataError as error:
-        message = str(error)
-    failed = [text for text in dist.gather_json(message) if text is not None]
-    if failed:
-        raise DataError(failed[0])

@@ -32,9 +32,11 @@ class EvalSet:
         world_size: W.
         workers: processes that decode; 0 decodes in this one.
         limit: use only so many samples, evenly spread over the source; None uses all.
-        max_bad_fraction: bad samples are left out and named in the log; more than this share of them is an error. The
-            default tolerates none, since leaving samples out changes what is measured.
+        max_bad_fraction: bad samples are left out and named in the log; more than this share of all samples is an
+            error. The default tolerates none, since leaving samples out changes what is measured. A rank knows its own
+            only: whoever puts the parts together compares the sum of all ranks with `allowed`.
         max_pixels: larger images are bad samples.
+        timeout_s: longest wait for a worker; 0 waits for ever.
     """
 
     def __init__(
@@ -48,35 +50,39 @@ class EvalSet:
         limit: int | None = None,
         max_bad_fraction: float = 0.0,
         max_pixels: int = MAX_PIXELS,
+        timeout_s: float = 600.0,
     ):
         self.source = source
         self.size = len(source) if limit is None else min(limit, len(source))
         """Samples over all ranks."""
+        self.allowed = int(max_bad_fraction * self.size)
+        """Bad samples over all ranks that are no error."""
         self._transform = transform
         self._batch_size = batch_size
         self._mine = range(rank, self.size, world_size)
         self._workers = workers
-        self._max_bad_fraction = max_bad_fraction
         self._max_pixels = max_pixels
+        self._timeout_s = timeout_s
 
     def __len__(self) -> int:
         """Samples of this rank."""
         return len(self._mine)
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        """Yields all batches.
+        """Yields all batches; one whose samples are all bad is empty.
 
         Raises:
-            DataError: too many bad samples; the message names shard and sample.
+            DataError: more bad samples on this rank than are allowed on all; the message names shard and sample.
         """
-        bad = 0
-        for batch in ordered_map(self._make, range(-(-len(self) // self._batch_size)), self._workers):
-            bad += len(batch.bad)
-            if bad > self._max_bad_fraction * len(self):
-                shown = "\n".join(f"  {sample.reason}" for sample in batch.bad[:5])
-                raise DataError(f"{bad} of {len(self)} evaluation samples cannot be used:\n{shown}")
+        bad: list[BadSample] = []
+        numbers = range(-(-len(self) // self._batch_size))
+        for batch in ordered_map(self._make, numbers, self._workers, timeout_s=self._timeout_s, section="evaluation"):
+            bad += batch.bad
+            if len(bad) > self.allowed:
+                shown = "\n".join(f"  {sample.reason}" for sample in bad[-5:])
+                raise DataError(f"{len(bad)} of {self.size} evaluation samples cannot be used:\n{shown}")
             for sample in batch.bad:
-                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
+                logger.warning("evaluation: sample %d left out: %s", sample.sample_id, sample.reason)
             yield batch
 
     def _make(self, number: int) -> EvalBatch:

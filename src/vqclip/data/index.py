@@ -15,7 +15,6 @@ import os
 import re
 import uuid
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from vqclip.data.cache import cache_folder
 from vqclip.data.tar import walk
 from vqclip.errors import DataError
 
-__all__ = ["KINDS", "ShardIndex", "index_shards", "load_index"]
+__all__ = ["KINDS", "ShardIndex", "load_index"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -69,31 +68,11 @@ class ShardIndex:
         return self.keys[start : int(self.key_ends[index])].decode("utf-8", "replace")
 
 
-def index_shards(
-    paths: Sequence[Path], rank: int = 0, world_size: int = 1, cache: Path | None = None
-) -> list[ShardIndex]:
-    """Indexes this rank's share of the shards, unless that has been done.
-
-    To share the work, every rank calls this, then waits for the others (a barrier of the caller's), then calls
-    `load_index` for every shard. There is no communication in here.
-
-    Args:
-        paths: all shards, in the same order on every rank.
-        rank: this rank; it takes `paths[rank::world_size]`.
-        world_size: W.
-        cache: folder for indexes; default `cache_folder()`.
-
-    Raises:
-        DataError: a shard is missing, truncated, compressed, ... or the cache cannot be written.
-    """
-    return [load_index(path, cache) for path in paths[rank::world_size]]
-
-
 def load_index(path: Path, cache: Path | None = None) -> ShardIndex:
     """The index of one shard, from the cache if it is there and fits, else made and stored.
 
     Raises:
-        DataError: see `index_shards`.
+        DataError: the shard is missing, truncated, compressed, ... or the cache cannot be written.
     """
     path = Path(path).absolute()
     cached = _cache_file(path, cache)

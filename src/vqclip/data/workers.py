@@ -46,6 +46,7 @@ def ordered_map(
     prefetch: int = 2,
     pin_memory: bool = False,
     timeout_s: float = 0,
+    section: str = "data",
 ) -> Iterator[T]:
     """Yields ``function(number)`` for all numbers in order, computed by torch's DataLoader.
 
@@ -59,6 +60,7 @@ def ordered_map(
         prefetch: results that each worker prepares ahead.
         pin_memory: put results into page-locked memory (by their `pin_memory` method).
         timeout_s: longest wait for a worker; 0 waits for ever.
+        section: of the configuration, whose keys messages name.
 
     Raises:
         DataError: whatever the function raised, or a worker that died or took too long.
@@ -82,7 +84,7 @@ def ordered_map(
         except StopIteration:
             return
         except RuntimeError as error:
-            raise DataError(_explain(error, timeout_s)) from error
+            raise DataError(_explain(error, timeout_s, section)) from error
         if isinstance(result, _Failure):
             raise DataError(f"{result.message}\n{result.details}".rstrip())
         yield result
@@ -97,13 +99,13 @@ def _prepare_worker(worker: int) -> None:
     ignore_stop_signals()
 
 
-def _explain(error: RuntimeError, timeout_s: float) -> str:
+def _explain(error: RuntimeError, timeout_s: float, section: str) -> str:
     text = str(error)
     if "timed out" in text:
-        return f"no batch came from the data workers for {timeout_s:g} s: is the storage stuck? (data.timeout_s)"
+        return f"no batch came from the data workers for {timeout_s:g} s: is the storage stuck? ({section}.timeout_s)"
     if "exited unexpectedly" in text or "killed by signal" in text:
         return (
-            f"a data worker died ({text.splitlines()[0]}). Was it killed for memory? Fewer data.workers or a smaller "
-            "data.prefetch need less; too little shared memory (/dev/shm) has the same effect"
+            f"a data worker died ({text.splitlines()[0]}). Was it killed for memory? Fewer {section}.workers need "
+            "less, and so does less prefetching; too little shared memory (/dev/shm) has the same effect"
         )
     return text

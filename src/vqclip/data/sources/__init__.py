@@ -5,9 +5,9 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.data.sources.base import RawSample, Source
-from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
-from vqclip.data.sources.scenes import ScenesSourceConfig
-from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
+from vqclip.data.sources.classes import ClassShards, ClassShardsConfig, ClassShardsData
+from vqclip.data.sources.scenes import ScenesData, ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig, CaptionShardsData
 
 SourceConfig = Annotated[
     CaptionShardsConfig | ClassShardsConfig | ScenesSourceConfig,
@@ -18,9 +18,12 @@ SourceConfig = Annotated[
 __all__ = [
     "CaptionShards",
     "CaptionShardsConfig",
+    "CaptionShardsData",
     "ClassShards",
     "ClassShardsConfig",
+    "ClassShardsData",
     "RawSample",
+    "ScenesData",
     "ScenesSourceConfig",
     "Source",
     "SourceConfig",

@@ -13,13 +13,13 @@ from vqclip.data.sources.reader import ShardReader
 from vqclip.data.sources.shards import Weight, require_members
 from vqclip.errors import DataError
 
-__all__ = ["ClassShards", "ClassShardsConfig"]
+__all__ = ["ClassShards", "ClassShardsConfig", "ClassShardsData"]
 
 CLASSNAMES = "classnames.txt"
 TEMPLATES = "zeroshot_classification_templates.txt"
 
 
-class ClassShardsConfig(Config):
+class ClassShardsData(Config):
     """A folder with `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar` of images and .cls.
 
     This is what clip_benchmark's webdataset export writes. `{c}` in a template stands for the class name, and .cls
@@ -32,11 +32,9 @@ class ClassShardsConfig(Config):
     """The folder."""
     split: str = "train"
     """Folder of the split in it; "" if the tars lie beside `classnames.txt`."""
-    weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
 
     def shards(self) -> list[Path]:
-        """The tars, for `vqclip.data.index_shards`.
+        """The tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none.
@@ -56,6 +54,13 @@ class ClassShardsConfig(Config):
         return ClassShards(self, cache)
 
 
+class ClassShardsConfig(ClassShardsData):
+    """Labelled shards to train on."""
+
+    weight: Weight = 1.0
+    """How often a sample of this source appears in an epoch; fractions allowed."""
+
+
 class ClassShards:
     """A `Source` of labelled images; every prompt with the class name is a caption.
 
@@ -67,7 +72,7 @@ class ClassShards:
         DataError: no shards, a damaged one, or class names or templates missing.
     """
 
-    def __init__(self, config: ClassShardsConfig, cache: Path | None = None):
+    def __init__(self, config: ClassShardsData, cache: Path | None = None):
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         require_members(self._reader, "image", "cls", config.path / config.split)

@@ -7,13 +7,13 @@ from typing import Literal
 
 from vqclip.config import Config
 from vqclip.data.scenes import ScenesConfig, make_scenes
-from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
-from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig, Weight
+from vqclip.data.sources.classes import ClassShards, ClassShardsData
+from vqclip.data.sources.shards import CaptionShards, CaptionShardsData, Weight
 
-__all__ = ["ScenesSourceConfig"]
+__all__ = ["ScenesData", "ScenesSourceConfig"]
 
 
-class ScenesSourceConfig(Config):
+class ScenesData(Config):
     """Drawn coloured shapes with captions; made on first use, in the cache folder."""
 
     kind: Literal["scenes"] = "scenes"
@@ -21,20 +21,25 @@ class ScenesSourceConfig(Config):
     split: Literal["train", "val", "test", "heldout"] = "train"
     """train and val have captions (of trained and of held-out combinations), test and heldout have classes."""
     drawing: ScenesConfig = ScenesConfig()
-    """What to draw."""
-    weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
+    """What to draw; evaluation is given what training was given."""
 
     def shards(self) -> list[Path]:
-        """The tars of the split, drawn if they are not there; for `vqclip.data.index_shards`."""
+        """The tars of the split, drawn if they are not there; for `vqclip.data.prepare_sources`."""
         return self._ordinary(None).shards()
 
     def build(self, cache: Path | None = None) -> CaptionShards | ClassShards:
         """Opens the shards, drawing and indexing them if that has not been done."""
         return self._ordinary(cache).build(cache)
 
-    def _ordinary(self, cache: Path | None) -> CaptionShardsConfig | ClassShardsConfig:
+    def _ordinary(self, cache: Path | None) -> CaptionShardsData | ClassShardsData:
         paths = make_scenes(cache, self.drawing)
         if self.split in ("train", "val"):
-            return CaptionShardsConfig(path=str(getattr(paths, self.split)), weight=self.weight)
-        return ClassShardsConfig(path=getattr(paths, self.split), split="test", weight=self.weight)
+            return CaptionShardsData(path=str(getattr(paths, self.split)))
+        return ClassShardsData(path=getattr(paths, self.split), split="test")
+
+
+class ScenesSourceConfig(ScenesData):
+    """The drawn data set to train on."""
+
+    weight: Weight = 1.0
+    """How often a sample of this source appears in an epoch; fractions allowed."""

@@ -14,27 +14,25 @@ from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = ["CaptionShards", "CaptionShardsConfig"]
+__all__ = ["CaptionShards", "CaptionShardsConfig", "CaptionShardsData"]
 
 Weight = Annotated[float, Field(gt=0)]
 
 
-class CaptionShardsConfig(Config):
+class CaptionShardsData(Config):
     """Tars whose samples are an image (jpg, jpeg, png, webp) with a caption (txt or json) of the same name."""
 
     kind: Literal["shards"] = "shards"
     """Caption shards."""
     path: str | tuple[str, ...]
     """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these."""
-    weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
     json_keys: tuple[str, ...] = ("caption",)
     """Keys of the .json that hold a caption or a list of captions."""
 
     @model_validator(mode="after")
-    def _has_something_to_read(self) -> CaptionShardsConfig:
+    def _has_something_to_read(self) -> CaptionShardsData:
         if not self.path:
             raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
         if self.captions == "json" and not self.json_keys:
@@ -42,7 +40,7 @@ class CaptionShardsConfig(Config):
         return self
 
     def shards(self) -> list[Path]:
-        """The tars, for `vqclip.data.index_shards`.
+        """The tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none, or one is missing.
@@ -52,6 +50,13 @@ class CaptionShardsConfig(Config):
     def build(self, cache: Path | None = None) -> CaptionShards:
         """Opens the shards, indexing those that are not indexed yet."""
         return CaptionShards(self, cache)
+
+
+class CaptionShardsConfig(CaptionShardsData):
+    """Caption shards to train on."""
+
+    weight: Weight = 1.0
+    """How often a sample of this source appears in an epoch; fractions allowed."""
 
 
 class CaptionShards:
@@ -68,7 +73,7 @@ class CaptionShards:
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def __init__(self, config: CaptionShardsConfig, cache: Path | None = None):
+    def __init__(self, config: CaptionShardsData, cache: Path | None = None):
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         member = "json" if config.captions == "json" else "txt"

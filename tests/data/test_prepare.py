@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.data.making import caption_members, caption_shards, write_tar
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ScenesSourceConfig, index, prepare
+from vqclip.data.scenes import ScenesConfig, make
+from vqclip.errors import DataError
+
+
+def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards that this rank indexes from here on."""
+    names: list[str] = []
+    make_index = index._make
+    monkeypatch.setattr(index, "_make", lambda path: (names.append(path.name), make_index(path))[1])
+    return names
+
+
+def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], list[str], int]:
+    """What this rank indexes while it prepares, and what when it opens the source; and how often ranks meet."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cache = folder / caches[dist.rank()]
+        monkeypatch.setenv("VQCLIP_CACHE", str(cache))
+        monkeypatch.setattr(prepare, "_ROUND_S", 0.0)
+        names = indexed(monkeypatch)
+        meetings = []
+        agree = prepare._agree
+        monkeypatch.setattr(prepare, "_agree", lambda work: (meetings.append(1), agree(work))[1])
+        source = CaptionShardsConfig(path=str(folder / "shards"))
+        prepare.prepare_sources([source])
+        first = list(names)
+        assert len(source.build()) == 5
+        dist.barrier()
+        assert not list(cache.glob("ranks-*"))
+        return sorted(first), names[len(first) :], len(meetings)
+
+
+ALL = [f"{n:05d}.tar" for n in range(5)]
+
+
+@pytest.mark.parametrize("caches", ["a", "aa", "aaa", "aabb", "abab", "abc", "aab"])
+def test_each_cache_is_filled_once(ranks: RankPool, tmp_path: Path, caches: str) -> None:
+    caption_shards(tmp_path / "shards", (1,) * 5)
+    results = ranks(len(caches), prepare_on_rank, tmp_path, tuple(caches))
+    for cache in set(caches):
+        shares = [first for (first, _, _), where in zip(results, caches, strict=True) if where == cache]
+        assert sorted(name for share in shares for name in share) == ALL
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [later for _, later, _ in results] == [[]] * len(caches)
+
+
+def test_ranks_meet_after_every_few_shards(ranks: RankPool, tmp_path: Path) -> None:
+    caption_shards(tmp_path / "shards", (1,) * 5)
+    meetings = {count for _, _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
+    assert meetings == {2 + 3}  # drawing, listing, and three of five shards on rank 0; with a round of no time
+    meetings = {count for _, _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
+    assert meetings == {2 + 3}
+
+
+def prepare_a_broken_one(folder: Path) -> str:
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    prepare._ROUND_S = 0.0
+    try:
+        prepare.prepare_sources([CaptionShardsConfig(path=str(folder / "shards"))])
+    except DataError as error:
+        return str(error)
+    finally:
+        prepare._ROUND_S = 10.0
+    return ""
+
+
+@pytest.mark.parametrize("broken", range(5))
+def test_an_error_in_any_round_is_everybodys(ranks: RankPool, tmp_path: Path, broken: int) -> None:
+    folder = caption_shards(tmp_path / "shards", (1,) * 5)
+    (folder / ALL[broken]).write_bytes(b"")
+    for message in ranks(2, prepare_a_broken_one, tmp_path):
+        assert f"{ALL[broken]}: " in message
+
+
+def draw_on_rank(folder: Path, caches: tuple[str, ...]) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VQCLIP_CACHE", str(folder / caches[dist.rank()]))
+        drawn = []
+        draw = make._draw
+        monkeypatch.setattr(make, "_draw", lambda *arguments: (drawn.append(1), draw(*arguments)))
+        prepare.prepare_sources([ScenesSourceConfig(drawing=ScenesConfig(train=3, val=1, test=1, heldout=1))])
+        return len(drawn)
+
+
+def test_each_cache_is_drawn_into_once(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(4, draw_on_rank, tmp_path, tuple("abba")) == [1, 1, 0, 0]
+
+
+def test_a_full_cache_may_be_read_only(ranks: RankPool, tmp_path: Path) -> None:
+    write_tar(tmp_path / "shards" / "0.tar", caption_members(0, 1))
+    assert ranks(2, prepare_where_nothing_can_be_left, tmp_path) == [1, 1]
+
+
+def prepare_where_nothing_can_be_left(folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VQCLIP_CACHE", str(folder / "cache"))
+        source = CaptionShardsConfig(path=str(folder / "shards"))
+        if dist.is_main():
+            source.build()
+        dist.barrier()
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        prepare.prepare_sources([source])
+        return len(source.build())
