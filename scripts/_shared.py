@@ -33,6 +33,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=0, help="processes that decode images")
     parser.add_argument("--limit", type=int, help="use only so many images, evenly spread over the set")
     parser.add_argument(
+        "--bad-fraction", type=float, default=0.01, help="largest share of images that may be left out as unusable"
+    )
+    parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type")

@@ -42,6 +42,7 @@ def make_task(arguments: argparse.Namespace) -> RetrievalConfig:
         batch_size=arguments.batch_size,
         workers=arguments.workers,
         limit=arguments.limit,
+        max_bad_fraction=arguments.bad_fraction,
     )
 
 

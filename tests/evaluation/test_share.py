@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.evaluation.made import image_folder
 from vqclip.errors import DataError, DistributedError
+from vqclip.evaluation import ImageFolderData
 from vqclip.evaluation.share import Share
 
 
@@ -37,29 +39,28 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
     assert first == ("DistributedError", "evaluation stopped, because rank 1 failed: DataError: shard 7 is broken")
 
 
-def make_in_turn(folder):
+def some_left_out(left_out):
     share = Share.of_this_process(distributed=True)
-
-    def make():
-        made = [path.name for path in folder.iterdir()]
-        (folder / str(share.rank)).touch()
-        return made
-
-    return share.first_on_one(make)
+    mine = [item for item in share.of(9) if item not in left_out]
+    rows = share.gather_rows(torch.tensor(mine, dtype=torch.float32)[:, None])
+    return rows[:, 0].tolist(), share.gather_items(mine)
 
 
-def test_rank_0_makes_first(ranks, tmp_path):
-    made = ranks(2, make_in_turn, tmp_path)
-    assert made == [[], ["0"]]
+@pytest.mark.parametrize("left_out", [(0,), (1, 4), (0, 3, 6), (8,), tuple(range(9))])
+def test_rows_and_items_agree_where_some_are_left_out(ranks, left_out):
+    for rows, items in ranks(3, some_left_out, left_out):
+        assert rows == items
+        assert sorted(items) == [item for item in range(9) if item not in left_out]
 
 
-def only_rank_zero():
+def only_rank_zero(folder):
     share = Share.of_this_process(distributed=False)
     if Share.of_this_process(distributed=True).rank == 0:
         with share.together():
-            return share.gather_rows(torch.ones(2, 1)).tolist(), share.gather_items([1]), share.first_on_one(lambda: 5)
+            rows, items = share.gather_rows(torch.ones(2, 1)).tolist(), share.gather_items([1])
+        return rows, items, len(share.open(ImageFolderData(path=image_folder(folder / "images"))))
     return None
 
 
-def test_alone_there_is_no_collective(ranks):
-    assert ranks(2, only_rank_zero, timeout=20.0) == [([[1.0], [1.0]], [1], 5), None]
+def test_alone_there_is_no_collective(ranks, tmp_path):
+    assert ranks(2, only_rank_zero, tmp_path, timeout=20.0) == [([[1.0], [1.0]], [1], 4), None]

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from tests.evaluation.made import caption_shards, class_shards, tiny_clip
+from tests.evaluation.made import PlainModel, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
 from vqclip import dist
 from vqclip.errors import DataError, DistributedError
 from vqclip.evaluation import (
@@ -99,6 +99,68 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, folder):
     assert (first[0], second[0]) == ("DistributedError", "DataError")
     for _, message in (first, second):
         assert "000000001: the caption (.txt) is empty" in message
+
+
+def evaluate_spoilt(folder, fraction):
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    model = CLIP.from_pretrained(folder / "model")
+    spoilt = [task.model_copy(update={"max_bad_fraction": fraction, "timeout_s": 60.0}) for task in tasks(folder)]
+    try:
+        return [result.to_json() for result in evaluate(model, spoilt)]
+    except (DataError, DistributedError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.fixture
+def spoilt(folder):
+    """The first two classes of images and the first three captions' images cannot be decoded."""
+    members = {f"{i:09d}.png": png(colour_of(i % 4), seed=i) for i in range(9)}
+    members |= {f"{i:09d}.txt": "\n".join(lines).encode() for i, lines in enumerate(CAPTIONS)}
+    members |= {f"{i:09d}.png": b"GIF89a" for i in (0, 1, 4)}
+    write_tar(folder / "captions" / "00000.tar", members)
+    members = {f"s{i:07d}.png": png(colour_of(i % 4), seed=i) for i in range(22)}
+    members |= {f"s{i:07d}.cls": str(i % 4).encode() for i in range(22)}
+    members["s0000003.png"] = b"GIF89a"
+    write_tar(folder / "classes" / "test" / "0.tar", members)
+    (folder / "classes" / "test" / "1.tar").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])  # on 3, all but one of rank 1's captioned images are bad
+def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog, world_size):
+    (labelled, pairs), *others = ranks(world_size, evaluate_spoilt, spoilt, 0.34)
+    assert all(other == [labelled, pairs] for other in others)
+    assert (labelled["samples"], pairs["samples"]) == (21, 6)
+    assert labelled["notes"] == ["1 of 22 images cannot be used and are left out"]
+    assert pairs["notes"] == ["3 of 9 images cannot be used and are left out"]
+    assert pairs["captions"] == sum(len(lines) for i, lines in enumerate(CAPTIONS) if i not in (0, 1, 4))
+    alone = evaluate_spoilt(spoilt, 0.34)
+    for result, expected in zip((labelled, pairs), alone, strict=True):
+        for mode in MODES:
+            assert result["figures"][mode] == pytest.approx(expected["figures"][mode])
+        assert result["usage"] == expected["usage"]
+    assert "evaluation: sample 4 left out" in caplog.text
+    assert "00000.tar: sample 000000004: not a JPEG" in caplog.text
+
+
+def test_what_no_rank_has_too_much_of_all_have_together(ranks, spoilt):
+    for name, message in ranks(3, evaluate_spoilt, spoilt, 0.23):  # two of nine are allowed
+        assert name == "DataError"
+        assert "3 of 9 evaluation samples cannot be used:\n" in message
+        assert "sample 000000000: not a JPEG" in message
+
+
+def stall(image):
+    time.sleep(3)
+    return image
+
+
+def test_a_stuck_worker_does_not_hang(folder):
+    model = PlainModel(12)
+    model.image.transform = stall
+    for task in tasks(folder, limit=1):
+        with pytest.raises(DataError, match="no batch came from the data workers for 1 s"):
+            evaluate(model, [task.model_copy(update={"workers": 1, "timeout_s": 1.0})])
 
 
 def test_names_must_differ(folder):

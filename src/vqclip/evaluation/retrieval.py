@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from vqclip.config import Config
-from vqclip.data import EvalSet
 from vqclip.evaluation.datasets import CaptionedData
 from vqclip.evaluation.encode import Encoder
+from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_chance, hit_rates
 from vqclip.evaluation.results import Result, all_modes, three_modes
 from vqclip.model import CLIP
@@ -20,7 +17,7 @@ from vqclip.model import CLIP
 _DEPTHS = (1, 5, 10)
 
 
-class RetrievalConfig(Config):
+class RetrievalConfig(ImagesConfig):
     """R@1, R@5 and R@10 of retrieval, both ways."""
 
     kind: Literal["retrieval"] = "retrieval"
@@ -28,12 +25,6 @@ class RetrievalConfig(Config):
     """How results are titled."""
     data: CaptionedData
     """The captioned images."""
-    batch_size: int = Field(256, ge=1)
-    """Images, or captions, at once on each rank. The figures do not depend on it, up to rounding."""
-    workers: int = Field(0, ge=0, le=512)
-    """Processes per rank that decode images; 0 does it in the evaluating process."""
-    limit: int | None = Field(None, ge=1)
-    """Use only so many images, evenly spread over the set; null uses all."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
@@ -55,22 +46,12 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
     Raises:
         DataError: data that cannot be used, on every rank; the message names file and sample.
     """
-    share = encoder.share
-    source = share.first_on_one(config.data.build)
-    images = EvalSet(
-        source, model.image.transform, config.batch_size, share.rank, share.world_size, config.workers, config.limit
+    source = encoder.share.open(config.data)
+    image, captions, left_out = encode_images(
+        config, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
     )
-    captions: list[list[str]] = []
-
-    def pixels() -> Iterator[Tensor]:
-        for batch in images:
-            captions.extend(map(list, batch.captions))
-            yield batch.images
-
-    image = encoder(model.image, pixels(), f"{name}-image")
-    whole = share.gather_items(captions)
-    text = encoder.captions(model.text, [each for one in whole for each in one], config.batch_size, f"{name}-text")
-    counts = torch.tensor([len(one) for one in whole])
+    text = encoder.captions(model.text, [each for one in captions for each in one], config.batch_size, f"{name}-text")
+    counts = torch.tensor([len(one) for one in captions])
 
     modes, notes = three_modes(image, text)
     found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
@@ -79,11 +60,11 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
         kind=config.kind,
         figures=all_modes(found),
         chance=chance(counts),
-        samples=len(whole),
+        samples=len(captions),
         classes=None,
         captions=int(counts.sum()),
         usage={"image": image.usage, "text": text.usage},
-        notes=notes,
+        notes=left_out + notes,
     )
 
 

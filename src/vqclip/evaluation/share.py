@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
+from vqclip.data import Source, prepare_sources
 from vqclip.errors import DistributedError
+from vqclip.evaluation.datasets import EvaluationData
 
 T = TypeVar("T")
 
@@ -37,29 +39,35 @@ class Share:
         return mine if self.world_size == 1 else dist.all_gather(mine)
 
     def gather_rows(self, mine: Tensor) -> Tensor:
-        """Every rank's rows, in the order of the items that `of` dealt out, on every rank."""
-        rows = self.gather(mine)
+        """Every rank's rows on every rank, in the order of the items that `of` dealt out.
+
+        A rank may have left some of its items out: the later ones of it then move up, as in `gather_items`.
+        """
         if self.world_size == 1:
-            return rows
-        dealt = [item for rank in range(self.world_size) for item in range(rank, len(rows), self.world_size)]
-        return rows[torch.argsort(torch.tensor(dealt, dtype=torch.int64)).to(rows.device)]
+            return mine
+        sizes = dist.gather_sizes(mine)
+        starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        order = [starts[rank] + row for row in range(max(sizes)) for rank in range(len(sizes)) if row < sizes[rank]]
+        rows = dist.all_gather(mine, sizes)
+        return rows[torch.tensor(order, dtype=torch.int64, device=rows.device)]
 
     def gather_items(self, mine: list[T]) -> list[T]:
-        """Every rank's values (what JSON can hold), in the order of the items that `of` dealt out, on every rank."""
+        """Every rank's values (what JSON can hold) on every rank, in the order of `gather_rows`."""
         if self.world_size == 1:
             return mine
         parts = dist.gather_json(mine)
-        return [parts[place % self.world_size][place // self.world_size] for place in range(sum(map(len, parts)))]
+        return [part[row] for row in range(max(map(len, parts))) for part in parts if row < len(part)]
 
-    def first_on_one(self, make: Callable[[], T]) -> T:
-        """``make()`` on rank 0, then on the others, which find what it left (an index, drawn data) on the disk."""
-        made = None
+    def open(self, data: EvaluationData) -> Source:
+        """Open data on every rank, drawing and indexing together what is not there yet.
+
+        Raises:
+            DataError: data that cannot be used; `DistributedError` where only another rank cannot use them.
+        """
+        if self.world_size > 1:
+            prepare_sources([data])
         with self.together():
-            made = make() if self.rank == 0 else None
-        with self.together():
-            made = make() if self.rank != 0 else made
-        assert made is not None
-        return made
+            return data.build()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> N
     """
     share = Share.of_this_process(distributed)
     for task in tasks:
-        share.first_on_one(task.data.build)
+        share.open(task.data)
 
 
 def evaluate(

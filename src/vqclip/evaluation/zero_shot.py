@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 from torch import Tensor
 
-from vqclip.config import Config
-from vqclip.data import EvalSet
 from vqclip.errors import DataError
 from vqclip.evaluation.datasets import LabelledData
 from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_rates
 from vqclip.evaluation.results import Result, all_modes, three_modes
 from vqclip.model import CLIP
@@ -28,7 +27,7 @@ def _has_class(template: str) -> str:
     return template
 
 
-class ZeroShotConfig(Config):
+class ZeroShotConfig(ImagesConfig):
     """Top-1 and top-5 of zero-shot classification."""
 
     kind: Literal["zero_shot"] = "zero_shot"
@@ -38,12 +37,6 @@ class ZeroShotConfig(Config):
     """The labelled images."""
     templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] = ()
     """Prompts with {c} for the class name; none takes those of the data."""
-    batch_size: int = Field(256, ge=1)
-    """Images, or prompts, at once on each rank. The figures do not depend on it, up to rounding."""
-    workers: int = Field(0, ge=0, le=512)
-    """Processes per rank that decode images; 0 does it in the evaluating process."""
-    limit: int | None = Field(None, ge=1)
-    """Use only so many images, evenly spread over the set; null uses all."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
@@ -62,30 +55,21 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     Raises:
         DataError: data that cannot be used, on every rank; the message names file and sample.
     """
-    share = encoder.share
-    source = share.first_on_one(config.data.build)
+    source = encoder.share.open(config.data)
     templates = check_templates(config.templates or source.templates)
-    images = EvalSet(
-        source, model.image.transform, config.batch_size, share.rank, share.world_size, config.workers, config.limit
+    image, labels, left_out = encode_images(
+        config, source, model.image, encoder, f"{name}-image", lambda batch: batch.labels.tolist()
     )
-    labels: list[int] = []
-
-    def pixels() -> Iterator[Tensor]:
-        for batch in images:
-            labels.extend(batch.labels.tolist())
-            yield batch.images
-
-    image = encoder(model.image, pixels(), f"{name}-image")
-    whole_labels = torch.tensor(share.gather_items(labels), dtype=torch.int64)
     prompts = [template.replace("{c}", each) for each in source.classnames for template in templates]
     text = encoder.captions(model.text, prompts, config.batch_size, f"{name}-text")
 
     modes, notes = three_modes(image, text)
+    right = torch.tensor(labels, dtype=torch.int64)
     found: dict[Mode, dict[str, float]] = {}
     for mode in modes:
         classes = class_embeddings(text.embeddings[mode], len(templates))
         rows = image.embeddings[mode]
-        groups = whole_labels.to(rows.device), torch.arange(len(classes), device=rows.device)
+        groups = right.to(rows.device), torch.arange(len(classes), device=rows.device)
         found[mode] = dict(zip(_names(), hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
     count = len(source.classnames)
     return Result(
@@ -93,11 +77,11 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         kind=config.kind,
         figures=all_modes(found),
         chance={f"top{k}": min(k, count) / count for k in _DEPTHS},
-        samples=len(whole_labels),
+        samples=len(labels),
         classes=count,
         captions=len(prompts),
         usage={"image": image.usage, "text": text.usage},
-        notes=notes,
+        notes=left_out + notes,
     )
 
 
