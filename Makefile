@@ -5,7 +5,7 @@ VENV ?= .venv
 # Flags for pip, such as --extra-index-url https://download.pytorch.org/whl/cpu for a small torch without CUDA.
 PIP_FLAGS ?=
 
-# make train CONFIG=configs/eurosat.yaml PROCS=1 ARGS='train.steps=100 seed=1'
+# make train CONFIG=configs/eurosat.yaml PROCS=1 ARGS='train.steps=200 run.seed=1'
 CONFIG ?= configs/base.yaml
 PROCS ?= 2
 ARGS ?=

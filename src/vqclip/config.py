@@ -4,9 +4,9 @@ A section is a subclass of `Config` that stands beside the class it builds. A ch
 members carry a literal ``kind``. A configuration is read as a whole or not at all, and every problem in it is reported
 at once:
 
-    configs/base.yaml:12: optim.learning_rat: unknown key; did you mean "learning_rate"?
-    configs/base.yaml:15: quantizer.levels[2]: got 1 (int); expected an integer >= 2
-    override "optim.warmup=abc": optim.warmup: got 'abc' (str); expected an integer >= 0
+    my.yaml:12: optim.warmup_step: unknown key; did you mean "warmup_steps"?
+    my.yaml:15: model.image.quantizer.levels[2]: got 1 (int); expected an integer >= 2 and <= 1000
+    override "optim.lr=abc": optim.lr: got 'abc' (str); expected a number > 0
 """
 
 from __future__ import annotations

@@ -41,11 +41,6 @@ class StopSignals:
         """Whether a signal has come."""
         return self._received is not None
 
-    @property
-    def received(self) -> signal.Signals | None:
-        """The first signal that came."""
-        return self._received
-
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopSignals was opened in another thread; Python delivers signals to the main one only")
