@@ -9,6 +9,60 @@ from vqclip.towers.text import BPE, OpenCLIPTextTowerConfig, TransformerTowerCon
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
 
+def test_tokens_are_real_up_to_the_first_end_mark():
+    """The number of padding is also that of "!" inside a word."""
+    tower = TransformerTowerConfig(**SMALL).build()
+    tokens = BPE(12)(["#!/bin a", "a" + " b" * 20, "", "a <end_of_text> b"])
+    assert tokens[0].tolist()[1:3] == [2, 0]
+    mask = tower.mask(tokens)
+    assert mask[0].tolist() == [True] * 7 + [False] * 5
+    assert mask.sum(1).tolist() == [7, 12, 2, 3]
+    assert tower.mask(torch.zeros(2, 12, dtype=torch.int64)).sum() == 0
+    assert tower.mask(tokens[:0]).shape == (0, 12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_token_with_the_number_of_padding_is_seen(causal):
+    torch.manual_seed(0)
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()
+    tokens = BPE(12)(["#!/bin a"])
+    with torch.no_grad():
+        before = tower(tokens)[0, 3:7]
+        tower.transformer.token_embedding.weight[0] = 7.0
+        assert not torch.allclose(tower(tokens)[0, 3:7], before)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_without_an_end_mark_is_no_nan(causal):
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build()
+    tokens = BPE(12)(["a red star", "x"])
+    tokens[1] = 0
+    features = tower(tokens)
+    assert features.isfinite().all()
+    features[tower.mask(tokens)].sum().backward()
+    assert all(p.grad.isfinite().all() for p in tower.parameters())
+    hidden = tower._attention_mask(tokens, torch.float32)
+    assert (hidden.amax(dim=-1) == 0).all()  # not every device's attention gives zeros for a row of -inf
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_features_are_those_of_open_clips_own_forward(causal):
+    torch.manual_seed(0)
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()
+    tokens = BPE(12)(["a red star", "two small blue circles", ""])
+    torch.testing.assert_close(tower(tokens), tower.transformer(tokens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_tower_compiles_without_a_break(causal):
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()
+    tokens = BPE(12)(["a red star", "#!/bin a"])
+    compiled = torch.compile(lambda x: (tower(x), tower.mask(x)), fullgraph=True, backend="eager")
+    features, mask = compiled(tokens)
+    torch.testing.assert_close(features, tower(tokens))
+    assert torch.equal(mask, tower.mask(tokens))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_features_of_real_tokens_do_not_depend_on_the_padding(causal):
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
+from einops import repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -14,14 +15,21 @@ from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 
 Vocabulary = Callable[[Sequence[str]], Tensor]
-"""Captions to token numbers ``(B, N)`` int64, padded with 0."""
+"""Captions to token numbers ``(B, N)`` int64: an end mark after the last token, then zeros."""
+
+
+def heads_divide_width(config: Any) -> Any:
+    """A validator for sections with ``width`` and ``heads``; raises ValueError when the heads do not fit."""
+    if config.width % config.heads:
+        raise ValueError(f"got width {config.width} and heads {config.heads}; expected heads that divide width")
+    return config
 
 
 class TextTower(nn.Module):
     """A text transformer that gives a feature for every token.
 
     Args:
-        transformer: an ``open_clip.transformer.TextTransformer``.
+        transformer: an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs.
 
     Attributes:
         context_length: N, the fixed number of positions; captions are cut or padded to it.
@@ -31,15 +39,13 @@ class TextTower(nn.Module):
 
     def __init__(self, transformer: nn.Module):
         super().__init__()
-        # Per-token features leave before pooling and projection, which would wait for a gradient that never comes.
-        transformer.pool_type = "none"  # type: ignore[assignment]
+        # Features are taken before the projection, which would wait for a gradient that never comes.
         transformer.text_projection = None  # type: ignore[assignment]
-        transformer.output_tokens = False  # type: ignore[assignment]
         self.transformer = transformer
         self.context_length = int(transformer.context_length)  # type: ignore[arg-type]
         self.width = int(transformer.width)  # type: ignore[arg-type]
         self.vocab_size = int(transformer.vocab_size)  # type: ignore[arg-type]
-        self.pad_id = int(transformer.pad_id)  # type: ignore[arg-type]
+        self.end_of_text = int(_bpe().eot_token_id)
 
     @property
     def num_tokens(self) -> int:
@@ -47,8 +53,14 @@ class TextTower(nn.Module):
         return self.context_length
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """``(B, N)`` bool, True where ``tokens`` holds a real token."""
-        return tokens != self.pad_id
+        """``(B, N)`` bool, True up to and including the first end mark; a row without one holds no real token.
+
+        The number of padding, 0, cannot tell: it is also that of "!" inside a word.
+        """
+        is_end = tokens == self.end_of_text
+        end = is_end.int().argmax(dim=1, keepdim=True)  # the first of equals
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return (positions <= end) & is_end.any(dim=1, keepdim=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``(B, N)`` int64 token numbers → features ``(B, N, D)``; those of padding mean nothing.
@@ -61,7 +73,19 @@ class TextTower(nn.Module):
                 f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
                 f"(B, {self.context_length}) int64; tokenizer.preprocess makes such a tensor from captions"
             )
-        return self.transformer(tokens)
+        text: Any = self.transformer
+        x = text.token_embedding(tokens) + text.positional_embedding
+        return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
+
+    def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores: open_clip's causal mask, or one of the padding by `mask` instead of its own."""
+        text: Any = self.transformer
+        if text.attn_mask is not None or not text.use_pad_mask:  # MobileCLIP, neither, learned to look at the padding
+            return text.attn_mask
+        real = self.mask(tokens)
+        visible = real | ~real.any(dim=1, keepdim=True)  # attention over nothing would be NaN
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=tokens.device).masked_fill(~visible, float("-inf"))
+        return repeat(hidden, "b keys -> (b heads) queries keys", heads=text.heads, queries=tokens.shape[1])
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade compute for memory: recompute the transformer's activations in the backward pass."""
@@ -86,11 +110,7 @@ class TransformerTowerConfig(Config):
     causal: bool = True
     """True: a token sees only those before it, as in CLIP. False: it sees the whole caption but the padding."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> TransformerTowerConfig:
-        if self.width % self.heads:
-            raise ValueError(f"got width {self.width} and heads {self.heads}; expected heads that divide width")
-        return self
+    _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 
     def build(self) -> TextTower:
         """Make the tower with random weights (torch's global generator)."""
