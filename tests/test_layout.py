@@ -14,13 +14,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "signals"),
+    ("errors", "files", "seeds", "signals"),
     ("precision",),
     ("_config_yaml",),
     ("_config_types",),
-    ("config", "dist"),
-    ("data", "towers", "quantizers", "pooling", "pretrained"),
+    ("config", "dist", "pretrained"),
+    ("data", "towers", "quantizers", "pooling", "temperature"),
     ("tokenizer",),
+    ("folder",),
     ("model",),
     ("losses",),
     ("optim", "checkpoint", "evaluation"),

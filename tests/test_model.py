@@ -109,6 +109,17 @@ def damage_key(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def edited(change):
+    """A damage that changes the configuration."""
+
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -119,7 +130,17 @@ def damage_key(folder):
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),
         (damage_version, "id_layout is 99, this vqclip reads 1"),
-        (damage_key, "widht"),
+        (damage_key, "config.json: image.widht: Extra inputs"),
+        (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),
+        (
+            edited(lambda c: c["image"].update(embed_dim="16")),
+            "config.json: image.embed_dim: Input should be a valid int",
+        ),
+        (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
+        (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
+        (edited(lambda c: c.update(surplus=1)), "config.json: surplus: Extra inputs"),
+        (edited(lambda c: c["image"]["tower"]["args"].update(pretrained_cfg={"file": "x"})), "got 'pretrained_cfg'"),
+        (edited(lambda c: c["image"]["tower"]["args"].update(num_heads=3)), "config.json: tower.args: timm model"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(saved, damage, message):
@@ -155,6 +176,35 @@ def test_pretrained_weights_are_not_fetched_again(tmp_path):
     model.save_pretrained(tmp_path / "tokenizer")
     stored = json.loads((tmp_path / "tokenizer" / "config.json").read_text())
     assert stored["image"]["tower"]["pretrained"] is False
+
+
+class Opened(Exception):
+    pass
+
+
+def test_loading_opens_no_other_weights(saved, tmp_path, monkeypatch):
+    """Whoever wrote config.json may name any file there; none but the folder's own is opened."""
+    model, folder = saved
+    edited(lambda c: c["image"]["tower"].update(checkpoint=str(tmp_path / "evil.pt"), pretrained=True))(folder)
+
+    def refuse(*arguments, **options):
+        raise Opened
+
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    for loaded in (vqclip.load_tokenizer(folder, modality="image"), CLIP.from_pretrained(folder).image):
+        assert torch.equal(loaded.encode(images), model.image.encode(images))
+        assert loaded.config.tower.checkpoint is None
+        assert loaded.config == model.image.config
+
+
+def test_a_temperature_beside_one_tokenizer_is_refused(saved, tmp_path):
+    model, _ = saved
+    model.text.save_pretrained(tmp_path / "text")
+    edited(lambda c: c.update(temperature={"init": 10.0}))(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="got a temperature with fewer than two tokenizers"):
+        vqclip.load_tokenizer(tmp_path / "text", modality="text")
 
 
 def test_one_entry_names_both_towers():

@@ -69,6 +69,24 @@ def test_padding_has_id_minus_one_and_vector_zero():
     assert (vectors[tokens != 0] != 0).any(-1).all()
 
 
+def test_an_exclamation_mark_inside_a_word_is_no_padding():
+    tokenizer = built().text.eval()
+    ids = tokenizer.encode(["#!/bin a", "a"])
+    assert (ids[..., 0] >= 0).sum(1).tolist() == [7, 3]
+
+
+def test_a_row_without_tokens_is_no_nan():
+    model = built().train()
+    tokens = model.text.preprocess(CAPTIONS)
+    tokens[1] = 0
+    out = model.text(tokens)
+    assert (out.ids[1] == -1).all()
+    assert out.embedding.isfinite().all()
+    assert torch.equal(model.text.embed(out.ids), out.embedding)
+    out.embedding.square().sum(0)[0].backward()
+    assert all(p.grad.isfinite().all() for p in model.text.parameters() if p.grad is not None)
+
+
 def test_images_come_as_pictures_or_tensors():
     tokenizer = built().image.eval()
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))

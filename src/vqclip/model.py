@@ -12,32 +12,11 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
-from vqclip.pretrained import CONFIG_FILE, load_weights, parse_section, read_config, resolve, write_folder
+from vqclip.folder import build_filled, read_folder
+from vqclip.pretrained import resolve, write_folder
 from vqclip.quantizers import Quantizer
-from vqclip.tokenizer import (
-    ImageTokenizerConfig,
-    TextTokenizerConfig,
-    TokenizerOutput,
-    stored_section,
-    tokenizer_section,
-)
-
-
-class TemperatureConfig(Config):
-    """The learned scale (and, for the sigmoid loss, bias) of the logits."""
-
-    init: float = Field(1 / 0.07, gt=0)
-    """First value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10."""
-    max: float = Field(100.0, gt=0)
-    """The scale is held at or below this."""
-    bias: float | None = None
-    """First value of a learned bias of the logits (SigLIP: -10); null for none. The sigmoid loss needs one."""
-
-    @model_validator(mode="after")
-    def _init_below_max(self) -> TemperatureConfig:
-        if self.init > self.max:
-            raise ValueError(f"got init {self.init} and max {self.max}; expected init <= max")
-        return self
+from vqclip.temperature import TemperatureConfig
+from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 
 
 class BothTowersConfig(Config):
@@ -139,7 +118,7 @@ class CLIP(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
-        config = {name: tokenizer_section(part) for name, part in (("image", self.image), ("text", self.text))}
+        config = {"image": self.image.section(), "text": self.text.section()}
         temperature = {"temperature": self.config.temperature.model_dump(mode="json")}
         write_folder(Path(folder), config | temperature, self.state_dict())
 
@@ -151,12 +130,14 @@ class CLIP(nn.Module):
             CheckpointError: for a folder that is missing, damaged, or holds one modality alone.
         """
         path = resolve(folder)
-        stored = read_config(path)
-        sections = {name: dict(stored_section(path, stored, name)) for name in ("image", "text")}
-        embed_dim = {name: section.pop("embed_dim", None) for name, section in sections.items()}
-        if embed_dim["image"] != embed_dim["text"]:
-            raise CheckpointError(f"{path / CONFIG_FILE}: image and text differ in embed_dim: {embed_dim}")
-        whole = {"embed_dim": embed_dim["image"], "temperature": stored.get("temperature", {}), **sections}
-        model = parse_section(path / CONFIG_FILE, ModelConfig, whole).build()
-        load_weights(path, model)
-        return model.eval()
+        stored = read_folder(path)
+        if stored.image is None or stored.text is None or stored.temperature is None:
+            missing = "image" if stored.image is None else "text"
+            raise CheckpointError(f"{path}: holds {stored.held()} tokenizer, not {missing!r}")
+        config = ModelConfig(
+            embed_dim=stored.image.embed_dim,
+            image=stored.image.tokenizer(),
+            text=stored.text.tokenizer(),
+            temperature=stored.temperature,
+        )
+        return build_filled(path, config.build)

@@ -7,15 +7,14 @@ under its name (``image.``, ``text.``), so that one modality is read without the
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vqclip.config import Config
 from vqclip.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -37,7 +36,7 @@ def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check ``config.json``.
+    """Read ``config.json`` and check whose it is; returns what it holds besides format and versions.
 
     Raises:
         CheckpointError: when the folder or file is missing, not ours, or of a newer version.
@@ -50,7 +49,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict) or config.get("format") != "vqclip":
         raise CheckpointError(f'{path}: expected "format": "vqclip"; this is some other model\'s folder')
@@ -59,15 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one"
             )
-    return config
-
-
-def parse_section(path: Path, schema: type[Config], section: Any) -> Any:
-    """Validate one section of ``config.json`` as ``schema``; raises CheckpointError naming the file."""
-    try:
-        return schema.model_validate(section)
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return {key: value for key, value in config.items() if key not in ("format", "format_version", "id_layout")}
 
 
 def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
@@ -85,7 +76,14 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
-    expected = module.state_dict()
+    problems = misfits(module.state_dict(), state, prefix)
+    if problems:
+        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
+    module.load_state_dict(state, strict=True)
+
+
+def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str = "") -> list[str]:
+    """Every way in which ``state`` is not what ``expected`` is: missing, unexpected and wrongly shaped tensors."""
     problems = [f"missing {prefix}{name}" for name in expected if name not in state]
     problems += [f"unexpected {prefix}{name}" for name in state if name not in expected]
     problems += [
@@ -93,9 +91,7 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
         for name in expected
         if name in state and state[name].shape != expected[name].shape
     ]
-    if problems:
-        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
-    module.load_state_dict(state, strict=True)
+    return problems
 
 
 def resolve(folder: str | Path) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -20,14 +20,18 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import CheckpointError, ShapeError
+from vqclip.errors import ShapeError
 from vqclip.pooling import PooledEmbedding
-from vqclip.pretrained import CONFIG_FILE, load_weights, parse_section, read_config, resolve, write_folder
+from vqclip.pretrained import write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
+from vqclip.towers.text import heads_divide_width
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+ConfigT = TypeVar("ConfigT", bound="_TokenizerConfig")
 
 
 class TokenizerOutput(NamedTuple):
@@ -151,7 +155,11 @@ class Tokenizer(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
-        write_folder(Path(folder), {self.modality: tokenizer_section(self)}, state)
+        write_folder(Path(folder), {self.modality: self.section()}, state)
+
+    def section(self) -> dict[str, object]:
+        """This tokenizer's part of ``config.json``."""
+        return self.config.architecture().model_dump(mode="json") | {"embed_dim": self.embed_dim}
 
     @property
     def device(self) -> torch.device:
@@ -234,6 +242,8 @@ def _listed(images: Any) -> list[Any]:
 
 
 class _TokenizerConfig(Config):
+    if TYPE_CHECKING:
+        tower: Any
     quantizer: QuantizerConfig
     """What turns features into codes."""
     width: int = Field(256, ge=8)
@@ -243,11 +253,12 @@ class _TokenizerConfig(Config):
     depth: int = Field(1, ge=0)
     """Transformer blocks between the codes and the pooling."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> _TokenizerConfig:
-        if self.width % self.heads:
-            raise ValueError(f"got width {self.width} and heads {self.heads}; expected heads that divide width")
-        return self
+    _heads_divide_width = model_validator(mode="after")(heads_divide_width)
+
+    def architecture(self: ConfigT) -> ConfigT:
+        """The same network with random weights: what is read and written beside weights, so that none are fetched."""
+        tower = self.tower
+        return self.model_copy(update={"tower": tower.model_copy(update=tower.random_weights)})
 
 
 class ImageTokenizerConfig(_TokenizerConfig):
@@ -272,45 +283,3 @@ class TextTokenizerConfig(_TokenizerConfig):
     def build(self, embed_dim: int) -> TextTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return TextTokenizer(self, embed_dim)
-
-
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
-def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
-    """Load a tokenizer for use: on the CPU, in evaluation mode.
-
-    Args:
-        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
-        modality: ``"image"`` or ``"text"``.
-
-    Raises:
-        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
-        ValueError: for another modality.
-    """
-    if modality not in ("image", "text"):
-        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
-    path = resolve(folder)
-    section = dict(stored_section(path, read_config(path), modality))
-    embed_dim = section.pop("embed_dim", None)
-    schema = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
-    tokenizer = parse_section(path / CONFIG_FILE, schema, section).build(embed_dim)
-    load_weights(path, tokenizer, prefix=f"{modality}.")
-    return tokenizer.eval()
-
-
-def tokenizer_section(tokenizer: Tokenizer) -> dict[str, object]:
-    """A tokenizer's part of ``config.json``; its weights lie beside it, so none are fetched again."""
-    config = tokenizer.config
-    tower = config.tower.model_copy(update=config.tower.random_weights)
-    return config.model_copy(update={"tower": tower}).model_dump(mode="json") | {"embed_dim": tokenizer.embed_dim}
-
-
-def stored_section(folder: Path, stored: dict[str, object], name: str) -> dict[str, object]:
-    """A tokenizer's part of a ``config.json`` that was read from ``folder``; raises CheckpointError without it."""
-    section = stored.get(name)
-    if not isinstance(section, dict):
-        held = ", ".join(key for key in ("image", "text") if key in stored) or "no"
-        raise CheckpointError(f"{folder}: holds {held} tokenizer, not {name!r}")
-    return section

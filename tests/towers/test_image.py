@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.towers.image import OpenCLIPImageTowerConfig, TimmTowerConfig
@@ -26,8 +27,7 @@ CNN = {"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 24], "output_stride": 16}
     ],
 )
 def test_a_timm_tower_gives_a_sequence_of_patch_features(name, args, tokens, width):
-    extra = {"img_size": 32} if "swin" in name else {}
-    tower = TimmTowerConfig(name=name, image_size=32, args=args | extra).build()
+    tower = TimmTowerConfig(name=name, image_size=32, args=args).build()
     assert (tower.num_tokens, tower.width) == (tokens, width)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert tower(images).shape == (2, tokens, width)
@@ -65,8 +65,60 @@ def test_wrong_pixels_are_refused(images, message):
 
 
 def test_batch_norm_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: model.conv1.1\).*norm_layer"):
+    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: model.conv1.1\).*group_norm: 8"):
         TimmTowerConfig(name="resnet10t", image_size=32).build()
+    with pytest.raises(ConfigError, match="batch-normalisation"):
+        TimmTowerConfig(name="fastvit_t8", image_size=64).build()
+
+
+def test_group_norm_takes_the_place_of_batch_norm():
+    sizes = {"channels": [16, 16, 16, 32], "stem_width": 32}
+    tower = TimmTowerConfig(name="resnet10t", image_size=32, group_norm=8, args=sizes).build()
+    norms = [module for module in tower.modules() if isinstance(module, torch.nn.GroupNorm)]
+    assert {norm.num_channels // norm.num_groups for norm in norms} == {8}
+    with pytest.raises(ConfigError, match="tower.group_norm: got 5 channels a group"):
+        TimmTowerConfig(name="resnet10t", image_size=32, group_norm=5, args=sizes).build()
+    with pytest.raises(ConfigError, match="got args.norm_layer too"):
+        TimmTowerConfig(name="resnet10t", image_size=32, group_norm=8, args={"norm_layer": "groupnorm"}).build()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "tokens"),
+    [
+        ("deit_tiny_patch16_224", {"depth": 1}, 16),
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 16, "num_heads": 2}, 16),
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}, 64),
+        ("convnext_atto", CNN, 16),
+    ],
+)
+def test_any_model_gets_the_image_size(name, args, tokens):
+    assert TimmTowerConfig(name=name, image_size=64, args=args).build().num_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message"),
+    [
+        ({"num_heads": 3}, 16, r"tower.args: timm model 'vit_tiny_patch16_224' refuses.*'num_heads': 3.*divisible"),
+        ({"num_heads": 0}, 16, "tower.args.*ZeroDivisionError"),
+        ({"norm_layer": "nothing"}, 16, "tower.args.*KeyError: 'nothing'"),
+        ({"patch_size": 32}, 16, "tower.args.*image_size 16.*Kernel size"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(change, size, message):
+    with pytest.raises(ConfigError, match=message):
+        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=size, args=VIT | change).build()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn", "checkpoint_path"),
+        *("cache_dir", "scriptable", "features_only", "img_size", "num_classes", "device"),
+    ],
+)
+def test_args_say_nothing_of_weights_or_what_the_tower_decides(name):
+    with pytest.raises(ValueError, match=f"got '{name}', which is"):
+        TimmTowerConfig.model_validate({"name": "vit_tiny_patch16_224", "image_size": 16, "args": {name: None}})
 
 
 def test_an_unknown_timm_name_or_argument_is_refused():
@@ -76,13 +128,58 @@ def test_an_unknown_timm_name_or_argument_is_refused():
         TimmTowerConfig(name="convnext_atto", image_size=32, args={"dimz": 3}).build()
 
 
-def test_local_weights_are_loaded(tmp_path):
-    first = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT).build()
-    file = tmp_path / "weights.pt"
-    torch.save(first.backbone.model.state_dict(), file)
-    second = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT, checkpoint=file).build()
+def from_file(file, **changes):
+    return TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT | changes, checkpoint=file).build()
+
+
+@pytest.fixture
+def vit():
+    return TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT).build().eval()
+
+
+@pytest.mark.parametrize("kind", ["weights.pt", "nested.pt", "classifier.pt", "weights.safetensors"])
+def test_local_weights_are_loaded(vit, tmp_path, kind):
+    state = vit.backbone.model.state_dict()
+    if kind == "weights.safetensors":
+        save_file(state, tmp_path / kind)
+    elif kind == "nested.pt":
+        torch.save({"state_dict": state, "epoch": 3}, tmp_path / kind)
+    else:
+        head = {"head.weight": torch.zeros(10, 16), "head.bias": torch.zeros(10)} if kind == "classifier.pt" else {}
+        torch.save(state | head, tmp_path / kind)
     images = torch.rand(1, 3, 16, 16)
-    assert torch.equal(first.eval()(images), second.eval()(images))
+    assert torch.equal(vit(images), from_file(tmp_path / kind).eval()(images))
+
+
+class Malicious:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a weights file ran code')",)
+
+
+def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
+    state = vit.backbone.model.state_dict()
+    file = tmp_path / "weights.pt"
+    with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt: no such file"):
+        from_file(file)
+    torch.save({"state_dict": state, "run": Malicious()}, file)
+    with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt cannot be read.*expected a .safetensors"):
+        from_file(file)
+    torch.save([1, 2], file)
+    with pytest.raises(ConfigError, match="got a list that is no state dict"):
+        from_file(file)
+    for damaged in (b"", b"nothing of the sort", b"PK\x03\x04" + bytes(50)):
+        for name in ("weights.pt", "weights.safetensors"):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+                from_file(tmp_path / name)
+    torch.save(
+        {name: tensor for name, tensor in state.items() if name != "norm.weight"} | {"more": state["norm.bias"]}, file
+    )
+    with pytest.raises(ConfigError, match=r"weights.pt does not fit the model: missing norm.weight; unexpected more"):
+        from_file(file)
+    torch.save(state, file)
+    with pytest.raises(ConfigError, match=r"blocks.0.mlp.fc1.bias: got shape \(64,\), expected \(32,\)"):
+        from_file(file, mlp_ratio=2)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +228,15 @@ def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
     assert [n for n, p in tower.named_parameters() if p.grad is None] == []
 
 
+def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path):
+    _, name, _ = tiny_open_clip
+    torch.save({"nothing": torch.zeros(1)}, tmp_path / "weights.pt")
+    with pytest.raises(
+        ConfigError, match=r"tower.pretrained: .*weights.pt' cannot be loaded as weights of vqclip-test"
+    ):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+
+
 def _embedded(model, tokens):
     return model.token_embedding(tokens) + model.positional_embedding, model.attn_mask
 
@@ -138,6 +244,9 @@ def _embedded(model, tokens):
 def test_an_unknown_open_clip_model_or_tag_is_refused():
     with pytest.raises(ConfigError, match="no model 'ViT-B-61'; did you mean one of: ViT-B-16"):
         OpenCLIPImageTowerConfig(model="ViT-B-61").build()
+    for name in ("local-dir:/nowhere", "hf-hub:nobody/nothing"):
+        with pytest.raises(ConfigError, match=f"open_clip has no model '{name}'"):
+            OpenCLIPImageTowerConfig(model=name).build()
     with pytest.raises(ConfigError, match="got 'laion', which is neither a file nor one of the tags.*laion400m_e31"):
         OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="laion").build()
     with pytest.raises(ConfigError, match="trained with QuickGELU.*expected ViT-B-32-quickgelu"):

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
+from vqclip.towers.weights import load_checkpoint
+
+_ELSEWHERE = {
+    "img_size": "image_size decides it",
+    "num_classes": "a tower has no classifier",
+    "global_pool": "a tower is not pooled",
+    "in_chans": "images have three channels",
+    "device": "a tower is built on the CPU",
+    "dtype": "a tower is built in fp32",
+}
+"""Arguments of ``timm.create_model`` that the tower decides itself."""
+
+_NOT_THE_NETWORK = (
+    *("pretrained", "checkpoint", "cache_dir", "model_", "feature", "out_indices", "pruned", "kwargs_filter"),
+    *("scriptable", "exportable", "no_jit"),
+)
+"""How arguments begin that say where weights come from or how timm works, and nothing of the network's size."""
 
 
 class ImageTower(nn.Module):
@@ -105,41 +125,78 @@ class TimmTowerConfig(Config):
     checkpoint: Path | None = None
     """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
     args: dict[str, Any] = {}
-    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`."""
+    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`; none
+    that names weights or files."""
+    group_norm: int | None = Field(None, ge=1)
+    """Channels a group: gives the model group normalisation in place of its own `norm_layer`; null keeps that."""
     channels_last: bool = False
     """Keep weights and activations with channels last in memory: faster for convolutions, of no use to a ViT."""
+
+    @field_validator("args")
+    @classmethod
+    def _args_are_the_networks(cls, args: dict[str, Any]) -> dict[str, Any]:
+        for name in args:
+            if name in _ELSEWHERE:
+                raise ValueError(f"got {name!r}, which is not free: {_ELSEWHERE[name]}")
+            if name.startswith(_NOT_THE_NETWORK):
+                raise ValueError(
+                    f"got {name!r}, which is no property of the network; expected arguments of the model's class. "
+                    "Weights come from `pretrained` or `checkpoint` beside args"
+                )
+        return args
 
     def build(self) -> ImageTower:
         """Make the tower.
 
         Raises:
-            ConfigError: for a name or an argument that timm does not know, or a model with batch normalisation.
+            ConfigError: for a name or arguments that timm does not take, a model with batch normalisation, or a
+                checkpoint that does not fit.
         """
         import timm
 
         if not timm.is_model(self.name):
             close = ", ".join(get_close_matches(self.name, timm.list_models(), n=5)) or "see timm.list_models()"
             raise ConfigError(f"tower.name: timm has no model {self.name!r}; did you mean one of: {close}?")
-        args = dict(self.args)
-        if "vit" in self.name or "img_size" in args:  # convolutional models take any size and refuse the argument
-            args.setdefault("img_size", self.image_size)
+        with self._refusals_named():
+            model = self._create()
+            facts: Any = model.pretrained_cfg or {}
+            if self.checkpoint is not None:
+                classifier = facts.get("classifier") or ()
+                load_checkpoint(model, self.checkpoint, [classifier] if isinstance(classifier, str) else classifier)
+            if self.channels_last:
+                model = model.to(memory_format=torch.channels_last)
+            # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
+            mean, std = facts.get("mean", OPENAI_MEAN), facts.get("std", OPENAI_STD)
+            return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+
+    def _create(self) -> Any:
+        """The timm model; one that refuses ``img_size``, as convolutional ones do, takes images of any size."""
+        from timm import create_model
+
+        args = {"pretrained": self.pretrained, "num_classes": 0, "global_pool": "", **self.args}
+        if self.group_norm is not None:
+            if "norm_layer" in args:
+                raise ConfigError("tower.group_norm: got args.norm_layer too; expected one of the two")
+            args["norm_layer"] = partial(_group_norm, channels_per_group=self.group_norm)
         try:
-            model = timm.create_model(
-                self.name,
-                pretrained=self.pretrained,
-                checkpoint_path=str(self.checkpoint or ""),
-                num_classes=0,
-                global_pool="",
-                **args,
-            )
+            return create_model(self.name, img_size=self.image_size, **args)
         except TypeError as error:
-            raise ConfigError(f"tower.args: timm model {self.name!r} refuses {args}: {error}") from error
-        if self.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
-        stats: Any = model.pretrained_cfg or {}
-        mean, std = stats.get("mean", OPENAI_MEAN), stats.get("std", OPENAI_STD)
-        return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+            if "unexpected keyword argument 'img_size'" not in str(error):
+                raise
+        return create_model(self.name, **args)
+
+    @contextmanager
+    def _refusals_named(self) -> Iterator[None]:
+        """Turn what a model's constructor or first forward says to sizes that do not go together into ConfigError."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
+            raise ConfigError(
+                f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
+                f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
+            ) from e
 
 
 class OpenCLIPImageTowerConfig(Config):
@@ -172,6 +229,16 @@ def _freeze_unused(tower: nn.Module, features: Tensor) -> None:
         weight.requires_grad_(gradient is not None)
 
 
+def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.GroupNorm:
+    """Group normalisation (Wu & He 2018) with about so many channels a group."""
+    groups = max(1, channels // channels_per_group)
+    if channels % groups:
+        raise ConfigError(
+            f"tower.group_norm: got {channels_per_group} channels a group, which do not divide a layer of {channels}"
+        )
+    return nn.GroupNorm(groups, channels, **factory)
+
+
 def _refuse_batch_norm(backbone: nn.Module) -> None:
     """Batch norm ties a sample to the others of its rank: N processes would not compute what one computes."""
     names = [name for name, module in backbone.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -179,5 +246,5 @@ def _refuse_batch_norm(backbone: nn.Module) -> None:
         raise ConfigError(
             f"tower: got a model with {len(names)} batch-normalisation layers (first: {names[0]}), whose statistics "
             "differ between one process and many; expected one without: choose a ViT or ConvNeXt, or for timm ResNets "
-            "set args: {norm_layer: groupnorm1} or {norm_layer: layernorm2d}"
+            "set group_norm: 8"
         )

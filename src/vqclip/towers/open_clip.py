@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+from safetensors import SafetensorError
 
 from vqclip.errors import ConfigError
 
@@ -21,10 +24,11 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
     """
     import open_clip
 
-    config = open_clip.get_model_config(model)
-    if config is None:
+    # By this list alone: open_clip would take "local-dir:..." and "hf-hub:..." too, and fetch weights nobody asked for.
+    if model not in open_clip.list_models():
         close = ", ".join(get_close_matches(model, open_clip.list_models(), n=5)) or "see open_clip.list_models()"
         raise ConfigError(f"tower.model: open_clip has no model {model!r}; did you mean one of: {close}?")
+    config = open_clip.get_model_config(model)
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained is not None and pretrained not in tags and not Path(pretrained).is_file():
         raise ConfigError(
@@ -39,4 +43,13 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
                 f"QuickGELU, {model} is built {'without' if activation else 'with'} it; expected "
                 f"{model + '-quickgelu' if activation else model.removesuffix('-quickgelu')} as the model"
             )
-    return open_clip.create_model(model, pretrained=pretrained, force_custom_text=True, weights_only=True)
+    try:
+        return open_clip.create_model(
+            model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
+        )
+    except (RuntimeError, OSError, UnpicklingError, SafetensorError) as error:
+        if pretrained is None:
+            raise
+        raise ConfigError(
+            f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {error}"
+        ) from error

@@ -1,0 +1,124 @@
+"""What a tokenizer folder's ``config.json`` holds, and building from it.
+
+The weights lie beside it: nothing here fetches others, and no file is opened that the folder names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar, overload
+
+from pydantic import Field, ValidationError, model_validator
+from torch import nn
+
+from vqclip.config import Config
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, resolve
+from vqclip.temperature import TemperatureConfig
+from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class StoredImageTokenizer(ImageTokenizerConfig):
+    """An image tokenizer as it is stored."""
+
+    embed_dim: int = Field(ge=2)
+    """E, width of the joint embedding."""
+
+    def tokenizer(self) -> ImageTokenizerConfig:
+        """What it is built from."""
+        return ImageTokenizerConfig.model_validate(self.architecture().model_dump(exclude={"embed_dim"}))
+
+
+class StoredTextTokenizer(TextTokenizerConfig):
+    """A text tokenizer as it is stored."""
+
+    embed_dim: int = Field(ge=2)
+    """E, width of the joint embedding."""
+
+    def tokenizer(self) -> TextTokenizerConfig:
+        """What it is built from."""
+        return TextTokenizerConfig.model_validate(self.architecture().model_dump(exclude={"embed_dim"}))
+
+
+class FolderConfig(Config):
+    """``config.json`` without its format and versions: one tokenizer, or both and their temperature."""
+
+    image: StoredImageTokenizer | None = None
+    """The image tokenizer."""
+    text: StoredTextTokenizer | None = None
+    """The text tokenizer."""
+    temperature: TemperatureConfig | None = None
+    """The logits' scale and bias, where both tokenizers are."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> FolderConfig:
+        if self.image is not None and self.text is not None:
+            if self.temperature is None:
+                raise ValueError("both tokenizers are here; expected a temperature too")
+            if self.image.embed_dim != self.text.embed_dim:
+                raise ValueError(
+                    f"got embed_dim {self.image.embed_dim} for image and {self.text.embed_dim} for text; "
+                    "expected one joint embedding"
+                )
+        elif self.temperature is not None:
+            raise ValueError("got a temperature with fewer than two tokenizers; expected none")
+        return self
+
+    def held(self) -> str:
+        """The modalities that are here, in words."""
+        return ", ".join(name for name in ("image", "text") if getattr(self, name) is not None) or "no"
+
+
+def read_folder(path: Path) -> FolderConfig:
+    """Read ``config.json`` strictly.
+
+    Raises:
+        CheckpointError: when it is missing, not ours, of another version, or not what it should be.
+    """
+    try:
+        return FolderConfig.model_validate(read_config(path))
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise CheckpointError(f"{path / CONFIG_FILE}: " + "; ".join(problems)) from error
+
+
+def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> ModuleT:
+    """Build a module, give it the folder's weights under ``prefix`` and put it into evaluation mode.
+
+    Raises:
+        CheckpointError: for a configuration that cannot be built, or weights that do not fit it.
+    """
+    try:
+        module = build()
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
+    load_weights(path, module, prefix)
+    return module.eval()
+
+
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
+@overload
+def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
+def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
+    """Load a tokenizer for use: on the CPU, in evaluation mode.
+
+    Args:
+        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+        modality: ``"image"`` or ``"text"``.
+
+    Raises:
+        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
+        ValueError: for another modality.
+    """
+    if modality not in ("image", "text"):
+        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
+    path = resolve(folder)
+    config = read_folder(path)
+    stored = config.image if modality == "image" else config.text
+    if stored is None:
+        raise CheckpointError(f"{path}: holds {config.held()} tokenizer, not {modality!r}")
+    return build_filled(path, lambda: stored.tokenizer().build(stored.embed_dim), prefix=f"{modality}.")
