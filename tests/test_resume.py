@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from tests.data.making import caption_shards
 from tests.models import LFQ
-from tests.training import all_equal, metrics, run, run_tree, weights
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
@@ -61,6 +62,7 @@ def optimizer_state(folder, step) -> OptimizerState:
 
 
 def assert_same_run(one, other):
+    """Bit for bit the same weights, optimizer and metrics."""
     assert all_equal(weights(one, STEPS), weights(other, STEPS))
     first, second = optimizer_state(one, STEPS), optimizer_state(other, STEPS)
     assert all_equal(first.tensors, second.tensors)
@@ -135,11 +137,75 @@ def run_with_one_signal(tree, cache):
         TrainStep.__call__ = step
 
 
+def test_four_ranks_go_on_bit_for_bit(tmp_path, tree, ranks):
+    """On three ranks or more the order of summing gradients matters, and DDP must not change it on the way."""
+    cache = str(tmp_path / "cache")
+    ranks(4, run, tree("whole") | {"data": tree("whole")["data"] | {"workers": 0}}, cache, init=False)
+    stopped = tree("stopped") | {"data": tree("stopped")["data"] | {"workers": 0}}
+    parts = ranks(4, run_with_one_signal, stopped, cache, init=False)
+    done = len(parts[0]["sample_ids"])
+    assert 4 < done < STEPS
+    parts = ranks(4, run, stopped, cache, init=False)
+    assert len(parts[0]["sample_ids"]) == STEPS - done
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
+    cache = str(tmp_path / "cache")
+    whole, stopped = (run_tree(tmp_path / name, shards, train__steps=STEPS) for name in ("whole", "stopped"))
+    parts = ranks(2, run, whole, cache, init=False)
+    samples = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+    parts = ranks(2, run_with_one_signal, stopped, cache, init=False)
+    done = len(parts[0]["sample_ids"])
+    assert 4 < done < STEPS
+    parts = ranks(4, run, stopped, cache, init=False)
+    rest = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+    assert rest == samples[done:]
+    assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "stopped", STEPS)) < 1e-6
+    losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("whole", "stopped")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path, tree):
     cache = str(tmp_path / "cache")
     run(tree("whole"), cache)
     again = run(tree("whole"), cache)
     assert again == {"sample_ids": [], "finished": True}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "difference"),
+    [
+        ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
+        ("optim__warmup_steps", 2, "optim.warmup_steps: 3 in the checkpoint, 2 now"),
+        ("optim__final_lr_ratio", 0.1, "optim.final_lr_ratio: 0.0 in the checkpoint, 0.1 now"),
+        ("optim__clip_grad_norm", None, "optim.clip_grad_norm: 1.0 in the checkpoint, None now"),
+        ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: 0.98 in the checkpoint, 0.95 now"),
+        ("train__steps", 5, "train.steps: 4 in the checkpoint, 5 now"),
+        ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
+        ("data__max_pixels", 1000, "max_pixels: .* in the checkpoint, 1000 now"),
+    ],
+)
+def test_what_changes_the_trajectory_is_refused(finished, key, value, difference):
+    with pytest.raises(CheckpointError, match=difference):
+        train(TrainConfig.model_validate(run_tree(*finished, **({"train__steps": 4} | {key: value}))))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shards):
+    """Folder and shards of a finished run of four steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(TrainConfig.model_validate(run_tree(folder, shards, train__steps=4)))
+    return folder, shards
+
+
+def test_what_leaves_the_trajectory_alone_may_change(finished):
+    changes = {
+        "data__workers": 1, "data__prefetch": 1, "train__report_every": 7, "train__checkpoint_every": 3,
+        "optim__implementation": "foreach", "train__activation_checkpointing": True, "run__timeout_s": 50.0,
+    }  # fmt: skip
+    tree = run_tree(*finished, **({"train__steps": 4} | changes))
+    assert train(TrainConfig.model_validate(tree)) is not None
 
 
 def test_another_seed_batch_size_or_data_is_refused_with_the_difference(tmp_path, shards):

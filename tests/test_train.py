@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vqclip
 from tests.data.making import caption_shards, write_tar
-from tests.models import IDENTITY
-from tests.training import metrics, run_tree, weights
+from tests.models import FSQ, IDENTITY, LFQ
+from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import evaluate
 from vqclip.model import CLIP
+from vqclip.report.summary import render
 from vqclip.step import TrainStep
 from vqclip.train import TrainConfig, main, train
 
@@ -151,29 +156,40 @@ def test_data_that_cannot_be_used_is_named(tmp_path, make, capsys):
     message = make(tmp_path / "data")
     config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, tmp_path / "data"))
     assert main(["--config", str(config)]) == 1
-    import re
-
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [
-        ({"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}, "000000099"),
-        ({"000000098.jpg": b""}, "000000098"),
-    ],
-)
-def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, shards, members, reason, caplog):
+NO_PICTURE = {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}
+
+
+@pytest.mark.parametrize("members", [NO_PICTURE, {"000000099.jpg": b""}], ids=["no picture", "empty, no caption"])
+def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
     folder = caption_shards(tmp_path / "data", counts=(29,))
     write_tar(folder / "00001.tar", members)
     with caplog.at_level("WARNING"):
-        try:
-            train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
-        except DataError as error:
-            assert reason in str(error)  # noqa: PT017
-            return
-    assert reason in caplog.text
-    assert "00001.tar" in caplog.text
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))  # two epochs
+    found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
+    assert len(found) == 2
+    assert all(int(substitute) != 29 for _, substitute in found)
+    counts = [line["data/replaced"] for line in metrics(tmp_path)]
+    assert counts == [sum(int(step) < done for step, _ in found) for done in (1, 2, 3, 4, 5)]
+    assert summary.replaced == 2
+    assert "2 times a bad one was replaced" in render(summary)
+    again = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
+    assert again.replaced == 2  # it is the whole run's, not that of this process
+
+
+def replaced_on_this_rank(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    return train(TrainConfig.model_validate(tree)).replaced
+
+
+def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", NO_PICTURE)
+    tree = run_tree(tmp_path, folder, train__steps=5) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, replaced_on_this_rank, tree, init=False) == [2, 2]
+    assert metrics(tmp_path)[-1]["data/replaced"] == 2
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, shards, monkeypatch):
@@ -267,6 +283,170 @@ def test_activation_checkpointing_changes_nothing(tmp_path, shards):
         train(TrainConfig.model_validate(tree))
     one, other = weights(tmp_path / "without", 4), weights(tmp_path / "with", 4)
     assert all(torch.allclose(one[name], other[name], rtol=1e-9, atol=1e-12) for name in one)
+
+
+def overflowing(steps):
+    """TrainStep.__call__ with a gradient that overflows in these steps."""
+    step = TrainStep.__call__
+
+    def call(self, batch, number):
+        hook = None
+        if number in steps:
+            hook = self.model.text.project_out.weight.register_hook(lambda gradient: gradient * float("inf"))
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        try:
+            return step(self, batch, number)
+        finally:
+            if hook is not None:
+                hook.remove()
+                assert all(torch.equal(before[name], value) for name, value in self.model.state_dict().items())
+
+    return call
+
+
+def test_fp16_skips_and_counts_a_step_that_overflows(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing({2}))
+    tree = run_tree(tmp_path, shards, train__steps=4, train__precision="fp16")
+    train(TrainConfig.model_validate(tree))
+    lines = metrics(tmp_path)
+    first = lines[0]["fp16/skipped_steps"]  # the first scale may be too high for this model
+    assert [line["fp16/skipped_steps"] - first for line in lines] == [0, 0, 1, 1]
+    scales = [line["fp16/scale"] for line in lines]
+    assert scales == [scales[0], scales[0], scales[0] / 2, scales[0] / 2]
+    assert lines[-1]["loss/total"] < lines[0]["loss/total"]
+
+
+def test_skipped_steps_are_counted_over_a_resume(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing({1}))
+    tree = run_tree(tmp_path, shards, train__steps=4, train__precision="fp16", train__checkpoint_every=2)
+    train(TrainConfig.model_validate(tree))
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "step-00000004")
+    train(TrainConfig.model_validate(tree))
+    first, *skipped = [line["fp16/skipped_steps"] for line in metrics(tmp_path)]
+    assert skipped == [first + 1] * 3
+
+
+def test_fp16_stops_when_no_scale_helps(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing(range(2, 99)))
+    tree = run_tree(tmp_path, shards, train__steps=60, train__precision="fp16")
+    with pytest.raises(
+        NonFiniteError, match="the gradient is not finite even with the loss scaled by 1, after 17 skipped"
+    ):
+        train(TrainConfig.model_validate(tree))
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the numbers read from tensors one by one: on a GPU each waits for all work."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
+    step, reads = TrainStep.__call__, []
+
+    def counted(self, batch, number):
+        with CountReads() as counter:
+            result = step(self, batch, number)
+        reads.append(counter.reads)
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", counted)
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, LFQ, train__steps=4, train__precision="fp32")))
+    assert reads == [0] * 4
+
+
+def compiled(tree, cache, backend):
+    compile_ = torch.compile
+    torch.compile = functools.partial(compile_, backend=backend)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    try:
+        run(tree, cache)
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    finally:
+        torch.compile = compile_
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("quantizer", [FSQ, LFQ], ids=lambda tree: tree["kind"])
+def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size):
+    """With a backend that traces all there is but generates no code, which is what takes its time."""
+    compare_compiled(tmp_path, shards, ranks, quantizer, world_size, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_by_inductor_equals_eager(tmp_path, shards, ranks, world_size):
+    compare_compiled(tmp_path, shards, ranks, FSQ, world_size, "inductor")
+
+
+def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend):
+    trees = [
+        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=name == "compiled")
+        for name in ("eager", "compiled")
+    ]
+    cache = str(tmp_path / "cache")
+    ranks(world_size, run, trees[0], cache, init=False)
+    for graphs, breaks in ranks(world_size, compiled, trees[1], cache, backend, init=False, timeout=280.0):
+        assert (graphs, breaks) == (1, 0)
+    losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-6
+
+
+def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, monkeypatch, capsys):
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["--config", str(tmp_path / "missing.yaml")]) == 2
+        assert ("missing.yaml" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
+    def fail(config):
+        raise ConfigError("run.device: got 'cuda', but torch sees no GPU")
+
+    monkeypatch.setattr("vqclip.train.train", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 2
+    assert "rank 1: run.device: got 'cuda'" in capsys.readouterr().err
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
+    folder = tmp_path / "tiny"
+    train(TrainConfig.model_validate(tree))
+    (evaluated,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
+    assert evaluated["step"] == 4
+    before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "summary.json", "tokenizer/README.md")}
+    assert json.loads(before["summary.json"])["speed"]["images_per_second"] > 0
+    train(TrainConfig.model_validate(tree))
+    assert before == {name: (folder / name).read_bytes() for name in before}
+    assert not list(folder.glob(".*"))
+
+
+def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
+    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
+    folder = tmp_path / "tiny"
+
+    def fail(*args, **options):
+        raise DataError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vqclip.train.evaluate", fail)
+        with pytest.raises(DataError):
+            train(TrainConfig.model_validate(tree))
+    vqclip.load_tokenizer(folder / "tokenizer", modality="image")
+    train(TrainConfig.model_validate(tree))
+    card = (folder / "tokenizer" / "README.md").read_text()
+    monkeypatch.setattr("vqclip.train.evaluate", fail)
+    with pytest.raises(DataError):
+        train(TrainConfig.model_validate(tree))
+    assert (folder / "tokenizer" / "README.md").read_text() == card
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

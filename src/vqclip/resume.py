@@ -35,8 +35,12 @@ class Snapshots:
         self.folder, self.keep, self.step = folder, keep, step
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
 
-    def save(self, done: int) -> None:
+    def save(self, done: int, replaced: int) -> None:
         """Save the state after ``done`` steps; every rank calls it, rank 0 writes, nobody runs ahead.
+
+        Args:
+            done: steps done.
+            replaced: bad samples replaced so far, over all ranks.
 
         Raises:
             CheckpointError: on rank 0, when it cannot be written; older checkpoints are untouched.
@@ -47,7 +51,12 @@ class Snapshots:
                 done,
                 write_model=self.step.model.save_pretrained,
                 optimizer=self.step.optimizer,
-                state={"identity": self.identity, "scaler": self.step.scaler.state_dict()},
+                state={
+                    "identity": self.identity,
+                    "scaler": self.step.scaler.state_dict(),
+                    "skipped": self.step.skipped,
+                    "replaced": replaced,
+                },
                 keep_last=self.keep,
             )
         dist.barrier()
@@ -56,10 +65,13 @@ class Snapshots:
         """The folder of the checkpoint after ``done`` steps."""
         return self.folder / f"step-{done:08d}"
 
-    def resume(self) -> int:
-        """Restore the newest good checkpoint, if there is one; returns the number of steps done.
+    def resume(self) -> tuple[int, int]:
+        """Restore the newest good checkpoint, if there is one.
 
         Rank 0 chooses and verifies it, the others follow.
+
+        Returns:
+            The number of steps done, and that of the bad samples replaced in them.
 
         Raises:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
@@ -67,16 +79,17 @@ class Snapshots:
         found = checkpoint.latest(self.folder) if dist.is_main() else None
         path = dist.broadcast_json(None if found is None else str(found))
         if path is None:
-            return 0
+            return 0, 0
         saved = checkpoint.load(Path(path), check=False)
         _require_same(saved.path, saved.state["identity"], self.identity)
         load_weights(saved.model_folder, self.step.model)
         saved.restore_optimizer(self.step.optimizer)
         self.step.scaler.load_state_dict(saved.state["scaler"])
+        self.step.skipped = saved.state["skipped"]
         if dist.is_main():
             checkpoint.set_aside_newer(self.folder, saved.step)
         logger.info("resumed from %s: %d steps done", saved.path, saved.step)
-        return saved.step
+        return saved.step, saved.state["replaced"]
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from vqclip import dist
@@ -83,15 +85,17 @@ class TrainStep:
         self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
         self.device = model.logit_scale.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
-        forward: nn.Module = torch.compile(model) if compute.compile else model  # type: ignore[assignment]
-        self.parallel = dist.wrap_ddp(forward)
+        self.parallel = dist.wrap_ddp(_compiled(model) if compute.compile else model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
+        self.skipped = 0
+        """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
         """Run step number ``step`` (from 0) on this rank's part of its global batch.
 
         Raises:
-            NonFiniteError: loss or gradient is NaN or infinite, on every rank alike; the weights are untouched.
+            NonFiniteError: loss or gradient is NaN or infinite, in fp16 at any scale of the loss; on every rank alike,
+                and the step has not touched the weights.
         """
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank()))
         lr = self.schedule(step)
@@ -104,24 +108,35 @@ class TrainStep:
         image_stats, text_stats = sync([out.image.stats, out.text.stats])
         stats = {"image": image_stats, "text": text_stats}
         terms = self._losses(out, stats)
-        _require_finite(terms, step)
 
         self.optimizer.zero_grad(set_to_none=True)
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(terms["total"]).backward()
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
-        if not self.scaler.is_enabled():  # fp16 expects an overflow now and then: its scaler skips that step
-            _require_finite({"gradient norm": grad_norm}, step)
+        terms = {name: term.detach() for name, term in terms.items()}
+        # fp16 expects a gradient to overflow now and then: its scaler skips that step.
+        _require_finite(terms if self.scaler.is_enabled() else terms | {"gradient norm": grad_norm}, step)
         self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self._update_scaler(step)
 
         self.model.clamp_temperature()
         for name, quantizer in self.model.quantizers().items():
             quantizer.update(stats[name].detach())
-        terms = {name: term.detach() for name, term in terms.items()}
         stats = {name: each.detach() for name, each in stats.items()}
         return StepResult(terms, grad_norm, out.scale.detach(), lr, stats)
+
+    def _update_scaler(self, step: int) -> None:
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        after = self.scaler.get_scale()
+        self.skipped += after < before
+        if after < 1:
+            raise NonFiniteError(
+                f"step {step}: the gradient is not finite even with the loss scaled by {before:g}, after "
+                f"{self.skipped} skipped steps; the last checkpoint is sound. Use train.precision: bf16 or fp32"
+            )
 
     def _losses(self, out: CLIPOutput, stats: dict[str, Stats]) -> dict[str, Tensor]:
         """Unweighted terms by name, and their weighted ``total``."""
@@ -138,9 +153,17 @@ class TrainStep:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
+def _compiled(model: nn.Module) -> nn.Module:
+    # einops notes every new type of tensor that it meets, upon which torch compiles once more: let it meet them now.
+    for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
+        rearrange(tensor, "a -> a")
+    return torch.compile(model)  # type: ignore[return-value]
+
+
 def _require_finite(values: dict[str, Tensor], step: int) -> None:
     """Every rank holds the same global losses and averaged gradients, so all of them raise or none does."""
-    bad = [f"{name} = {float(value.detach())}" for name, value in values.items() if not torch.isfinite(value.detach())]
+    found = torch.stack([value.double() for value in values.values()]).tolist()  # the one wait for the device in a step
+    bad = [f"{name} = {value}" for name, value in zip(values, found, strict=True) if not math.isfinite(value)]
     if bad:
         raise NonFiniteError(
             f"step {step}: {', '.join(bad)}; the step was not applied and the last checkpoint is sound. Lower "

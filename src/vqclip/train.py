@@ -22,14 +22,15 @@ from vqclip import dist
 from vqclip.config import Config, json_schema, load_config, to_yaml
 from vqclip.data import DataConfig, TrainData
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import Evaluations, evaluate, prepare
+from vqclip.evaluation import Evaluations, Result, evaluate, prepare
 from vqclip.losses import LossConfig
-from vqclip.model import CLIP, ModelConfig
+from vqclip.model import ModelConfig
 from vqclip.optim import OptimConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
-from vqclip.report.summary import RunSummary, model_card, render, summarise
+from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
+from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
@@ -152,23 +153,40 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
         config.run.seed,
     )
     snapshots = Snapshots(folder / "checkpoints", _identity(config, data), step, config.train.keep_checkpoints)
-    start = _resume(config, snapshots)
+    start, replaced_before = _resume(config, snapshots)
+    replaced = _Replaced(data, replaced_before)
     _write_config(config, folder)
 
     clock = Clock()
     with MetricsLog(folder, start_step=start) if dist.is_main() else nullcontext() as log:
-        done = _loop(config, data, step, snapshots, start, clock, log)
-    if done < config.train.steps:
-        _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
-        return None
+        done = _loop(config, data, step, snapshots, start, replaced, clock, log)
+        if done < config.train.steps:
+            _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
+            return None
+        if dist.is_main():  # before the evaluation, so that one that fails costs nothing
+            export_tokenizer(model, folder / "tokenizer")
+        results = _evaluate(config, step, done, log)
 
-    results = evaluate(model, config.evaluation, precision=config.train.precision)
+    speed, processes = clock.overall, dist.world_size()
+    if not speed:  # nothing was left to train
+        speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
-    summary = summarise(config.run.name, model, coverage, clock.overall, dist.world_size(), results, paths)
+    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, results, paths)
     if dist.is_main():
-        _export(config, model, summary)
+        write_summary(summary, config.model_dump(mode="json"))
     return summary
+
+
+class _Replaced:
+    """How many bad samples the whole run replaced, over all ranks."""
+
+    def __init__(self, data: TrainData, before: int):
+        self._data, self._before = data, before
+
+    def total(self) -> int:
+        """A collective: every rank calls it."""
+        return self._before + sum(dist.gather_json(self._data.replaced))
 
 
 def _loop(
@@ -177,6 +195,7 @@ def _loop(
     step: TrainStep,
     snapshots: Snapshots,
     start: int,
+    replaced: _Replaced,
     clock: Clock,
     log: MetricsLog | None,
 ) -> int:
@@ -194,17 +213,20 @@ def _loop(
             bar.advance()
             stopping = dist.any_rank(stop.requested)  # every rank stops after the same step
             last = stopping or done == settings.steps
-            if log and (last or done % settings.report_every == 0):
-                figures = _figures(step, result) | clock.lap()
+            reporting = last or done % settings.report_every == 0
+            saving = last or done % settings.checkpoint_every == 0
+            bad = replaced.total() if reporting or saving else 0
+            if log and reporting:
+                figures = _figures(step, result) | {"data/replaced": bad} | clock.lap()
                 log.write(done, figures)
                 bar.show(figures)
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 _evaluate(config, step, done, log)
                 clock.pause()
-            if last or done % settings.checkpoint_every == 0:
+            if saving:
                 if log:
                     log.flush()
-                snapshots.save(done)
+                snapshots.save(done, bad)
                 clock.pause()
             if stopping:
                 break
@@ -214,26 +236,20 @@ def _loop(
     return done
 
 
-def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> None:
-    """Evaluate between two steps, all ranks together."""
+def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> list[Result]:
+    """Evaluate after ``done`` steps, all ranks together."""
     results = evaluate(step.model, config.evaluation, precision=config.train.precision)
-    if log:
+    if log and results:
         log.write(done, {f"eval/{name}": value for result in results for name, value in result.scalars().items()})
-
-
-def _export(config: TrainConfig, model: CLIP, summary: RunSummary) -> None:
-    """Write the tokenizer folder with its card, and the summary of the run."""
-    folder = config.run.path
-    model.save_pretrained(folder / "tokenizer")
-    card = model_card(summary, config.model_dump(mode="json"))
-    (folder / "tokenizer" / "README.md").write_text(card, encoding="utf-8")
-    (folder / "summary.json").write_text(summary.to_json(), encoding="utf-8")
+    return results
 
 
 def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
     """The line of metrics of one step."""
     figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
     figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
+    if step.scaler.is_enabled():
+        figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
     for modality, quantizer in step.model.quantizers().items():
         metrics = quantizer.metrics(result.stats[modality])
         figures |= {f"{modality}/{name}": float(value) for name, value in metrics.items()}
@@ -241,26 +257,29 @@ def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
 
 
 def _identity(config: TrainConfig, data: TrainData) -> dict[str, object]:
-    """What must not change between a checkpoint and the run that goes on from it."""
+    """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
+
+    What only rounds otherwise (the number of processes, the device, compiling, kernels) may change.
+    """
+    reading = config.data.model_dump(mode="json", include={"transform", "max_pixels"})
     return {
         "run.seed": config.run.seed,
+        "train.steps": config.train.steps,
         "train.batch_size": config.train.batch_size,
         "train.precision": config.train.precision,
-        "data": data.fingerprint,
+        "data": data.fingerprint | reading,
         "model": config.model.model_dump(mode="json"),
         "loss": config.loss.model_dump(mode="json"),
+        "optim": config.optim.model_dump(mode="json", exclude={"implementation"}),
     }
 
 
-def _resume(config: TrainConfig, snapshots: Snapshots) -> int:
+def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, int]:
     if config.run.resume == "never" and any(snapshots.folder.glob("step-*")):
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"
         )
-    start = snapshots.resume()
-    if start > config.train.steps:
-        raise ConfigError(f"train.steps: got {config.train.steps}, but the checkpoint has {start} steps done")
-    return start
+    return snapshots.resume()
 
 
 def _write_config(config: TrainConfig, folder: Path) -> None:
@@ -305,25 +324,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log_to_stderr()
     try:
         config = load_config(TrainConfig, options.config, options.overrides)
-        if options.print_config:
-            print(to_yaml(config), end="")
-            return 0
-        summary = train(config)
     except ConfigError as error:
-        # All ranks read the same configuration: one of them says so.
-        return _fail(error, 2) if int(os.environ.get("RANK", "0")) == 0 else 2
+        # All processes of a machine read the same file: one of them says so.
+        return _fail(error, 2) if dist.local_rank() == 0 else 2
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    try:
+        summary = train(config)
     except VqclipError as error:
-        return _fail(error, 1)
+        return _fail(error, 2 if isinstance(error, ConfigError) else 1)
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0
 
 
 def _fail(error: VqclipError, status: int) -> int:
-    print(
-        f"vqclip.train: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"vqclip.train: {error}",
-        file=sys.stderr,
-    )
+    who = f"vqclip.train: rank {os.environ['RANK']}" if "RANK" in os.environ else "vqclip.train"
+    print(f"{who}: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"{who}: {error}", file=sys.stderr)
     return status
 
 

@@ -39,17 +39,17 @@ def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "vqclip.data"):
         batches = list(data.batches(0, 4))  # two epochs
     # Twice each, and perhaps as a substitute that was drawn for another one.
-    assert {bad.sample_id for bad in data.replaced} == {3, 4, 5}
-    assert min(Counter(bad.sample_id for bad in data.replaced).values()) >= 2
+    assert {bad.sample_id for bad in data.last_replaced} == {3, 4, 5}
+    assert min(Counter(bad.sample_id for bad in data.last_replaced).values()) >= 2
     shown = torch.cat([batch.sample_ids for batch in batches]).tolist()
     assert len(shown) == 40
     assert not {3, 4, 5} & set(shown)
-    reasons = {bad.sample_id: bad.reason for bad in data.replaced}
+    reasons = {bad.sample_id: bad.reason for bad in data.last_replaced}
     shard = spoilt / "00000.tar"
     assert reasons[3].startswith(f"{shard}: sample 000000003: jpeg image cannot be decoded")
     assert reasons[4] == f"{shard}: sample 000000004: has no .txt"
     assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG or WebP image")
-    for bad in data.replaced:
+    for bad in data.last_replaced:
         assert f"sample {bad.sample_id} replaced by {bad.substitute_id}: {bad.reason}" in caplog.text
 
 

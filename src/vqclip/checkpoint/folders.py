@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError
+from vqclip.files import sync, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
         logger.warning("%s is newer than step %d, from which the run goes on: renamed to %s", path, step, target.name)
         moved.append(target)
     if moved:
-        _sync_folder(folder)
+        sync_folder(folder)
     return moved
 
 
@@ -121,7 +120,7 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
         if target.exists():
             target.rename(folder / f"{_REPLACED}{target.name}")
         aside.rename(target)
-        _sync_folder(folder)
+        sync_folder(folder)
         _clean_up(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -161,29 +160,13 @@ def _clean_up(folder: Path) -> None:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
 
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         if not path.is_dir():
-            _sync(path)
+            sync(path)
         else:
-            _sync_folder(path)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        _sync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder at all
-            raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_folder(path)
+    sync_folder(folder)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,8 +150,10 @@ class TrainData:
         self.order = GlobalOrder([len(source) for source in sources], weights, derive_seed(seed, "data", "order"))
         self.batch_size = batch_size
         self.options = options
-        self.replaced: list[BadSample] = []
-        """Bad samples that this rank has met, in the order of the batches."""
+        self.replaced = 0
+        """Bad samples that this rank has met."""
+        self.last_replaced: deque[BadSample] = deque(maxlen=100)
+        """The last of them, in the order of the batches."""
         self._weights = tuple(weights)
         self._tokenize = tokenize
         self._image_size = transform.image_size
@@ -164,11 +167,6 @@ class TrainData:
     def epoch_size(self) -> int:
         """Samples of one epoch; differs from the number of samples where weights differ from 1."""
         return self.order.epoch_size
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of one epoch; batches run on across epochs, so this need not be whole."""
-        return self.epoch_size / self.batch_size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -235,11 +233,12 @@ class TrainData:
             logger.warning(
                 "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
             )
-        self.replaced += batch.bad
+        self.replaced += len(batch.bad)
+        self.last_replaced.extend(batch.bad)
         allowed = self.options.max_bad_fraction * max(seen, _FEW)
-        if batch.bad and len(self.replaced) > allowed:
-            shown = "\n".join(f"  {bad.reason}" for bad in self.replaced[-5:])
+        if batch.bad and self.replaced > allowed:
+            shown = "\n".join(f"  {bad.reason}" for bad in list(self.last_replaced)[-5:])
             raise DataError(
-                f"{len(self.replaced)} bad samples among {seen}: more than data.max_bad_fraction="
+                f"{self.replaced} bad samples among {seen}: more than data.max_bad_fraction="
                 f"{self.options.max_bad_fraction:g} allows. The last of them:\n{shown}"
             )

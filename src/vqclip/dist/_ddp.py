@@ -59,8 +59,8 @@ def _settle_buckets(wrapped: DistributedDataParallel) -> None:
     module = wrapped.module
     wrapped.module = _SumOfParameters(module)
     with torch.enable_grad():
-        wrapped().backward()
-        wrapped()  # the new layout is made here, in a collective that no later forward needs then
+        for _ in range(2):  # the second forward makes the new layout, in a collective that no later one needs then
+            wrapped().backward()
     wrapped.module = module
     wrapped.zero_grad(set_to_none=True)
 

@@ -6,7 +6,6 @@ other way to say it; Python's ``float()`` reads these back, and so does `read_me
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from vqclip.errors import DataError
+from vqclip.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class MetricsLog:
     """Writes the metrics of a run; for one process only, the caller decides which.
 
     On resume, what a killed run wrote about steps after ``start_step`` is dropped, so no step stands there twice. A
-    line cut short by a crash is dropped too.
+    line cut short by a crash is dropped too. What the file says already about ``start_step`` itself, such as the final
+    evaluation of a finished run that is evaluated again, is not written a second time.
 
     Args:
         folder: The run's folder; made if it is missing.
@@ -44,8 +45,8 @@ class MetricsLog:
     def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
         self.path = Path(folder) / _FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_after(self.path, start_step)
-        self._last_step = start_step
+        self._recorded = _drop_after(self.path, start_step)
+        self._start_step = self._last_step = start_step
         self._file: BinaryIO = self.path.open("ab")
         self._board: Any = None
         if tensorboard:
@@ -67,6 +68,11 @@ class MetricsLog:
         assert step >= self._last_step, f"metrics of step {step} after those of step {self._last_step}"
         assert "step" not in values
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        if step == self._start_step:
+            missing = object()
+            plain = {name: value for name, value in plain.items() if self._recorded.get(name, missing) != _spelt(value)}
+            if not plain:
+                return
         line = {"step": step, **{name: _spelt(value) for name, value in plain.items()}}
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -115,10 +121,15 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrite the file at `path`, in one stroke, without lines of steps after `step` and without broken lines."""
+def _drop_after(path: Path, step: int) -> dict[str, Any]:
+    """Rewrite the file at `path`, in one stroke, without lines of steps after `step` and without broken lines.
+
+    Returns:
+        What it says about `step`.
+    """
+    recorded: dict[str, Any] = {}
     if not path.exists():
-        return
+        return recorded
     aside = path.with_name(f".tmp-{path.name}")
     later = broken = 0
     with path.open("rb") as source, aside.open("wb") as target:
@@ -130,23 +141,17 @@ def _drop_after(path: Path, step: int) -> None:
                 later += 1
             else:
                 target.write(line)
+                if entry["step"] == step:
+                    recorded |= entry
         target.flush()
         os.fsync(target.fileno())
     if later or broken:
         logger.warning("%s: dropped %d lines of steps after %d and %d broken ones", path, later, step, broken)
         os.replace(aside, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     else:
         aside.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return recorded
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -22,6 +22,8 @@ class RunSummary:
     """How much of the data was seen."""
     samples: int
     """Different training samples there are."""
+    replaced: int
+    """How often, over all ranks and the whole run, a bad sample was replaced by another."""
     parameters: dict[str, int]
     """Trained weights of each tokenizer."""
     tokens: dict[str, int]
@@ -31,8 +33,9 @@ class RunSummary:
     bits_per_sample: dict[str, float]
     """Of each tokenizer; for text that of a caption that fills every position."""
     speed: dict[str, float]
-    """``images_per_second`` over all ranks and ``data_wait`` (0..1); empty when nothing was trained this time."""
+    """``images_per_second`` over all ranks and ``data_wait`` (0..1) of the training; empty when nothing is known."""
     processes: int
+    """W, the number of ranks that reached this speed."""
     results: list[Result]
     folder: str
     checkpoint: str
@@ -47,6 +50,7 @@ def summarise(
     name: str,
     model: CLIP,
     coverage: Coverage,
+    replaced: int,
     speed: Mapping[str, float],
     processes: int,
     results: list[Result],
@@ -58,6 +62,7 @@ def summarise(
         name=name,
         coverage=str(coverage),
         samples=coverage.available,
+        replaced=replaced,
         parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
         tokens={key: part.num_tokens for key, part in parts.items()},
         codebook_sizes={key: list(part.codebook_sizes) for key, part in parts.items()},
@@ -75,7 +80,7 @@ def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
     lines = [
         f"run {summary.name}",
-        f"  data        {summary.coverage}",
+        f"  data        {_data(summary)}",
         f"  model       {_sizes(summary.parameters)} trained weights",
         f"  tokens      {_tokens(summary)}",
         f"  speed       {_speed(summary)}",
@@ -89,6 +94,10 @@ def render(summary: RunSummary) -> str:
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]
     return "\n".join(lines)
+
+
+def _data(summary: RunSummary) -> str:
+    return summary.coverage + (f"; {summary.replaced:,} times a bad one was replaced" if summary.replaced else "")
 
 
 def _sizes(parameters: Mapping[str, int]) -> str:
