@@ -11,7 +11,7 @@ from tests.models import FSQ, LFQ, PRODUCT
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 
 SIGLIP = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
-# At the default temperature of 0.01 the entropy looks at so few tokens that training itself amplifies rounding 10^8-fold
+# At the default temperature of 0.01 the entropy looks at so few tokens that training itself amplifies rounding by 10^8
 # in 20 steps: measured, terms of the entropy then differ by 1.5e-6 on four processes, and the total loss by 1e-9.
 ENTROPY_LFQ = LFQ | {
     "entropy_temperature": 0.1,
