@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -134,3 +136,20 @@ def test_workers_outlive_stop_signals(folder: Path) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(int(child), number)
     assert len(list(batches)) == 29
+
+
+KEPT = """
+from vqclip.data.workers import ordered_map
+
+results = ordered_map(str, range(1000), workers=2)  # a name that lives as long as the process
+print(next(results), flush=True)
+raise RuntimeError("of the one who reads")
+"""
+
+
+def test_the_process_ends_while_workers_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KEPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "0\n")
+    assert done.stderr.strip().endswith("RuntimeError: of the one who reads")

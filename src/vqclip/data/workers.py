@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -16,6 +19,8 @@ from vqclip.signals import ignore_stop_signals
 __all__ = ["ordered_map"]
 
 T = TypeVar("T")
+
+_running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def ordered_map(
     timeout_s: float = 0,
     section: str = "data",
 ) -> Iterator[T]:
-    """Yields ``function(number)`` for all numbers in order, computed by torch's DataLoader.
+    """An iterator over ``function(number)`` for all numbers in order, computed by torch's DataLoader.
 
     Draws nothing from the global random generators. Workers compute with one thread, and ignore SIGINT and SIGTERM,
     which a launcher sends to the whole process group: they live on until the process that reads from them ends.
@@ -65,7 +70,7 @@ def ordered_map(
     Raises:
         DataError: whatever the function raised, or a worker that died or took too long.
     """
-    loader = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
         sampler=numbers,
@@ -77,6 +82,23 @@ def ordered_map(
         worker_init_fn=_prepare_worker,
         generator=torch.Generator(),  # else the seed of workers is drawn from the global one
     )
+    generator = _results(loader, timeout_s, section)
+    _running.add(generator)
+    return generator
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Before `multiprocessing` ends them by SIGTERM, which they ignore, and waits for them for ever.
+
+    Who never comes to its end is mostly a generator in a frame of the traceback that ends the process.
+    """
+    for generator in list(_running):
+        with contextlib.suppress(ValueError):  # it runs right now, in another thread
+            generator.close()
+
+
+def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generator[Any, None, None]:
     results = iter(loader)
     while True:
         try:
