@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from einops import rearrange
@@ -18,12 +16,9 @@ from vqclip.errors import NonFiniteError
 from vqclip.losses import Loss, weighted_total
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.optim import Schedule, clip_gradients, set_lr
+from vqclip.precision import Precision, autocast
 from vqclip.quantizers import Stats, sync
 from vqclip.seeds import derive_seed
-
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ComputeConfig(Config):
@@ -103,7 +98,7 @@ class TrainStep:
 
         images = batch.images.to(self.device, non_blocking=True)
         tokens = batch.texts.to(self.device, non_blocking=True)
-        with self._autocast():
+        with autocast(self.device, self.precision):
             out: CLIPOutput = self.parallel(images, tokens)
         image_stats, text_stats = sync([out.image.stats, out.text.stats])
         stats = {"image": image_stats, "text": text_stats}
@@ -147,10 +142,6 @@ class TrainStep:
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
         return {"total": weighted_total(terms, weights), **terms}
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = _AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
 
 def _compiled(model: nn.Module) -> nn.Module:
