@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vqclip.pooling import Attention, AttentionPooling, PooledEmbedding
+from vqclip.pooling import Attention, AttentionPooling, PooledEmbedding, isometric_
 
 B, N, D, HEADS = 5, 7, 24, 3
 
@@ -51,3 +51,13 @@ def test_no_tokens_and_no_samples() -> None:
 
     assert pool(vectors, torch.zeros(B, N, dtype=torch.bool)).isfinite().all()
     assert pool(vectors[:0], torch.zeros(0, N, dtype=torch.bool)).shape == (0, 16)
+
+
+def test_isometric_layers_keep_the_size_of_what_they_carry():
+    torch.manual_seed(0)
+    wide, narrow = torch.nn.Linear(32, 96), torch.nn.Linear(32, 8)
+    for layer in (wide, narrow):
+        isometric_(layer)
+        assert not layer.bias.any()
+    for rows in (*wide.weight.split(32), narrow.weight):
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), atol=1e-5, rtol=0)

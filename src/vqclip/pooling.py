@@ -11,6 +11,21 @@ from einops import rearrange
 from torch import Tensor, nn
 
 
+def isometric_(module: nn.Module) -> None:
+    """Give every linear layer inside orthogonal weights (each square block of an expanding one) and no bias.
+
+    Between a tower and the joint embedding lie half a dozen linear layers in a row. With small random weights such a
+    chain learns its strongest direction first and all others much later; orthogonal ones learn as fast as one layer
+    does (Saxe et al. 2014). Draws from torch's global generator.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            for rows in layer.weight.detach().split(layer.in_features):
+                nn.init.orthogonal_(rows)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
 class Attention(nn.Module):
     """Multi-head attention of ``queries`` over ``keys`` with a mask of the keys (Vaswani et al. 2017).
 

@@ -21,7 +21,7 @@ from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ShapeError
-from vqclip.pooling import PooledEmbedding
+from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
@@ -69,6 +69,8 @@ class Tokenizer(nn.Module):
         self.quantizer = quantizer
         self.project_out = nn.Linear(quantizer.dim, width)
         self.pool = PooledEmbedding(tower.num_tokens, width, embed_dim, heads, depth)
+        for part in (self.project_in, self.project_out, self.pool):
+            isometric_(part)
         self.embed_dim = embed_dim
 
     @property

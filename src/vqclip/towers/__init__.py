@@ -7,10 +7,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vqclip.towers.convolutional import ConvolutionalTowerConfig
 from vqclip.towers.image import ImageTower, OpenCLIPImageTowerConfig, TimmTowerConfig
 from vqclip.towers.text import OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig, Vocabulary
 
-ImageTowerConfig = Annotated[TimmTowerConfig | OpenCLIPImageTowerConfig, Field(discriminator="kind")]
+ImageTowerConfig = Annotated[
+    TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig, Field(discriminator="kind")
+]
 TextTowerConfig = Annotated[TransformerTowerConfig | OpenCLIPTextTowerConfig, Field(discriminator="kind")]
 
 __all__ = ["ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig", "Vocabulary"]

@@ -1,0 +1,74 @@
+"""A small convolutional image tower that learns fast on CPUs and little data, without batch statistics."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vqclip.config import Config
+from vqclip.towers.image import ImageTower
+from vqclip.towers.pixels import Normalize
+
+
+class _Convolutions(nn.Module):
+    """Strided 3×3 convolutions, each with group normalisation and ReLU: ``(B, 3, H, W) → (B, N, D)``.
+
+    Standardised weights (Qiao et al. 2019; BiT, Kolesnikov et al. 2020) let group normalisation train as fast as batch
+    normalisation, whose statistics would tie a sample to the others of its rank.
+    """
+
+    def __init__(self, channels: list[int], channels_per_group: int):
+        super().__init__()
+        from timm.layers import StdConv2d
+
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                StdConv2d(before, after, 3, stride=2, padding=1),
+                nn.GroupNorm(after // channels_per_group, after),
+                nn.ReLU(),
+            )
+            for before, after in zip([3, *channels], channels, strict=False)
+        )
+        self.recompute = False
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = pixels
+        for stage in self.stages:
+            x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
+        return x.flatten(2).transpose(1, 2)
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.recompute = enable
+
+
+class ConvolutionalTowerConfig(Config):
+    """A plain stack of strided convolutions: each stage halves the picture, the last one's cells are the tokens."""
+
+    random_weights: ClassVar[dict[str, object]] = {}
+    """What to change to build the same network without fetching weights."""
+
+    kind: Literal["convolutional"] = "convolutional"
+    image_size: int = Field(ge=8, le=4096)
+    """Height and width of the input in pixels."""
+    channels: list[int] = Field([32, 64, 128, 192], min_length=1, max_length=8)
+    """Channels of each stage; there are (image_size / 2^stages)² tokens."""
+    channels_per_group: int = Field(4, ge=1)
+    """Channels that are normalised together; must divide every entry of `channels`."""
+
+    @model_validator(mode="after")
+    def _groups_divide_channels(self) -> ConvolutionalTowerConfig:
+        if any(width < 1 or width % self.channels_per_group for width in self.channels):
+            raise ValueError(
+                f"got channels {self.channels} and channels_per_group {self.channels_per_group}; expected channels "
+                "that are multiples of channels_per_group"
+            )
+        return self
+
+    def build(self) -> ImageTower:
+        """Make the tower with random weights (torch's global generator), channels last in memory."""
+        network = _Convolutions(self.channels, self.channels_per_group).to(memory_format=torch.channels_last)
+        return ImageTower(network, Normalize(self.image_size))

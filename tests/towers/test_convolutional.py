@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vqclip.towers.convolutional import ConvolutionalTowerConfig
+
+CONFIG = ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24])
+
+
+@pytest.fixture
+def tower():
+    torch.manual_seed(0)
+    return CONFIG.build()
+
+
+def test_each_stage_halves_the_picture(tower):
+    assert (tower.num_tokens, tower.width) == (16, 24)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert tower(images).shape == (2, 16, 24)
+    assert tower(images[:0]).shape == (0, 16, 24)
+
+
+def test_no_sample_sees_another(tower):
+    images = torch.rand(3, 3, 32, 32)
+    torch.testing.assert_close(tower(images)[:1], tower(images[:1]))
+
+
+def test_the_scale_of_a_convolutions_weights_means_nothing(tower):
+    images = torch.rand(2, 3, 32, 32)
+    before = tower(images)
+    for name, weight in tower.named_parameters():
+        if weight.ndim == 4:
+            weight.data.mul_(3).add_(1)
+        assert weight.requires_grad, name
+    torch.testing.assert_close(tower(images), before, atol=1e-4, rtol=1e-4)
+
+
+def test_recomputed_activations_give_the_same_gradients(tower):
+    images = torch.rand(2, 3, 32, 32)
+    gradients = []
+    for recompute in (False, True):
+        tower.set_grad_checkpointing(recompute)
+        gradients.append(torch.autograd.grad(tower(images).square().sum(), list(tower.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused():
+    with pytest.raises(ValueError, match=r"got channels \[8, 18\] and channels_per_group 4; expected channels that"):
+        ConvolutionalTowerConfig(image_size=32, channels=[8, 18])
+
+
+def test_more_stages_than_the_picture_has_halves_still_give_one_token():
+    assert ConvolutionalTowerConfig(image_size=8, channels=[8] * 5).build().num_tokens == 1
