@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1)]
 class ScenesConfig(Config):
     """What to draw. Every different configuration has a folder of its own in the cache."""
 
-    train: Count = 12_000
+    train: Count = 24_000
     """Captioned training pictures."""
     val: Count = 1_000
     """Captioned pictures of held-out combinations, each caption true of its own picture alone."""
