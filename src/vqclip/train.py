@@ -13,19 +13,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
 
 from vqclip import dist
-from vqclip.config import Config, json_schema, load_config, to_yaml
-from vqclip.data import DataConfig, TrainData
+from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.data import TrainData
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import Evaluations, Result, evaluate, prepare
-from vqclip.losses import LossConfig
-from vqclip.model import ModelConfig
-from vqclip.optim import OptimConfig
+from vqclip.evaluation import Result, evaluate, prepare
+from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
@@ -34,86 +30,9 @@ from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
-from vqclip.step import ComputeConfig, StepResult, TrainStep
+from vqclip.step import StepResult, TrainStep
 
 logger = logging.getLogger(__name__)
-
-
-class RunConfig(Config):
-    """Where a run lives and how it continues."""
-
-    name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; its folder is `folder/name`."""
-    folder: Path = Path("runs")
-    """Folder of all runs."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
-    seed: int = Field(0, ge=0)
-    """Key of every random draw: weights, sample order, augmentation, dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one, else cpu."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for another rank, in seconds; then the job ends with a message."""
-
-    @property
-    def path(self) -> Path:
-        """The run's folder."""
-        return self.folder / self.name
-
-
-class ScheduleConfig(ComputeConfig):
-    """How long to train and how a step is computed."""
-
-    steps: int = Field(1000, ge=1)
-    """Optimizer steps of the run."""
-    batch_size: int = Field(256, ge=2)
-    """G, samples of one optimizer step over all ranks."""
-    report_every: int = Field(20, ge=1)
-    """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(500, ge=1)
-    """Steps between two checkpoints; the last step is always one."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints that are kept."""
-    evaluate_every: int | None = Field(None, ge=1)
-    """Steps between two evaluations during training; null: only at the end."""
-
-
-class TrainConfig(Config):
-    """The whole tree of a run."""
-
-    run: RunConfig = RunConfig()
-    """Where the run lives."""
-    data: DataConfig
-    """Samples to train on."""
-    model: ModelConfig
-    """The two tokenizers."""
-    loss: LossConfig
-    """The loss over the global batch."""
-    optim: OptimConfig = OptimConfig()
-    """Optimizer and learning rate."""
-    train: ScheduleConfig = ScheduleConfig()
-    """Length and precision of the training."""
-    evaluation: Evaluations = ()
-    """What to measure at the end."""
-
-    @model_validator(mode="after")
-    def _loss_and_temperature_fit(self) -> TrainConfig:
-        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
-        if needs and not has:
-            raise ValueError(
-                f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
-            )
-        if has and not needs:
-            raise ValueError(
-                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
-                "expected null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
-        self.optim.schedule(self.train.steps)
-        return self
 
 
 def train(config: TrainConfig) -> RunSummary | None:
@@ -152,7 +71,9 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
         config.optim.clip_grad_norm,
         config.run.seed,
     )
-    snapshots = Snapshots(folder / "checkpoints", _identity(config, data), step, config.train.keep_checkpoints)
+    snapshots = Snapshots(
+        folder / "checkpoints", config.identity(data.fingerprint), step, config.train.keep_checkpoints
+    )
     start, replaced_before = _resume(config, snapshots)
     replaced = _Replaced(data, replaced_before)
     _write_config(config, folder)
@@ -254,24 +175,6 @@ def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
         metrics = quantizer.metrics(result.stats[modality])
         figures |= {f"{modality}/{name}": float(value) for name, value in metrics.items()}
     return figures
-
-
-def _identity(config: TrainConfig, data: TrainData) -> dict[str, object]:
-    """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
-
-    What only rounds otherwise (the number of processes, the device, compiling, kernels) may change.
-    """
-    reading = config.data.model_dump(mode="json", include={"transform", "max_pixels"})
-    return {
-        "run.seed": config.run.seed,
-        "train.steps": config.train.steps,
-        "train.batch_size": config.train.batch_size,
-        "train.precision": config.train.precision,
-        "data": data.fingerprint | reading,
-        "model": config.model.model_dump(mode="json"),
-        "loss": config.loss.model_dump(mode="json"),
-        "optim": config.optim.model_dump(mode="json", exclude={"implementation"}),
-    }
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, int]:

@@ -1,0 +1,113 @@
+"""The configuration tree of a run: every section stands beside what it builds, and is put together here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vqclip.config import Config
+from vqclip.data import DataConfig
+from vqclip.evaluation import Evaluations
+from vqclip.losses import LossConfig
+from vqclip.model import ModelConfig
+from vqclip.optim import OptimConfig
+from vqclip.step import ComputeConfig
+
+
+class RunConfig(Config):
+    """Where a run lives and how it continues."""
+
+    name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `folder/name`."""
+    folder: Path = Path("runs")
+    """Folder of all runs."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
+    seed: int = Field(0, ge=0)
+    """Key of every random draw: weights, sample order, augmentation, dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for another rank, in seconds; then the job ends with a message."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder / self.name
+
+
+class ScheduleConfig(ComputeConfig):
+    """How long to train and how a step is computed."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run."""
+    batch_size: int = Field(256, ge=2)
+    """G, samples of one optimizer step over all ranks."""
+    report_every: int = Field(20, ge=1)
+    """Steps between two lines of metrics."""
+    checkpoint_every: int = Field(500, ge=1)
+    """Steps between two checkpoints; the last step is always one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Steps between two evaluations during training; null: only at the end."""
+
+
+class TrainConfig(Config):
+    """The whole tree of a run."""
+
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    data: DataConfig
+    """Samples to train on."""
+    model: ModelConfig
+    """The two tokenizers."""
+    loss: LossConfig
+    """The loss over the global batch."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning rate."""
+    train: ScheduleConfig = ScheduleConfig()
+    """Length and precision of the training."""
+    evaluation: Evaluations = ()
+    """What to measure at the end."""
+
+    @model_validator(mode="after")
+    def _loss_and_temperature_fit(self) -> TrainConfig:
+        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
+        if needs and not has:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
+            )
+        if has and not needs:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
+                "expected null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
+        self.optim.schedule(self.train.steps)
+        return self
+
+    def identity(self, samples: dict[str, Any]) -> dict[str, object]:
+        """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
+
+        What only rounds otherwise (the number of processes, the device, compiling, kernels) may change.
+
+        Args:
+            samples: the data's fingerprint.
+        """
+        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
+        return {
+            "run.seed": self.run.seed,
+            "train.steps": self.train.steps,
+            "train.batch_size": self.train.batch_size,
+            "train.precision": self.train.precision,
+            "data": samples | reading,
+            "model": self.model.model_dump(mode="json"),
+            "loss": self.loss.model_dump(mode="json"),
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
+        }
