@@ -21,7 +21,7 @@ Point = tuple[float, float]
 # Radius as a share of the picture's side. The gaps between the ranges keep the words clear.
 SIZES: dict[str, tuple[float, float]] = {"small": (0.14, 0.155), "medium": (0.195, 0.22), "large": (0.28, 0.32)}
 
-OBJECT_COUNTS = {1: 0.45, 2: 0.35, 3: 0.20}
+OBJECT_COUNTS = {1: 0.65, 2: 0.22, 3: 0.13}
 """Share of the scenes with so many objects, in the captioned splits."""
 
 _MARGIN = 0.015

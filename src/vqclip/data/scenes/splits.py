@@ -21,7 +21,7 @@ from vqclip.data.scenes.scene import Combination, Scene, sample_scene
 from vqclip.data.scenes.shapes import SHAPES
 from vqclip.errors import DataError
 
-VERSION = 2
+VERSION = 3
 """Raise it with any change that alters a picture, a caption or a split: it is part of the cache folder's name."""
 
 SPLITS = ("train", "val", "test", "heldout")
