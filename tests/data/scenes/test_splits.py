@@ -8,6 +8,7 @@ import pytest
 from tests.data.scenes.parser import parse, untrue
 from vqclip.data.scenes import HELD_OUT, TRAINED
 from vqclip.data.scenes.palette import COLOURS
+from vqclip.data.scenes.scene import OBJECT_COUNTS
 from vqclip.data.scenes.shapes import SHAPES
 from vqclip.data.scenes.splits import TEMPLATES, class_names, labelled_samples, train_samples, val_samples
 from vqclip.errors import DataError
@@ -35,11 +36,10 @@ def test_train_never_shows_a_held_out_combination_and_val_shows_nothing_else() -
     assert set(val) == set(HELD_OUT)
 
 
-def test_single_objects_are_a_good_share_of_train() -> None:
+def test_scenes_of_one_two_and_three_objects_have_their_share_of_train() -> None:
     counts = Counter(len(s.scene.objects) for s in train_samples(0, 1000, 32))
-    assert 0.4 < counts[1] / 1000 < 0.5
-    assert counts[2] > 250
-    assert counts[3] > 130
+    for objects, share in OBJECT_COUNTS.items():
+        assert abs(counts[objects] / 1000 - share) < 0.05, objects  # three deviations of a count of 650 are 0.045
 
 
 def test_a_picture_depends_on_its_index_alone() -> None:
