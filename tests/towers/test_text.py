@@ -113,3 +113,9 @@ def test_heads_must_divide_width():
 def test_text_towers_of_another_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="another vocabulary"):
         OpenCLIPTextTowerConfig(model="ViT-B-16-SigLIP").build()
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0])
+def test_token_embeddings_start_with_the_deviation_asked_for(std):
+    tower = TransformerTowerConfig(context_length=8, width=8, heads=2, layers=1, token_std=std).build()
+    assert tower.transformer.token_embedding.weight.std().item() == pytest.approx(std, rel=0.01)  # of 395,264 numbers
