@@ -13,10 +13,13 @@ Shapes: T tokens, C codebooks, n bits, K = 2^n codes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def bit_entropy(logits: Tensor) -> Tensor:
@@ -43,19 +46,36 @@ def code_mass(logits: Tensor, keep: Tensor | None = None) -> Tensor:
         ``(C, K)``, its sum over codes is the number of tokens.
     """
     half = logits.shape[-1] // 2
-    high, low = _expand(logits[..., :half]), _expand(logits[..., half:])
+    grouped = rearrange(logits, "t c n -> c t n")
+    high, low = _Joint.apply(grouped[..., :half]), _Joint.apply(grouped[..., half:])
     if keep is not None:
-        high = high * rearrange(keep, "t -> t 1 1")
-    return torch.einsum("tci,tcj->cij", high, low).flatten(1)
+        high = high * rearrange(keep, "t -> t 1")
+    return torch.bmm(rearrange(high, "c t i -> c i t"), low).flatten(1)
 
 
-def _expand(logits: Tensor) -> Tensor:
-    """``(T, C, h)`` bit logits → ``(T, C, 2^h)`` joint probabilities, by doubling once for every bit."""
-    joint = logits.new_ones((*logits.shape[:-1], 1))
-    for logit in logits.unbind(-1):
-        bit = torch.sigmoid(torch.stack((-logit, logit), dim=-1))
-        joint = rearrange(joint.unsqueeze(-1) * bit.unsqueeze(-2), "t c k b -> t c (k b)")
-    return joint
+class _Joint(torch.autograd.Function):
+    """``(..., h)`` bit logits → ``(..., 2^h)`` joint probabilities, with a gradient that costs one matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        joint = logits.new_ones((*logits.shape[:-1], 1))
+        zero, one = torch.sigmoid(-logits), torch.sigmoid(logits)
+        # From the least significant bit on, so that a doubling only puts two blocks of memory side by side.
+        for bit in reversed(range(logits.shape[-1])):
+            joint = torch.cat((joint * zero[..., bit, None], joint * one[..., bit, None]), dim=-1)
+        ctx.save_for_backward(joint, zero, one)
+        return joint
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        joint, zero, one = ctx.saved_tensors
+        # ∂p(code)/∂logit is p(code) times p(0) where the code has the bit, -p(1) where it has not. The two are added up
+        # apart, or a confident bit's tiny gradient would be the difference of two large numbers.
+        codes = torch.arange(joint.shape[-1], device=joint.device)
+        bits = (codes[:, None] >> torch.arange(zero.shape[-1] - 1, -1, -1, device=joint.device)) & 1
+        with_bit, without = torch.matmul(grad * joint, torch.cat((bits, 1 - bits), dim=1).to(joint)).chunk(2, dim=-1)
+        return zero * with_bit - one * without
 
 
 def entropy(probabilities: Tensor) -> Tensor:
