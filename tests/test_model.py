@@ -40,6 +40,22 @@ def test_what_is_saved_is_what_is_loaded(saved):
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_is_loaded_without_gradients_can_be_used_with_them(saved, context):
+    model, folder = saved
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    with context():
+        image = vqclip.load_tokenizer(folder, modality="image")
+        text = vqclip.load_tokenizer(folder, modality="text")
+        whole = CLIP.from_pretrained(folder)
+        assert torch.equal(image.encode(images), model.image.encode(images))
+    trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    assert {name: weight.requires_grad for name, weight in whole.named_parameters()} == trained
+    for tokenizer, inputs in ((image, images), (text, text.preprocess(["a red star"])), (whole.image, images)):
+        tokenizer(inputs).embedding[:, 0].sum().backward()
+        assert [n for n, p in tokenizer.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
 def test_another_process_embeds_stored_ids_to_the_same_bits(saved, tmp_path):
     model, folder = saved
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)

@@ -64,6 +64,7 @@ class ModelConfig(Config):
                 raise ValueError(f"got both towers and {name}.tower, which differ; expected one of the two")
         return self
 
+    @torch.inference_mode(False)
     def build(self) -> CLIP:
         """Make the model; weights that are not pretrained come from torch's global generator."""
         return CLIP(self)

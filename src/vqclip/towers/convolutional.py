@@ -68,6 +68,7 @@ class ConvolutionalTowerConfig(Config):
             )
         return self
 
+    @torch.inference_mode(False)
     def build(self) -> ImageTower:
         """Make the tower with random weights (torch's global generator), channels last in memory."""
         network = _Convolutions(self.channels, self.channels_per_group).to(memory_format=torch.channels_last)

@@ -54,8 +54,9 @@ class ImageTower(nn.Module):
         self.normalize = normalize
         self.backbone = backbone
         self.image_size = normalize.image_size
-        features = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
-        _freeze_unused(self, features)
+        with torch.enable_grad():
+            features = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
+            _freeze_unused(self, features)
         self.train()
         self.num_tokens, self.width = features.shape[1], features.shape[2]
 
@@ -145,6 +146,7 @@ class TimmTowerConfig(Config):
                 )
         return args
 
+    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:
         """Make the tower.
 
@@ -211,6 +213,7 @@ class OpenCLIPImageTowerConfig(Config):
     pretrained: str | None = None
     """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
 
+    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:
         """Make the tower; raises ConfigError for an unknown model or tag."""
         from vqclip.towers.open_clip import create_open_clip
