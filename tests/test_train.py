@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from tests.models import FSQ, IDENTITY, LFQ
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
+from vqclip.data import TrainData
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import evaluate
 from vqclip.model import CLIP
 from vqclip.report.summary import render
+from vqclip.resume import Snapshots
 from vqclip.step import TrainStep
 from vqclip.train import TrainConfig, main, train
 
@@ -428,6 +431,35 @@ def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
     train(TrainConfig.model_validate(tree))
     assert before == {name: (folder / name).read_bytes() for name in before}
     assert not list(folder.glob(".*"))
+
+
+def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
+    """A step takes 1 s and waits 0.25 s for its data; saving and evaluation take 100 s each, between two reports."""
+    now = 0.0
+
+    def taking(seconds, function):
+        def call(*args, **options):
+            nonlocal now
+            now += seconds
+            return function(*args, **options)
+
+        return call
+
+    def slowly(batches):
+        for batch in batches:
+            taking(0.25, lambda: None)()
+            yield batch
+
+    batches = TrainData.batches
+    monkeypatch.setattr("vqclip.report.clock.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(TrainData, "batches", lambda self, *args, **options: slowly(batches(self, *args, **options)))
+    monkeypatch.setattr(TrainStep, "__call__", taking(0.75, TrainStep.__call__))
+    monkeypatch.setattr(Snapshots, "save", taking(100.0, Snapshots.save))
+    monkeypatch.setattr("vqclip.train.evaluate", taking(100.0, lambda *args, **options: []))
+    changes = {"train__steps": 12, "train__report_every": 4, "train__checkpoint_every": 6, "train__evaluate_every": 3}
+    summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
+    assert [line["images_per_second"] for line in metrics(tmp_path)] == [12.0] * 3
+    assert summary.speed == {"images_per_second": 12.0, "data_wait": 0.25}
 
 
 def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):

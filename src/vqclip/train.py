@@ -142,13 +142,13 @@ def _loop(
                 log.write(done, figures)
                 bar.show(figures)
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
-                _evaluate(config, step, done, log)
                 clock.pause()
+                _evaluate(config, step, done, log)
             if saving:
+                clock.pause()
                 if log:
                     log.flush()
                 snapshots.save(done, bad)
-                clock.pause()
             if stopping:
                 break
         coverage = data.coverage(done)

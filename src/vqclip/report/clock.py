@@ -1,4 +1,4 @@
-"""The progress bar of rank 0 and the clock behind it: images a second, and the share of time spent waiting for data."""
+"""The clock of a training loop: images a second, and the share of the time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Clock:
     """
 
     samples: int = 0
+    measured_s: float = 0.0
     waited_s: float = 0.0
     total_samples: int = 0
     total_s: float = 0.0
@@ -45,22 +46,28 @@ class Clock:
             self.samples += samples
 
     def lap(self) -> dict[str, float]:
-        """``images_per_second`` and ``data_wait`` (0..1) since the last lap; empty before the second step."""
-        if self._since is None or self.samples == 0:
+        """``images_per_second`` and ``data_wait`` (0..1) since the last lap, pauses left out; empty without a step."""
+        self._measure()
+        if self.samples == 0:
             return {}
-        now = time.perf_counter()
-        elapsed = max(now - self._since, 1e-9)
+        elapsed = max(self.measured_s, 1e-9)
         figures = {"images_per_second": self.samples / elapsed, "data_wait": self.waited_s / elapsed}
         self.total_samples += self.samples
         self.total_s += elapsed
         self.total_waited_s += self.waited_s
-        self.samples, self.waited_s, self._since = 0, 0.0, now
+        self.samples, self.measured_s, self.waited_s = 0, 0.0, 0.0
         return figures
 
     def pause(self) -> None:
-        """Leave what comes until the next step (saving, evaluation) out of the figures."""
-        self.lap()
+        """To be called before saving and evaluation: what comes until the end of the next step is left out."""
+        self._measure()
         self._since = None
+
+    def _measure(self) -> None:
+        if self._since is not None:
+            now = time.perf_counter()
+            self.measured_s += now - self._since
+            self._since = now
 
     @property
     def overall(self) -> dict[str, float]:
