@@ -8,6 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+TEMPORARY = ".tmp-"
+"""How the name of what is not finished begins."""
+REPLACED = ".replaced-"
+"""How the name of a folder begins that is being replaced."""
+
 
 def sync(path: Path) -> None:
     """Wait until a file, or the list of a folder's entries, is on the disk."""
@@ -29,7 +34,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Put `text` into the file `path` in one stroke."""
-    aside = path.with_name(f".tmp-{path.name}")
+    aside = path.with_name(f"{TEMPORARY}{path.name}")
     aside.write_text(text, encoding="utf-8")
     sync(aside)
     os.replace(aside, path)
@@ -37,20 +42,39 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
-    """Make `target` from what `fill` writes into an empty folder beside it.
+    """Make `target` from what `fill` writes into an empty folder beside it, and wait until it is on the disk.
 
     If `fill` fails, what was there stays. A process killed between the two renames leaves the former folder under
-    `.replaced-<name>`, and the new one under `.tmp-<name>`; the next call removes both.
+    `.replaced-<name>`, and the new one under `.tmp-<name>`; the next call, or `restore_folder`, puts the former back.
     """
-    aside, former = (target.with_name(f"{prefix}{target.name}") for prefix in (".tmp-", ".replaced-"))
-    for leftover in (aside, former):
-        shutil.rmtree(leftover, ignore_errors=True)
+    restore_folder(target)
+    aside, former = _beside(target)
     aside.mkdir(parents=True)
-    fill(aside)
-    for path in aside.rglob("*"):
-        sync_folder(path) if path.is_dir() else sync(path)
-    if target.exists():
-        target.rename(former)
-    aside.rename(target)
+    try:
+        fill(aside)
+        _sync_tree(aside)
+        if target.exists():
+            target.rename(former)
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     sync_folder(target.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def restore_folder(target: Path) -> None:
+    """Finish what a killed `replace_folder` left: what is half made goes, and a missing `target` comes back."""
+    aside, former = _beside(target)
+    if aside.exists():
+        shutil.rmtree(aside)
+    if former.exists():
+        shutil.rmtree(former) if target.exists() else former.rename(target)
+
+
+def _beside(target: Path) -> tuple[Path, Path]:
+    return target.with_name(f"{TEMPORARY}{target.name}"), target.with_name(f"{REPLACED}{target.name}")
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path) if path.is_dir() else sync(path)

@@ -12,13 +12,11 @@ from safetensors import SafetensorError
 
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError
-from vqclip.files import sync, sync_folder
+from vqclip.files import REPLACED, TEMPORARY, replace_folder, restore_folder, sync_folder
 
 logger = logging.getLogger(__name__)
 
-_STEP = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
-_TEMPORARY = ".tmp-"
-_REPLACED = ".replaced-"
+_STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -109,25 +107,19 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
         CheckpointError: The folder could not be written (disk full, ...). Older checkpoints are untouched.
     """
     target = folder / f"step-{step:08d}"
-    aside = folder / f"{_TEMPORARY}{target.name}"
+
+    def fill_and_describe(aside: Path) -> None:
+        fill(aside)
+        manifest.write_manifest(aside, step)
+
     try:
         _make_folder(folder)
         _clean_up(folder)
-        aside.mkdir()
-        fill(aside)
-        manifest.write_manifest(aside, step)
-        _sync_tree(aside)
-        if target.exists():
-            target.rename(folder / f"{_REPLACED}{target.name}")
-        aside.rename(target)
-        sync_folder(folder)
-        _clean_up(folder)
+        replace_folder(target, fill_and_describe)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{target}: the checkpoint could not be written ({error}); older checkpoints are untouched"
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
@@ -136,7 +128,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int) -> None:
     older = [path for path in checkpoints(folder) if step_of(path) <= step_of(newest)]
     for path in older[: max(0, len(older) - keep_last)]:
         # Renamed first: a removal that is cut short must not leave half a checkpoint under its old name.
-        doomed = folder / f"{_TEMPORARY}removed-{path.name}"
+        doomed = folder / f"{TEMPORARY}removed-{path.name}"
         try:
             path.rename(doomed)
             shutil.rmtree(doomed)
@@ -145,28 +137,14 @@ def remove_old(folder: Path, newest: Path, keep_last: int) -> None:
 
 
 def _clean_up(folder: Path) -> None:
-    """Finish what a killed save left: its temporary folders go, a replaced checkpoint without successor comes back."""
-    for path in folder.iterdir():
-        if path.name.startswith(_TEMPORARY):
-            shutil.rmtree(path)
-        elif path.name.startswith(_REPLACED):
-            successor = folder / path.name.removeprefix(_REPLACED)
-            if successor.exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(successor)
+    """Finish what a killed save left, of whichever step."""
+    for path in list(folder.iterdir()):
+        for prefix in (TEMPORARY, REPLACED):
+            if path.name.startswith(prefix):
+                restore_folder(folder / path.name.removeprefix(prefix))
 
 
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if not path.is_dir():
-            sync(path)
-        else:
-            sync_folder(path)
-    sync_folder(folder)
