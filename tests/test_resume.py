@@ -166,6 +166,16 @@ def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])
+def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, shards, name):
+    """A save that was killed while it replaced a checkpoint leaves one that `auto` resumes from."""
+    (tmp_path / "tiny" / "checkpoints" / name).mkdir(parents=True)
+    tree = run_tree(tmp_path, shards)
+    tree["run"]["resume"] = "never"
+    with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints holds checkpoints"):
+        train(TrainConfig.model_validate(tree))
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path, tree):
     cache = str(tmp_path / "cache")
     run(tree("whole"), cache)

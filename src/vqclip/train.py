@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from vqclip import dist
+from vqclip import checkpoint, dist
 from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import TrainData
 from vqclip.errors import ConfigError, VqclipError
@@ -178,7 +178,7 @@ def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, int]:
-    if config.run.resume == "never" and any(snapshots.folder.glob("step-*")):
+    if config.run.resume == "never" and checkpoint.checkpoints(snapshots.folder):
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"
         )
