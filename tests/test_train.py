@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -418,6 +419,44 @@ def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, c
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 2
     assert "rank 1: run.device: got 'cuda'" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path, shards, capsys, monkeypatch):
+    monkeypatch.setattr("vqclip.data.DataConfig.build", None)  # nothing else is tried
+    (tmp_path / "file").touch()
+    tree = run_tree(tmp_path / "file", shards)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 1
+    error = capsys.readouterr().err
+    assert f"run.folder: cannot make the run's folder: Not a directory: '{tmp_path}/file/tiny'" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("failing", ["vqclip.train.write_text", "vqclip.report.MetricsLog.write"])
+def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypatch, failing):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "some file")
+
+    monkeypatch.setattr(failing, full)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left on device" in line]
+    assert line == "vqclip.train: [Errno 28] No space left on device: 'some file'"
+
+
+def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, monkeypatch):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    before = (tmp_path / "tiny" / "config.yaml").read_text()
+
+    def half(self, text, **options):
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            train(TrainConfig.model_validate(tree | {"evaluation": retrieval(shards)}))
+    assert (tmp_path / "tiny" / "config.yaml").read_text() == before
 
 
 def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):

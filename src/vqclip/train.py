@@ -21,6 +21,7 @@ from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import TrainData
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation import Result, evaluate, prepare
+from vqclip.files import write_text
 from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
@@ -55,6 +56,7 @@ def train(config: TrainConfig) -> RunSummary | None:
 def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
     folder = config.run.path
     _check_world(config.train.batch_size)
+    _make_folder(folder)  # so that a wrong place is found now, not after the data
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
@@ -76,7 +78,8 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
     )
     start, replaced_before = _resume(config, snapshots)
     replaced = _Replaced(data, replaced_before)
-    _write_config(config, folder)
+    if dist.is_main():
+        write_text(folder / "config.yaml", to_yaml(config))
 
     clock = Clock()
     with MetricsLog(folder, start_step=start) if dist.is_main() else nullcontext() as log:
@@ -185,10 +188,15 @@ def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, int]:
     return snapshots.resume()
 
 
-def _write_config(config: TrainConfig, folder: Path) -> None:
-    if dist.is_main():
+def _make_folder(folder: Path) -> None:
+    if not dist.is_main():
+        return
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise OSError(
+            error.errno, f"run.folder: cannot make the run's folder: {error.strerror}", str(folder)
+        ) from error
 
 
 def _check_world(batch_size: int) -> None:
@@ -237,12 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = train(config)
     except VqclipError as error:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)
+    except OSError as error:  # a disk that is full, a folder that may not be written to
+        return _fail(error, 1)
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0
 
 
-def _fail(error: VqclipError, status: int) -> int:
+def _fail(error: VqclipError | OSError, status: int) -> int:
     who = f"vqclip.train: rank {os.environ['RANK']}" if "RANK" in os.environ else "vqclip.train"
     print(f"{who}: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"{who}: {error}", file=sys.stderr)
     return status
