@@ -50,5 +50,17 @@ def test_groups_that_do_not_divide_the_channels_are_refused():
         ConvolutionalTowerConfig(image_size=32, channels=[8, 18])
 
 
-def test_more_stages_than_the_picture_has_halves_still_give_one_token():
-    assert ConvolutionalTowerConfig(image_size=8, channels=[8] * 5).build().num_tokens == 1
+@pytest.mark.parametrize(("size", "multiple"), [(60, 64), (36, 32), (8, 16)])
+def test_a_picture_that_the_stages_do_not_halve_is_refused(size, multiple):
+    """It would have other tokens than the (image_size / 2^stages)² that are promised."""
+    message = f"got image_size {size} and 4 stages in channels; expected .* multiple of 2\\^4, such as {multiple}"
+    with pytest.raises(ValueError, match=message):
+        ConvolutionalTowerConfig(image_size=size, channels=[8] * 4)
+
+
+def test_a_group_of_one_number_is_refused():
+    with pytest.raises(ValueError, match="got channels_per_group 1 with a single token.*expected channels_per_group 2"):
+        ConvolutionalTowerConfig(image_size=16, channels=[8] * 4, channels_per_group=1)
+    for size, per_group in ((16, 2), (32, 1)):
+        config = ConvolutionalTowerConfig(image_size=size, channels=[8] * 4, channels_per_group=per_group)
+        assert config.build().num_tokens == (size // 16) ** 2

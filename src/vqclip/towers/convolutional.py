@@ -53,7 +53,7 @@ class ConvolutionalTowerConfig(Config):
 
     kind: Literal["convolutional"] = "convolutional"
     image_size: int = Field(ge=8, le=4096)
-    """Height and width of the input in pixels."""
+    """Height and width of the input in pixels; a multiple of 2^stages."""
     channels: list[int] = Field([32, 64, 128, 192], min_length=1, max_length=8)
     """Channels of each stage; there are (image_size / 2^stages)² tokens."""
     channels_per_group: int = Field(4, ge=1)
@@ -65,6 +65,21 @@ class ConvolutionalTowerConfig(Config):
             raise ValueError(
                 f"got channels {self.channels} and channels_per_group {self.channels_per_group}; expected channels "
                 "that are multiples of channels_per_group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_halve_the_picture(self) -> ConvolutionalTowerConfig:
+        cell = 2 ** len(self.channels)
+        if self.image_size % cell:
+            raise ValueError(
+                f"got image_size {self.image_size} and {len(self.channels)} stages in channels; expected an image_size "
+                f"that is a multiple of 2^{len(self.channels)}, such as {max(1, round(self.image_size / cell)) * cell}"
+            )
+        if self.image_size == cell and self.channels_per_group == 1:
+            raise ValueError(
+                "got channels_per_group 1 with a single token, so that each group has one number, which is normalised "
+                "to 0; expected channels_per_group 2 or more, a larger image_size or fewer stages in channels"
             )
         return self
 
