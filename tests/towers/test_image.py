@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+
+import open_clip
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -185,10 +188,6 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
 @pytest.fixture(scope="module")
 def tiny_open_clip(tmp_path_factory):
     """A small model configuration and a local file of its weights, as open_clip reads them."""
-    import json
-
-    import open_clip
-
     folder = tmp_path_factory.mktemp("open_clip")
     config = {
         "embed_dim": 16,
@@ -213,6 +212,39 @@ def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
     torch.testing.assert_close(tower(images), features)
     tower.train()(images).sum().backward()
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+@pytest.fixture
+def open_clip_model(tmp_path):
+    """Adds a model configuration with some vision half; gives its name."""
+
+    def add(**vision):
+        text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+        config = {"embed_dim": 16, "vision_cfg": {"image_size": 32, **vision}, "text_cfg": text}
+        (tmp_path / "vqclip-other.json").write_text(json.dumps(config))
+        open_clip.add_model_config(tmp_path)
+        return "vqclip-other"
+
+    return add
+
+
+def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
+    name = open_clip_model(image_size=224, timm_model_name="vit_tiny_patch16_224", timm_pool="avg", timm_proj="linear")
+    tower = OpenCLIPImageTowerConfig(model=name).build()
+    images = torch.rand(1, 3, 224, 224)
+    trunk = tower.backbone.model
+    torch.testing.assert_close(tower.eval()(images), trunk.forward_features(tower.normalize(images))[:, 1:])
+    tower.train()(images).sum().backward()
+    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_an_open_clip_tower_that_cannot_be_used_is_refused(open_clip_model, monkeypatch):
+    name = open_clip_model(layers=[1, 1, 1, 1], width=8)  # as in RN50
+    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: bn1\).*choose a ViT"):
+        OpenCLIPImageTowerConfig(model=name).build()
+    monkeypatch.setattr("vqclip.towers.image._refuse_batch_norm", lambda backbone: None)
+    with pytest.raises(ConfigError, match="the vision half of 'vqclip-other' is a ModifiedResNet, .*such as ViT-B-16"):
+        OpenCLIPImageTowerConfig(model=name).build()
 
 
 def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):

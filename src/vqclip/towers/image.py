@@ -93,7 +93,7 @@ class _TimmFeatures(nn.Module):
 
 
 class _OpenCLIPFeatures(nn.Module):
-    """The last patch features of an open_clip vision tower (its own ViT or a timm trunk) as ``(B, N, D)``."""
+    """The last patch features of open_clip's own ViT as ``(B, N, D)``."""
 
     def __init__(self, visual: nn.Module):
         super().__init__()
@@ -215,14 +215,25 @@ class OpenCLIPImageTowerConfig(Config):
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:
-        """Make the tower; raises ConfigError for an unknown model or tag."""
+        """Make the tower; raises ConfigError for an unknown model or tag, or a vision half that cannot be one."""
         from vqclip.towers.open_clip import create_open_clip
 
         clip = create_open_clip(self.model, self.pretrained)
         visual = clip.visual
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        return ImageTower(_OpenCLIPFeatures(visual), Normalize(int(size), mean, std))
+        return ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
+
+    def _backbone(self, visual: Any) -> nn.Module:
+        _refuse_batch_norm(visual)
+        if hasattr(visual, "trunk"):
+            return _TimmFeatures(visual.trunk)
+        if not hasattr(visual, "prune_intermediate_layers"):
+            raise ConfigError(
+                f"tower.model: the vision half of {self.model!r} is a {type(visual).__name__}, which does not give "
+                "features of patches; expected open_clip's own ViT or a timm model (such as ViT-B-16)"
+            )
+        return _OpenCLIPFeatures(visual)
 
 
 def _freeze_unused(tower: nn.Module, features: Tensor) -> None:
