@@ -69,6 +69,25 @@ def test_padding_has_id_minus_one_and_vector_zero():
     assert (vectors[tokens != 0] != 0).any(-1).all()
 
 
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_token_is_absent_when_all_of_its_ids_are(modality):
+    """-1 beside other ids is a code that was left out, as in the dropped stages of a residual quantizer."""
+    model = built(PRODUCT).eval()
+    tokenizer = getattr(model, modality)
+    torch.nn.init.normal_(tokenizer.project_out.bias)
+    ids = tokenizer.encode(["a b c d e f g h i j"] * 2 if modality == "text" else pictures(2))
+    ids[0, 2], ids[1, 1, 0] = -1, -1
+    vectors = tokenizer.decode(ids)
+    assert ((vectors == 0).all(-1)).nonzero().tolist() == [[0, 2]]
+    embedding = tokenizer.embed(ids)
+    torch.nn.init.normal_(
+        tokenizer.pool.position.data[2]
+    )  # speaks for a token that is there, and not for an absent one
+    assert torch.equal(tokenizer.embed(ids)[0], embedding[0])
+    assert not torch.allclose(tokenizer.embed(ids)[1], embedding[1])
+    assert torch.equal(torch.compile(tokenizer.decode, backend="eager", fullgraph=True)(ids), vectors)
+
+
 def test_an_exclamation_mark_inside_a_word_is_no_padding():
     tokenizer = built().text.eval()
     ids = tokenizer.encode(["#!/bin a", "a"])

@@ -93,8 +93,8 @@ class Tokenizer(nn.Module):
         raise NotImplementedError
 
     def ids_mask(self, ids: Tensor) -> Tensor | None:
-        """`mask`, read off the ids."""
-        raise NotImplementedError
+        """`mask`, read off the ids ``(B, N, C)``: a token is absent when all of its ids are -1."""
+        return (ids >= 0).any(dim=-1)
 
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
@@ -125,7 +125,7 @@ class Tokenizer(nn.Module):
         return self.quantizer.encode(self.features(inputs), self.mask(inputs))
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 at padding.
+        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -190,8 +190,12 @@ class ImageTokenizer(Tokenizer):
     def mask(self, inputs: Tensor) -> None:
         """Every patch is real."""
 
-    def ids_mask(self, ids: Tensor) -> None:
-        """Every patch is real."""
+    def ids_mask(self, ids: Tensor) -> Tensor | None:
+        """As for any tokenizer; None where every patch is there, as in training, so that the sums are the same."""
+        mask = super().ids_mask(ids)
+        if torch.compiler.is_compiling():  # looking at values would break the graph
+            return mask
+        return None if mask is not None and bool(mask.all()) else mask
 
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
@@ -228,10 +232,6 @@ class TextTokenizer(Tokenizer):
     def mask(self, inputs: Tensor) -> Tensor:
         """``(B, N)`` bool, True at real tokens."""
         return self.tower.mask(inputs)
-
-    def ids_mask(self, ids: Tensor) -> Tensor:
-        """A position is real when it has an id."""
-        return (ids >= 0).any(dim=-1)
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
         """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding."""
