@@ -74,6 +74,19 @@ def test_another_process_embeds_stored_ids_to_the_same_bits(saved, tmp_path):
     assert torch.equal(load_file(tmp_path / "out.safetensors")["e"], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_keep_their_type(saved, tmp_path, dtype):
+    model, _ = saved
+    model.to(dtype).save_pretrained(tmp_path / "typed")
+    ids = model.image.encode(torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8))
+    loaded = vqclip.load_tokenizer(tmp_path / "typed", modality="image")
+    assert torch.equal(loaded.decode(ids), model.image.decode(ids))
+    state = CLIP.from_pretrained(tmp_path / "typed").state_dict()
+    assert all(
+        torch.equal(state[name], value) and state[name].dtype == dtype for name, value in model.state_dict().items()
+    )
+
+
 def test_one_tokenizer_alone(saved, tmp_path):
     model, _ = saved
     model.text.save_pretrained(tmp_path / "text")
@@ -99,6 +112,11 @@ def damage_extra(folder):
 def damage_shape(folder):
     state = load_file(folder / "model.safetensors")
     save_file(state | {"image.project_out.bias": torch.zeros(3)}, folder / "model.safetensors")
+
+
+def damage_dtype(folder):
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {"image.project_out.bias": torch.zeros(16).half()}, folder / "model.safetensors")
 
 
 def damage_cut(folder):
@@ -142,6 +160,7 @@ def edited(change):
         (damage_missing, "missing image.project_out.bias"),
         (damage_extra, "unexpected image.surplus"),
         (damage_shape, r"image.project_out.bias: got shape \(3,\), expected \(16,\)"),
+        (damage_dtype, "image.project_out.bias: got dtype torch.float16, expected torch.float32"),
         (damage_cut, "damaged or cut short"),
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),

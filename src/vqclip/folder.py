@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar, overload
 
+import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import nn
 
@@ -85,8 +86,9 @@ def read_folder(path: Path) -> FolderConfig:
         raise CheckpointError(f"{path / CONFIG_FILE}: " + "; ".join(problems)) from error
 
 
+@torch.inference_mode(False)  # so that what is loaded in inference mode can be used outside of it
 def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> ModuleT:
-    """Build a module, give it the folder's weights under ``prefix`` and put it into evaluation mode.
+    """Build a module, give it the folder's weights under ``prefix``, in their type, and put it into evaluation mode.
 
     Raises:
         CheckpointError: for a configuration that cannot be built, or weights that do not fit it.
@@ -95,7 +97,7 @@ def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> 
         module = build()
     except ConfigError as error:
         raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
-    load_weights(path, module, prefix)
+    load_weights(path, module, prefix, adopt_dtype=True)
     return module.eval()
 
 

@@ -61,11 +61,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("format", "format_version", "id_layout")}
 
 
-def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
-    """Load the tensors under ``prefix`` into ``module``: every one, and no other.
+def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False) -> None:
+    """Load the tensors under ``prefix`` into ``module``, bit for bit: every one, and no other.
+
+    Args:
+        folder: the tokenizer folder.
+        module: what is filled.
+        prefix: how the names of its tensors begin in the folder.
+        adopt_dtype: first bring the module to the floating-point type that it was saved in.
 
     Raises:
-        CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped tensors.
+        CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped or typed tensors.
     """
     path = folder / WEIGHTS_FILE
     try:
@@ -76,6 +82,10 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
+    if adopt_dtype:
+        dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
+        if dtypes and dtypes[0].is_floating_point:
+            module.to(dtypes[0])
     problems = misfits(module.state_dict(), state, prefix)
     if problems:
         raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
@@ -83,14 +93,15 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "") -> None:
 
 
 def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str = "") -> list[str]:
-    """Every way in which ``state`` is not what ``expected`` is: missing, unexpected and wrongly shaped tensors."""
+    """Every way in which ``state`` is not what ``expected`` is: tensors that lack, are too many, or of another kind."""
     problems = [f"missing {prefix}{name}" for name in expected if name not in state]
     problems += [f"unexpected {prefix}{name}" for name in state if name not in expected]
-    problems += [
-        f"{prefix}{name}: got shape {tuple(state[name].shape)}, expected {tuple(expected[name].shape)}"
-        for name in expected
-        if name in state and state[name].shape != expected[name].shape
-    ]
+    both = [(name, state[name], expected[name]) for name in expected if name in state]
+    for name, got, want in both:
+        if got.shape != want.shape:
+            problems.append(f"{prefix}{name}: got shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+        if got.dtype != want.dtype:  # load_state_dict would round without a word
+            problems.append(f"{prefix}{name}: got dtype {got.dtype}, expected {want.dtype}")
     return problems
 
 

@@ -271,7 +271,7 @@ class ImageTokenizerConfig(_TokenizerConfig):
     preprocess: EvalTransformConfig = EvalTransformConfig()
     """How an image is brought to the tower's size outside training."""
 
-    @torch.inference_mode(False)  # so that one that is loaded in inference mode can be used outside of it
+    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
     def build(self, embed_dim: int) -> ImageTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return ImageTokenizer(self, embed_dim)
@@ -283,7 +283,7 @@ class TextTokenizerConfig(_TokenizerConfig):
     tower: TextTowerConfig
     """What turns captions into per-token features."""
 
-    @torch.inference_mode(False)  # so that one that is loaded in inference mode can be used outside of it
+    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
     def build(self, embed_dim: int) -> TextTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return TextTokenizer(self, embed_dim)

@@ -154,6 +154,13 @@ def test_local_weights_are_loaded(vit, tmp_path, kind):
     assert torch.equal(vit(images), from_file(tmp_path / kind).eval()(images))
 
 
+def test_local_weights_in_half_precision_are_widened(vit, tmp_path):
+    torch.save({name: tensor.half() for name, tensor in vit.backbone.model.state_dict().items()}, tmp_path / "half.pt")
+    images = torch.rand(1, 3, 16, 16)
+    vit.backbone.model.half().float()
+    assert torch.equal(vit(images), from_file(tmp_path / "half.pt").eval()(images))
+
+
 class Malicious:
     def __reduce__(self):
         return exec, ("raise SystemExit('a weights file ran code')",)
@@ -179,6 +186,9 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
         {name: tensor for name, tensor in state.items() if name != "norm.weight"} | {"more": state["norm.bias"]}, file
     )
     with pytest.raises(ConfigError, match=r"weights.pt does not fit the model: missing norm.weight; unexpected more"):
+        from_file(file)
+    torch.save({name: tensor.double() for name, tensor in state.items()}, file)
+    with pytest.raises(ConfigError, match="cls_token: got dtype torch.float64, expected torch.float32"):
         from_file(file)
     torch.save(state, file)
     with pytest.raises(ConfigError, match=r"blocks.0.mlp.fc1.bias: got shape \(64,\), expected \(32,\)"):

@@ -15,7 +15,7 @@ from vqclip.pretrained import misfits
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:
-    """Load the weights in ``path`` into ``model``: every one, and no other.
+    """Load the weights in ``path`` into ``model``: every one, and no other. Half precision is widened to fp32.
 
     Args:
         model: what is filled.
@@ -25,10 +25,10 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
 
     Raises:
         ConfigError: for a file that is missing, damaged or holds more than tensors, and for missing, unexpected or
-            wrongly shaped tensors.
+            wrongly shaped or typed tensors.
     """
     state = {
-        name: tensor
+        name: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
         for name, tensor in _read(path).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
