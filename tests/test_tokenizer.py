@@ -117,6 +117,22 @@ def test_images_come_as_pictures_or_tensors():
     assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
 
 
+def test_an_empty_list_is_an_empty_batch():
+    model = built(PRODUCT)
+    assert model.image.encode([]).shape == (0, 4, 2)
+    assert model.text.encode([]).shape == (0, 12, 2)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, float("nan")])
+def test_floats_that_are_no_pixels_are_refused(value):
+    tokenizer = built().image.eval()
+    images = torch.rand(2, 3, 16, 16)
+    tokenizer.encode(images)
+    images[1, 2, 3, 4] = value
+    with pytest.raises(ShapeError, match=r"images: got floating point from .*, expected 0 to 1: neither 0..255"):
+        tokenizer.encode(images)
+
+
 def test_sizes_and_bits():
     tokenizer = built(PRODUCT).image
     assert tokenizer.num_tokens == 4

@@ -206,9 +206,16 @@ class ImageTokenizer(Tokenizer):
 
         Args:
             images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
+
+        Raises:
+            ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
         """
         if not isinstance(images, Tensor):
-            images = torch.stack([self.preprocess(image) for image in _listed(images)])
+            pixels = [self.preprocess(image) for image in _listed(images)]
+            size = self.tower.image_size
+            images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        elif images.is_floating_point() and not torch.compiler.is_compiling():
+            _require_unit_range(images)
         return self._encode(images.to(self.device))
 
 
@@ -241,6 +248,15 @@ class TextTokenizer(Tokenizer):
 
 def _listed(images: Any) -> list[Any]:
     return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _require_unit_range(images: Tensor) -> None:
+    if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
+        raise ShapeError(
+            f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 to 1: "
+            "neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing may overshoot: "
+            "clamp(0, 1)"
+        )
 
 
 class _TokenizerConfig(Config):
