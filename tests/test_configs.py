@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -28,6 +29,11 @@ def test_loads_and_round_trips(file, tmp_path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_begins_with_a_comment_that_says_what_it_is(file):
     assert file.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_a_wait_that_overflows_is_refused():
+    with pytest.raises(ConfigError, match=r"run.timeout_s: got 1e\+30 \(float\); expected a number > 0 and <= 604800"):
+        load_config(TrainConfig, FOLDER / "base.yaml", ["run.timeout_s=1.0e+30"])
 
 
 def test_every_field_of_every_section_has_a_docstring():

@@ -217,10 +217,11 @@ class Opened(Exception):
     pass
 
 
-def test_loading_opens_no_other_weights(saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize("weights", [{"checkpoint": "evil.pt"}, {"pretrained": True}])
+def test_loading_opens_no_other_weights(saved, monkeypatch, weights):
     """Whoever wrote config.json may name any file there; none but the folder's own is opened."""
     model, folder = saved
-    edited(lambda c: c["image"]["tower"].update(checkpoint=str(tmp_path / "evil.pt"), pretrained=True))(folder)
+    edited(lambda c: c["image"]["tower"].update(weights))(folder)
 
     def refuse(*arguments, **options):
         raise Opened

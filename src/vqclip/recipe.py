@@ -29,8 +29,8 @@ class RunConfig(Config):
     """Key of every random draw: weights, sample order, augmentation, dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest wait for another rank, in seconds; then the job ends with a message."""
+    timeout_s: float = Field(600.0, gt=0, le=604_800)
+    """Longest wait for another rank, in seconds, at most a week; then the job ends with a message."""
 
     @property
     def path(self) -> Path:

@@ -169,7 +169,9 @@ def test_one_ranks_error_is_everyones(tmp_path: Path, ranks, cache: Path) -> Non
 # ---- configuration
 
 
-@pytest.mark.parametrize("change", [{"sources": []}, {"workers": -1}, {"max_bad_fraction": 1.0}, {"worker": 2}])
+@pytest.mark.parametrize(
+    "change", [{"sources": []}, {"workers": -1}, {"max_bad_fraction": 1.0}, {"timeout_s": 1e30}, {"worker": 2}]
+)
 def test_wrong_configuration(change: dict) -> None:
     with pytest.raises(ValidationError):
         DataConfig(**{"sources": [{"kind": "shards", "path": "x"}], **change})

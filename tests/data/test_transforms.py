@@ -147,6 +147,7 @@ def test_wrong_tensors_are_named(bad: torch.Tensor) -> None:
     ("change", "message"),
     [
         ({"scale": (0.9, 0.5)}, r"scale: got \[0.9, 0.5\]; expected \[smallest, largest\]"),
+        ({"scale": (1e-6, 1e-6)}, "greater than or equal to 0.01"),
         ({"scale": (0.5, 1.5)}, "at most 1.0"),
         ({"ratio": (2.0, 1.0)}, "ratio: got"),
         ({"flip": 1.5}, "less than or equal to 1"),

@@ -124,6 +124,11 @@ def test_args_say_nothing_of_weights_or_what_the_tower_decides(name):
         TimmTowerConfig.model_validate({"name": "vit_tiny_patch16_224", "image_size": 16, "args": {name: None}})
 
 
+def test_weights_from_two_places_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="got pretrained true and checkpoint .*weights.pt, .*expected one of the two"):
+        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, pretrained=True, checkpoint=tmp_path / "weights.pt")
+
+
 def test_an_unknown_timm_name_or_argument_is_refused():
     with pytest.raises(ConfigError, match="no model 'vit_tini_patch16'; did you mean one of: .*vit_tiny_patch16"):
         TimmTowerConfig(name="vit_tini_patch16", image_size=32).build()

@@ -25,14 +25,16 @@ __all__ = ["EvalTransform", "EvalTransformConfig", "TrainTransform", "TrainTrans
 Interpolation = Literal["bicubic", "bilinear"]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0.01)]
 Range = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
 
 class TrainTransformConfig(Config):
     """Random augmentation. The default is CLIP's: a mild random crop and nothing else."""
 
-    scale: Range = (0.9, 1.0)
-    """Smallest and largest share of the image's area that a crop takes."""
+    scale: tuple[Share, Share] = (0.9, 1.0)
+    """Smallest and largest share of the image's area that a crop takes, at least 0.01: a crop of less than a pixel
+    would become the whole image."""
     ratio: Range = (3 / 4, 4 / 3)
     """Smallest and largest width : height of a crop, before it is resized to a square."""
     interpolation: Interpolation = "bicubic"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
@@ -145,6 +145,15 @@ class TimmTowerConfig(Config):
                     "Weights come from `pretrained` or `checkpoint` beside args"
                 )
         return args
+
+    @model_validator(mode="after")
+    def _one_word_on_the_weights(self) -> TimmTowerConfig:
+        if self.pretrained and self.checkpoint is not None:
+            raise ValueError(
+                f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
+                "one of the two"
+            )
+        return self
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:

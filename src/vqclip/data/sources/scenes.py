@@ -21,7 +21,7 @@ class ScenesData(Config):
     split: Literal["train", "val", "test", "heldout"] = "train"
     """train and val have captions (of trained and of held-out combinations), test and heldout have classes."""
     drawing: ScenesConfig = ScenesConfig()
-    """What to draw; evaluation is given what training was given."""
+    """What to draw; evaluation may be given another one: held-out combinations are so in every drawing."""
 
     def shards(self) -> list[Path]:
         """The tars of the split, drawn if they are not there; for `vqclip.data.prepare_sources`."""
