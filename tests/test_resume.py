@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.data.making import caption_shards
 from tests.models import LFQ
@@ -18,6 +19,7 @@ from tests.training import all_equal, largest_difference, metrics, run, run_tree
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.step import towers_draw
 from vqclip.train import TrainConfig, train
 
 STEPS = 24
@@ -164,6 +166,40 @@ def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
     assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "stopped", STEPS)) < 1e-6
     losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("whole", "stopped")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def with_drop_path(folder, shards):
+    tree = run_tree(folder, shards, train__steps=4)
+    tree["model"]["image"]["tower"]["args"]["drop_path_rate"] = 0.5
+    return tree
+
+
+def train_on_ranks(tree, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    try:
+        return train(TrainConfig.model_validate(tree)) is not None
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards, ranks):
+    """Stochastic depth is another for every rank: on two ranks it would be another trajectory."""
+    cache = str(tmp_path / "cache")
+    random, fixed = with_drop_path(tmp_path / "random", shards), run_tree(tmp_path / "fixed", shards, train__steps=4)
+    for tree in (random, fixed):
+        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
+        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
+    message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
+    assert all(message in error for error in ranks(2, train_on_ranks, random, cache, init=False))
+    assert ranks(2, train_on_ranks, fixed, cache, init=False) == [True, True]
+
+
+def test_whether_towers_draw_leaves_the_generator_alone(tmp_path, shards):
+    for tree, draws in ((run_tree(tmp_path, shards), False), (with_drop_path(tmp_path, shards), True)):
+        model = TrainConfig.model_validate(tree).model.build()
+        before = torch.get_rng_state()
+        assert towers_draw(model) is draws
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import DataConfig
 from vqclip.evaluation import Evaluations
@@ -92,16 +93,18 @@ class TrainConfig(Config):
         self.optim.schedule(self.train.steps)
         return self
 
-    def identity(self, samples: dict[str, Any]) -> dict[str, object]:
+    def identity(self, samples: dict[str, Any], *, towers_draw: bool) -> dict[str, object]:
         """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
 
-        What only rounds otherwise (the number of processes, the device, compiling, kernels) may change.
+        What only rounds otherwise (the device, compiling, kernels) may change, and so may the number of processes
+        unless the towers draw random numbers: each rank draws its own.
 
         Args:
             samples: the data's fingerprint.
+            towers_draw: whether the towers hold dropout, stochastic depth or the like.
         """
         reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
-        return {
+        facts: dict[str, object] = {
             "run.seed": self.run.seed,
             "train.steps": self.train.steps,
             "train.batch_size": self.train.batch_size,
@@ -111,3 +114,4 @@ class TrainConfig(Config):
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
         }
+        return facts | ({"processes (dropout is drawn by rank)": dist.world_size()} if towers_draw else {})

@@ -61,7 +61,8 @@ class TrainStep:
         schedule: learning rate by step.
         compute: precision, compile, activation checkpointing.
         clip_norm: largest gradient norm, None for no clipping.
-        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank).
+        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank), so that
+            with it another world size is another trajectory (see `towers_draw`).
     """
 
     def __init__(
@@ -142,6 +143,25 @@ class TrainStep:
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
         return {"total": weighted_total(terms, weights), **terms}
+
+
+@torch.no_grad()
+def towers_draw(model: CLIP) -> bool:
+    """Whether the towers of ``model``, in training mode, draw random numbers: dropout, stochastic depth and the like.
+
+    Tried out, as such modules have many names and libraries. The generators are left as they were.
+    """
+    device = model.logit_scale.device
+    image, text = model.image.tower, model.text.tower
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        before = _generator_states(device)
+        image(torch.zeros(1, 3, image.image_size, image.image_size, device=device))
+        text(torch.zeros(1, text.num_tokens, dtype=torch.int64, device=device))
+        return any(not old.equal(new) for old, new in zip(before, _generator_states(device), strict=True))
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _compiled(model: nn.Module) -> nn.Module:

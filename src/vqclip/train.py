@@ -31,7 +31,7 @@ from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
-from vqclip.step import StepResult, TrainStep
+from vqclip.step import StepResult, TrainStep, towers_draw
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,8 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
         config.optim.clip_grad_norm,
         config.run.seed,
     )
-    snapshots = Snapshots(
-        folder / "checkpoints", config.identity(data.fingerprint), step, config.train.keep_checkpoints
-    )
+    identity = config.identity(data.fingerprint, towers_draw=towers_draw(model))
+    snapshots = Snapshots(folder / "checkpoints", identity, step, config.train.keep_checkpoints)
     start, replaced_before = _resume(config, snapshots)
     replaced = _Replaced(data, replaced_before)
     if dist.is_main():
