@@ -219,15 +219,20 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, 1 for an error, 2 for a configuration that cannot be used."""
+def command_line() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(prog="vqclip.train", description="Train image and text tokenizers together.")
     # torchrun takes any option that begins like one of its own (--log..., --n..., --max...), so ours do not.
     parser.add_argument("--config", type=Path, help="YAML file, such as configs/base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--json-schema", action="store_true", help="print a JSON schema for editors and stop")
-    options = parser.parse_intermixed_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, 1 for an error, 2 for a configuration that cannot be used."""
+    options = command_line().parse_intermixed_args(arguments)
     if options.json_schema:
         print(json.dumps(json_schema(TrainConfig), indent=2))
         return 0
