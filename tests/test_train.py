@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vqclip
@@ -278,6 +279,41 @@ def test_rank_0_works_alone_in_a_job_of_two(tmp_path, shards, ranks):
 def test_other_ways_to_compute_a_step(tmp_path, shards, changes):
     train(TrainConfig.model_validate(run_tree(tmp_path, shards, IDENTITY, train__steps=4, **changes)))
     assert all(torch.isfinite(torch.tensor(line["loss/total"])) for line in metrics(tmp_path))
+
+
+def test_bf16_is_for_the_towers_alone(tmp_path, shards, monkeypatch):
+    seen = {}
+
+    def watch(name, module):
+        module.register_forward_hook(lambda module, inputs, output: seen.update({name: output.dtype}))
+
+    def watched(self, batch, number):
+        for modality in ("image", "text"):
+            tower = getattr(self.model, modality).tower
+            watch(f"{modality} tower", [module for module in tower.modules() if isinstance(module, nn.Linear)][-1])
+            quantize = getattr(self.model, modality).quantizer
+            quantize.register_forward_hook(
+                lambda m, i, out, at=modality: seen.update({f"{at} codes": out.vectors.dtype})
+            )
+        self.loss.register_forward_pre_hook(
+            lambda module, inputs: seen.update({"features": {feature.dtype for feature in inputs[:2]}})
+        )
+        return step(self, batch, number)
+
+    def cross_entropy(logits, targets):
+        seen["logits"] = logits.dtype
+        return nn.functional.cross_entropy(logits, targets)
+
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", watched)
+    monkeypatch.setattr("vqclip.losses.contrastive.F", SimpleNamespace(cross_entropy=cross_entropy))
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4, train__precision="bf16")))
+    half, full = torch.bfloat16, torch.float32
+    assert seen == {
+        "image tower": half, "text tower": half, "image codes": full, "text codes": full,
+        "features": {full}, "logits": full,
+    }  # fmt: skip
+    assert {tensor.dtype for tensor in weights(tmp_path, 4).values() if tensor.is_floating_point()} == {full}
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path, shards):
