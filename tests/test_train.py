@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.models import FSQ, IDENTITY, LFQ
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
-from vqclip.data import TrainData
+from vqclip.data import TrainData, loader
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import evaluate
 from vqclip.model import CLIP
@@ -194,6 +195,28 @@ def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
     tree = run_tree(tmp_path, folder, train__steps=5) | {"cache": str(tmp_path / "cache")}
     assert ranks(2, replaced_on_this_rank, tree, init=False) == [2, 2]
     assert metrics(tmp_path)[-1]["data/replaced"] == 2
+
+
+def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
+    monkeypatch.setattr(Snapshots, "resume", lambda self: (0, 11))  # none is added, and 10 in a thousand may be bad
+    with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
+
+
+def too_many_bad_ones(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    with mock.patch.object(loader, "_FEW", 60), pytest.raises(DataError) as error:
+        train(TrainConfig.model_validate(tree))
+    return str(error.value)
+
+
+def test_bad_samples_are_judged_over_all_ranks(tmp_path, ranks):
+    """About 4 of 30 on each rank, of which 6 would be allowed."""
+    folder = caption_shards(tmp_path / "data", counts=(28,))
+    write_tar(folder / "00001.tar", {f"00000010{n}.{kind}": b"x" for n in range(4) for kind in ("jpg", "txt")})
+    tree = run_tree(tmp_path, folder, train__steps=5, data__max_bad_fraction=0.1) | {"cache": str(tmp_path / "cache")}
+    for error in ranks(2, too_many_bad_ones, tree, init=False):
+        assert re.match(r"\d+ bad samples among (48|60): more than data.max_bad_fraction=0.1 allows", error)
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, shards, monkeypatch):

@@ -151,6 +151,7 @@ def _loop(
                 if log:
                     log.flush()
                 snapshots.save(done, bad)
+            data.require_few_bad(bad, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
         coverage = data.coverage(done)

@@ -32,7 +32,9 @@ class DataConfig(Config):
     timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 600.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits for ever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Samples that cannot be used are replaced; the run stops when more than this share of those seen are bad."""
+    """Samples that cannot be used are replaced; more than this share of bad ones stops the run. It is a share of the
+    samples seen, but of at least 1,000, and is judged twice: over the whole run and all its processes at every report
+    and checkpoint, and in each process, since its start, at once."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels count as bad; they are not decoded."""
 

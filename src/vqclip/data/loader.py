@@ -228,17 +228,29 @@ class TrainData:
             yield batch
 
     def _judge(self, batch: Batch, seen: int) -> None:
-        """Names bad samples in the log, and stops when there are too many."""
+        """Names bad samples in the log, and stops when this process meets too many."""
         for bad in batch.bad:
             logger.warning(
                 "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
             )
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
-        allowed = self.options.max_bad_fraction * max(seen, _FEW)
-        if batch.bad and self.replaced > allowed:
+        if batch.bad:
+            self.require_few_bad(self.replaced, seen)
+
+    def require_few_bad(self, replaced: int, seen: int) -> None:
+        """Stops when more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
+
+        Args:
+            replaced: bad samples, met by this process or by the whole run.
+            seen: samples among which they were.
+
+        Raises:
+            DataError: there are too many; the message names the last ones that this process met.
+        """
+        if replaced > self.options.max_bad_fraction * max(seen, _FEW):
             shown = "\n".join(f"  {bad.reason}" for bad in list(self.last_replaced)[-5:])
             raise DataError(
-                f"{self.replaced} bad samples among {seen}: more than data.max_bad_fraction="
-                f"{self.options.max_bad_fraction:g} allows. The last of them:\n{shown}"
+                f"{replaced} bad samples among {seen}: more than data.max_bad_fraction="
+                f"{self.options.max_bad_fraction:g} allows. The last of them in this process:\n{shown or '  none'}"
             )
