@@ -81,18 +81,6 @@ def test_state_comes_back_exactly(tmp_path):
     assert type(loaded.state["levels"][1]) is float
     assert {"manifest.json", "state.json", "optimizer.safetensors", "optimizer.json", "model"} == set(os.listdir(path))
     assert load_file(loaded.model_folder / "model.safetensors")
-    assert not loaded.tensors()
-
-
-def test_further_tensors(tmp_path):
-    model, optimizer = make()
-    tensors = {"rng": torch.get_rng_state(), "ema": torch.randn(4, 3).t(), "count": torch.tensor(2**62)}
-    path = checkpoint.save(
-        tmp_path, 3, write_model=writer(model), optimizer=optimizer, state={}, tensors=tensors, keep_last=1
-    )
-    loaded = checkpoint.load(path).tensors()
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +193,10 @@ def test_changed_options(caplog):
     _, resumed = make(foreach=False, eps=1e-3)
     with pytest.raises(CheckpointError, match=r"option 'eps' of group 0: 1e-08 in the checkpoint, 0\.001 here"):
         checkpoint.restore_optimizer(resumed, packed)
+    _, resumed = make(foreach=False)
     with caplog.at_level(logging.WARNING):
-        checkpoint.restore_optimizer(resumed, packed, allow=["eps"])
-    assert resumed.param_groups[0]["eps"] == 1e-3
+        checkpoint.restore_optimizer(resumed, packed)
     assert resumed.param_groups[0]["foreach"] is False
-    assert "'eps'" in caplog.text
     assert "'foreach'" in caplog.text
     with pytest.raises(CheckpointError, match="of AdamW, the running optimizer is SGD"):
         checkpoint.restore_optimizer(torch.optim.SGD(model.parameters()), packed)

@@ -44,7 +44,6 @@ def test_batches_are_what_they_say(folder: Path) -> None:
         assert batch.texts.shape == (G, 40)
         for row, sample_id in enumerate(batch.sample_ids.tolist()):
             caption = text(batch.texts[row])
-            key = data.sample_name(sample_id).rpartition("sample ")[2]
             if sample_id < 17:
                 assert caption == f"caption {sample_id}"
                 number = sample_id
@@ -56,7 +55,6 @@ def test_batches_are_what_they_say(folder: Path) -> None:
                 names = ["cat", "dog", "red panda"]
                 assert batch.labels[row] == number % 3
                 assert caption in (f"a photo of a {names[number % 3]}", f"the {names[number % 3]}")
-            assert int(key.lstrip("s")) == number
             # A mild crop: close to the picture itself in its mean colour.
             mean = decode_image(encode(pixels(number))).float().mean((1, 2))
             assert (batch.images[row].float().mean((1, 2)) - mean).abs().max() < 25

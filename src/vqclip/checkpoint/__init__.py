@@ -4,7 +4,6 @@
       model/                   whatever ``write_model`` puts there, e.g. a tokenizer folder that loads by itself
       optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
-      tensors.safetensors      further tensors of the caller, if any
       state.json               the caller's JSON-able state
       manifest.json            size and SHA-256 of each file, and of itself
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def read_optimizer(folder: Path) -> OptimizerState:
         raise CheckpointError(f"{folder}: the optimizer's state cannot be read ({error})") from error
 
 
-def restore_optimizer(optimizer: Optimizer, state: OptimizerState, allow: Collection[str] = ()) -> None:
+def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
     """Put ``state`` into ``optimizer``; nothing is changed unless everything fits.
 
     Tensors keep their dtype bit for bit (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the
@@ -98,7 +98,6 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState, allow: Collec
     Args:
         optimizer: An optimizer over the same named parameters, in the same groups.
         state: What ``pack_optimizer`` made.
-        allow: Names of options that may differ (``"weight_decay"``); the running optimizer's value is kept.
 
     Raises:
         CheckpointError: Another kind of optimizer, or parameters or options that differ: the message says which.
@@ -106,7 +105,7 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState, allow: Collec
     if type(optimizer).__name__ != state.kind:
         raise CheckpointError(f"the checkpoint is of {state.kind}, the running optimizer is {type(optimizer).__name__}")
     running = list(_named_groups(optimizer))
-    problems = [*_parameter_problems(running, state), *_option_problems(running, state, allow)]
+    problems = [*_parameter_problems(running, state), *_option_problems(running, state)]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"the checkpoint does not fit the running optimizer:\n{listed}")
@@ -200,9 +199,7 @@ def _parameter_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]],
     return problems
 
 
-def _option_problems(
-    running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState, allow: Collection[str]
-) -> list[str]:
+def _option_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState) -> list[str]:
     problems = []
     for number, ((group, _), saved) in enumerate(zip(running, state.groups, strict=False)):
         here, there = _options(group), saved["options"]
@@ -210,7 +207,7 @@ def _option_problems(
             if key in _SCHEDULED or (key in here and key in there and here[key] == there[key]):
                 continue
             change = f"option {key!r} of group {number}: {there.get(key)!r} in the checkpoint, {here.get(key)!r} here"
-            if key in _IMPLEMENTATION or key in allow or key not in here or key not in there:
+            if key in _IMPLEMENTATION or key not in here or key not in there:
                 logger.warning("%s: the running optimizer's is kept", change)
             else:
                 problems.append(change)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
@@ -20,7 +17,6 @@ from vqclip.errors import CheckpointError
 
 _MODEL = "model"
 _STATE = "state.json"
-_TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,26 +35,16 @@ class Checkpoint:
         """The folder that ``write_model`` filled."""
         return self.path / _MODEL
 
-    def restore_optimizer(self, optimizer: Optimizer, allow: Collection[str] = ()) -> None:
+    def restore_optimizer(self, optimizer: Optimizer) -> None:
         """Put the saved state into ``optimizer``; see `vqclip.checkpoint.restore_optimizer`.
 
         Raises:
             CheckpointError: The state does not fit; the message names the checkpoint and says what differs.
         """
         try:
-            restore_optimizer(optimizer, read_optimizer(self.path), allow)
+            restore_optimizer(optimizer, read_optimizer(self.path))
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The further tensors given to ``save``, on the CPU; empty if there were none."""
-        path = self.path / _TENSORS
-        if not path.exists():
-            return {}
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error})") from error
 
 
 def save(
@@ -68,7 +54,6 @@ def save(
     write_model: Callable[[Path], object],
     optimizer: Optimizer,
     state: Mapping[str, Any],
-    tensors: Mapping[str, Tensor] | None = None,
     keep_last: int,
 ) -> Path:
     """Save a checkpoint of ``step``, then remove all but the newest ``keep_last``.
@@ -82,7 +67,6 @@ def save(
         write_model: Called with an empty folder to write the model into, e.g. ``model.save_pretrained``.
         optimizer: Its state is stored exactly.
         state: Anything JSON can hold exactly: data position, fingerprints, gradient scaler, configuration.
-        tensors: Further tensors by name (state of random generators, averaged weights), on any device.
         keep_last: How many checkpoints up to this one stay, at least 1.
 
     Returns:
@@ -99,9 +83,6 @@ def save(
         (aside / _MODEL).mkdir()
         write_model(aside / _MODEL)
         write_optimizer(pack_optimizer(optimizer), aside)
-        if tensors:
-            copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-            save_file(copies, aside / _TENSORS)
         text = json.dumps({"step": step, "state": dict(state)}, indent=1, allow_nan=False) + "\n"
         (aside / _STATE).write_text(text, encoding="utf-8")
 

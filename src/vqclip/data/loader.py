@@ -178,10 +178,6 @@ class TrainData:
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         return {"sources": sources, "sha256": digest}
 
-    def sample_name(self, sample_id: int) -> str:
-        """Shard and name of a sample, for messages."""
-        return self._samples.name(sample_id)
-
     def coverage(self, steps: int) -> Coverage:
         """How much of the data the first `steps` steps of the run show."""
         shown = steps * self.batch_size

@@ -90,11 +90,6 @@ class SampleMaker:
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"
         )
 
-    def name(self, sample_id: int) -> str:
-        """Shard and name of a sample, for messages."""
-        source = int(np.searchsorted(self.first_ids, sample_id, side="right")) - 1
-        return self.sources[source].name(sample_id - int(self.first_ids[source]))
-
     def _id(self, source: int, index: int) -> int:
         return int(self.first_ids[source]) + index
 
