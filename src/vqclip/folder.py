@@ -20,28 +20,31 @@ from vqclip.temperature import TemperatureConfig
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokenizerConfig)
 
 
-class StoredImageTokenizer(ImageTokenizerConfig):
-    """An image tokenizer as it is stored."""
-
+class _Stored(Config):
     embed_dim: int = Field(ge=2)
     """E, width of the joint embedding."""
+
+    def _built_from(self, schema: type[TokenizerConfigT]) -> TokenizerConfigT:
+        return schema.model_validate(self.model_dump(exclude={"embed_dim"})).architecture()
+
+
+class StoredImageTokenizer(_Stored, ImageTokenizerConfig):
+    """An image tokenizer as it is stored."""
 
     def tokenizer(self) -> ImageTokenizerConfig:
         """What it is built from."""
-        return ImageTokenizerConfig.model_validate(self.architecture().model_dump(exclude={"embed_dim"}))
+        return self._built_from(ImageTokenizerConfig)
 
 
-class StoredTextTokenizer(TextTokenizerConfig):
+class StoredTextTokenizer(_Stored, TextTokenizerConfig):
     """A text tokenizer as it is stored."""
-
-    embed_dim: int = Field(ge=2)
-    """E, width of the joint embedding."""
 
     def tokenizer(self) -> TextTokenizerConfig:
         """What it is built from."""
-        return TextTokenizerConfig.model_validate(self.architecture().model_dump(exclude={"embed_dim"}))
+        return self._built_from(TextTokenizerConfig)
 
 
 class FolderConfig(Config):

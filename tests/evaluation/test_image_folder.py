@@ -27,6 +27,9 @@ def test_templates_are_read(tmp_path):
     image_folder(tmp_path)
     (tmp_path / "zeroshot_classification_templates.txt").write_text("one {c}\nsome {c}\n")
     assert ImageFolder(tmp_path).read(0).captions == ("one dark red", "some dark red")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("one {c}\na picture\n")
+    with pytest.raises(DataError, match=r"templates\.txt:2: no {c} for the class name in 'a picture'"):
+        ImageFolder(tmp_path)
 
 
 def test_errors_name_the_folder(tmp_path):

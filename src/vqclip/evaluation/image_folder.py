@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip.data import RawSample
-from vqclip.data.sources.classes import TEMPLATES, read_lines
+from vqclip.data.sources.classes import TEMPLATES, read_templates
 from vqclip.errors import DataError
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
@@ -24,7 +24,7 @@ class ImageFolder:
         folder: holds one subfolder for each class; hidden ones are passed over.
 
     Raises:
-        DataError: the folder is missing, has no subfolder, or a subfolder holds no image.
+        DataError: the folder is missing, has no subfolder, a subfolder holds no image, or a prompt no {c}.
     """
 
     def __init__(self, folder: Path):
@@ -32,8 +32,7 @@ class ImageFolder:
         classes = _class_folders(folder)
         self.classnames = tuple(path.name.replace("_", " ") for path in classes)
         file = folder / TEMPLATES
-        self.templates = read_lines(file, "one prompt a line, with {c} for the class name") if file.exists() else ()
-        self.templates = self.templates or (DEFAULT_TEMPLATE,)
+        self.templates = read_templates(file) if file.exists() else (DEFAULT_TEMPLATE,)
         self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
 
     def __len__(self) -> int:

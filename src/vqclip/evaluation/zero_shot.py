@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor
 
-from vqclip.errors import DataError
 from vqclip.evaluation.datasets import LabelledData
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.images import ImagesConfig, encode_images
@@ -56,7 +54,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         DataError: data that cannot be used, on every rank; the message names file and sample.
     """
     source = encoder.share.open(config.data)
-    templates = check_templates(config.templates or source.templates)
+    templates = config.templates or source.templates
     image, labels, left_out = encode_images(
         config, source, model.image, encoder, f"{name}-image", lambda batch: batch.labels.tolist()
     )
@@ -88,16 +86,6 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
 def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
     """Prompt embeddings ``(K · templates, E)``, class by class → ``(K, E)``: their mean, made unit-norm."""
     return F.normalize(prompts.unflatten(0, (-1, templates)).mean(dim=1), dim=-1)
-
-
-def check_templates(templates: Sequence[str]) -> Sequence[str]:
-    """The templates, if there are any and each has its place for the class name; else DataError."""
-    wrong = [template for template in templates if "{c}" not in template]
-    if wrong or not templates:
-        raise DataError(
-            f"templates: got {wrong[0] if wrong else 'none'!r}; expected {{c}} where the name of the class goes"
-        )
-    return templates
 
 
 def _names() -> list[str]:

@@ -78,10 +78,7 @@ class ClassShards:
         require_members(self._reader, "image", "cls", config.path / config.split)
         folder = config.path.expanduser()
         self.classnames = read_lines(folder / CLASSNAMES, "one class name a line")
-        self.templates = read_lines(folder / TEMPLATES, "one prompt a line, with {c} for the class name")
-        for number, template in enumerate(self.templates, 1):
-            if "{c}" not in template:
-                raise DataError(f"{folder / TEMPLATES}:{number}: no {{c}} for the class name in {template!r}")
+        self.templates = read_templates(folder / TEMPLATES)
         self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
 
     def __len__(self) -> int:
@@ -110,6 +107,19 @@ class ClassShards:
             "sha256": self._reader.sha256,
             "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
         }
+
+
+def read_templates(file: Path) -> tuple[str, ...]:
+    """The prompts in a text file, one a line.
+
+    Raises:
+        DataError: as `read_lines`, and for a prompt without a place for the class name.
+    """
+    templates = read_lines(file, "one prompt a line, with {c} for the class name")
+    for number, template in enumerate(templates, 1):
+        if "{c}" not in template:
+            raise DataError(f"{file.absolute()}:{number}: no {{c}} for the class name in {template!r}")
+    return templates
 
 
 def read_lines(file: Path, expected: str) -> tuple[str, ...]:
