@@ -46,9 +46,9 @@ class OptimConfig(Config):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices and convolutions; biases, norms, embeddings and scalars have none."""
     image_lr_ratio: float = Field(default=1.0, gt=0)
-    """Factor on the learning rate of the image tower's parameters (names `image.*`)."""
+    """Factor on the learning rate of the whole image tokenizer, from the tower to the embedding (names `image.*`)."""
     text_lr_ratio: float = Field(default=1.0, gt=0)
-    """Factor on the learning rate of the text tower's parameters (names `text.*`)."""
+    """Factor on the learning rate of the whole text tokenizer, from the tower to the embedding (names `text.*`)."""
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"

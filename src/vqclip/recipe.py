@@ -72,7 +72,7 @@ class TrainConfig(Config):
     train: ScheduleConfig = ScheduleConfig()
     """Length and precision of the training."""
     evaluation: Evaluations = ()
-    """What to measure at the end."""
+    """What to measure at the end, and in between every `train.evaluate_every` steps."""
 
     @model_validator(mode="after")
     def _loss_and_temperature_fit(self) -> TrainConfig:
