@@ -193,6 +193,16 @@ class BPE:
 
 @lru_cache(maxsize=1)
 def _bpe() -> Any:
-    from open_clip.tokenizer import SimpleTokenizer
+    """open_clip's tokenizer, for which a caption that holds ``<end_of_text>`` is text like any other."""
+    from open_clip import tokenizer as theirs
 
-    return SimpleTokenizer()
+    tokenizer = theirs.SimpleTokenizer()
+    # Its pattern finds the marks in captions before anything else. Without them their letters and brackets are split
+    # as in any text, and no caption, however it is written (`&lt;end_of_text&gt;`), gives the number of a mark.
+    marks = "|".join(tokenizer.decoder[number] for number in tokenizer.all_special_ids) + "|"
+    pattern: str = tokenizer.pat.pattern
+    if not pattern.startswith(marks):
+        raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
+    regex = theirs.re  # the package of that name: Python's own does not know \p{L}
+    tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
+    return tokenizer
