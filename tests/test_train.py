@@ -450,6 +450,18 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
     assert (folder / "tokenizer" / "README.md").read_text() == card
 
 
+def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
+    changes = {"train__steps": 6, "train__evaluate_every": 2, "train__checkpoint_every": 2}
+
+    def fail(*args, **options):
+        raise DataError("broken")
+
+    monkeypatch.setattr("vqclip.train.evaluate", fail)
+    with pytest.raises(DataError, match="broken"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)))
+    assert weights(tmp_path, 2)
+
+
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
     with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):

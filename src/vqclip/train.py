@@ -141,13 +141,13 @@ def _loop(
                 figures = _figures(step, result) | {"data/replaced": bad} | clock.lap()
                 log.write(done, figures)
                 bar.show(figures)
-            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
-                _evaluate(config, step, done, log)
-                clock.pause()
-            if saving:
+            if saving:  # before the evaluation, so that one that fails costs nothing
                 if log:
                     log.flush()
                 snapshots.save(done, bad)
+                clock.pause()
+            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
+                _evaluate(config, step, done, log)
                 clock.pause()
             if stopping:
                 break
