@@ -47,6 +47,15 @@ def test_a_row_without_an_end_mark_is_no_nan(causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+def test_no_rows_give_no_rows_and_every_weight_its_gradient(causal):
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build()
+    features = tower(torch.zeros(0, 12, dtype=torch.int64))
+    assert features.shape == (0, 12, 16)
+    features.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in tower.parameters())
+
+
+@pytest.mark.parametrize("causal", [True, False])
 def test_features_are_those_of_open_clips_own_forward(causal):
     torch.manual_seed(0)
     tower = TransformerTowerConfig(**SMALL, causal=causal).build().eval()

@@ -73,6 +73,8 @@ class TextTower(nn.Module):
                 f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
                 f"(B, {self.context_length}) int64; tokenizer.preprocess makes such a tensor from captions"
             )
+        if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
+            return self(tokens.new_zeros(1, self.context_length))[:0]
         text: Any = self.transformer
         x = text.token_embedding(tokens) + text.positional_embedding
         return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
