@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -448,6 +450,18 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
     with pytest.raises(DataError):
         train(TrainConfig.model_validate(tree))
     assert (folder / "tokenizer" / "README.md").read_text() == card
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_data_worker_killed_during_a_step_is_explained(tmp_path, shards, monkeypatch):
+    def kill(self, batch, number):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        time.sleep(30)
+
+    monkeypatch.setattr(TrainStep, "__call__", kill)
+    with pytest.raises(DataError, match=r"a data worker died.*killed for memory\? Fewer data.workers"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, data__workers=2)))
 
 
 def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):

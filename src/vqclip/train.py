@@ -19,6 +19,7 @@ import torch
 from vqclip import dist
 from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import TrainData
+from vqclip.data.workers import named_deaths
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation import Result, evaluate, prepare
 from vqclip.recipe import TrainConfig
@@ -124,6 +125,7 @@ def _loop(
     settings, done = config.train, start
     pin = step.device.type == "cuda"
     with (
+        named_deaths(),
         StopSignals(notice=dist.is_main()) as stop,
         Bar(settings.steps, start, log is not None, config.run.name) as bar,
     ):
