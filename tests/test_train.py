@@ -24,7 +24,7 @@ from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
 from vqclip.errors import ConfigError, DataError, NonFiniteError
-from vqclip.evaluation import evaluate
+from vqclip.evaluation import RetrievalConfig, evaluate
 from vqclip.model import CLIP
 from vqclip.report.summary import render
 from vqclip.step import TrainStep
@@ -440,13 +440,13 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
         raise DataError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vqclip.train.evaluate", fail)
+        patch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
         with pytest.raises(DataError):
             train(TrainConfig.model_validate(tree))
     vqclip.load_tokenizer(folder / "tokenizer", modality="image")
     train(TrainConfig.model_validate(tree))
     card = (folder / "tokenizer" / "README.md").read_text()
-    monkeypatch.setattr("vqclip.train.evaluate", fail)
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
     with pytest.raises(DataError):
         train(TrainConfig.model_validate(tree))
     assert (folder / "tokenizer" / "README.md").read_text() == card
@@ -470,10 +470,33 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
     def fail(*args, **options):
         raise DataError("broken")
 
-    monkeypatch.setattr("vqclip.train.evaluate", fail)
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
     with pytest.raises(DataError, match="broken"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)))
     assert weights(tmp_path, 2)
+
+
+@pytest.mark.parametrize("evaluate_every", [None, 2])
+def test_an_evaluation_that_fails_takes_nothing_from_the_others(tmp_path, shards, capsys, monkeypatch, evaluate_every):
+    run = RetrievalConfig.run
+
+    def fail(self, model, encoder, name):
+        if self.name == "broken":
+            raise DataError("this shard is torn")
+        return run(self, model, encoder, name)
+
+    monkeypatch.setattr(RetrievalConfig, "run", fail)
+    tasks = [{**retrieval(shards)[0], "name": name} for name in ("broken", "pairs")]
+    tree = run_tree(tmp_path, shards, train__steps=4, train__evaluate_every=evaluate_every, evaluation=tasks)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 1
+    printed = capsys.readouterr()
+    assert "evaluation 'broken': this shard is torn" in printed.err
+    assert "pairs (30 images" in printed.out
+    (line,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
+    assert line["step"] == (evaluate_every or 4)
+    if evaluate_every is None:
+        summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+        assert [result["name"] for result in summary["results"]] == ["pairs"]
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

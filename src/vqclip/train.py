@@ -21,7 +21,7 @@ from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import Result, evaluate, prepare
+from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
@@ -87,16 +87,17 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
             return None
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        results = _evaluate(config, step, done, log)
+        attempt = _evaluate(config, step, done, log)
 
     speed, processes = clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
-    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, results, paths)
-    if dist.is_main():
+    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, attempt.results, paths)
+    if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config.model_dump(mode="json"))
+    _require_success(attempt)
     return summary
 
 
@@ -149,7 +150,7 @@ def _loop(
                 snapshots.save(done, bad)
                 clock.pause()
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
-                _evaluate(config, step, done, log)
+                _require_success(_evaluate(config, step, done, log))
                 clock.pause()
             if stopping:
                 break
@@ -159,12 +160,22 @@ def _loop(
     return done
 
 
-def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> list[Result]:
-    """Evaluate after ``done`` steps, all ranks together."""
-    results = evaluate(step.model, config.evaluation, precision=config.train.precision)
-    if log and results:
-        log.write(done, {f"eval/{name}": value for result in results for name, value in result.scalars().items()})
-    return results
+def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> Attempt:
+    """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
+    attempt = try_all(step.model, config.evaluation, precision=config.train.precision)
+    if log and attempt.results:
+        scalars = {f"eval/{name}": value for result in attempt.results for name, value in result.scalars().items()}
+        log.write(done, scalars)
+    return attempt
+
+
+def _require_success(attempt: Attempt) -> None:
+    """Raise what failed, under the table of what did not."""
+    if attempt.failure is None:
+        return
+    if attempt.results:
+        _say(format_results(attempt.results))
+    raise attempt.failure
 
 
 def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
