@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("losses",),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
-    ("resume", "recipe"),
+    ("lock", "resume", "recipe"),
     ("train",),
 )
 # Losses see embeddings and nothing else.

@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vqclip
 from tests.data.making import caption_shards, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
+from tests.ranks import RankError
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import RetrievalConfig, evaluate
+from vqclip.lock import RunLock
 from vqclip.model import CLIP
 from vqclip.report.summary import render
 from vqclip.step import TrainStep
@@ -402,10 +404,14 @@ def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend):
 
 
 def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, monkeypatch, capsys):
+    """The others give it time to: torchrun ends all as soon as one has ended."""
+    slept = []
+    monkeypatch.setattr("vqclip.train.time.sleep", slept.append)
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert main(["--config", str(tmp_path / "missing.yaml")]) == 2
         assert ("missing.yaml" in capsys.readouterr().err) == (rank == 0)
+        assert slept == [5.0] * rank
 
 
 def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
@@ -497,6 +503,16 @@ def test_an_evaluation_that_fails_takes_nothing_from_the_others(tmp_path, shards
     if evaluate_every is None:
         summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
         assert [result["name"] for result in summary["results"]] == ["pairs"]
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    with RunLock(tmp_path / "tiny") as lock:
+        lock.take()
+        with pytest.raises(RankError, match=f"in use by another job .process {os.getpid()} on"):
+            ranks(1, run, tree, str(tmp_path / "cache"), init=False)
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["run.lock"]
+    assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from vqclip.data import TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation import Attempt, format_results, prepare, try_all
+from vqclip.lock import RunLock
 from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
@@ -34,6 +36,8 @@ from vqclip.signals import StopSignals
 from vqclip.step import StepResult, TrainStep
 
 logger = logging.getLogger(__name__)
+
+_TIME_TO_SPEAK_S = 5.0
 
 
 def train(config: TrainConfig) -> RunSummary | None:
@@ -48,14 +52,16 @@ def train(config: TrainConfig) -> RunSummary | None:
     device = _device(config.run.device)
     dist.init(device, config.run.timeout_s)
     try:
-        return _train(config, device)
+        with RunLock(config.run.path) as lock:
+            return _train(config, device, lock)
     finally:
         dist.shutdown()
 
 
-def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
+def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSummary | None:
     folder = config.run.path
     _check_world(config.train.batch_size)
+    lock.take()
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
@@ -241,8 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(TrainConfig, options.config, options.overrides)
     except ConfigError as error:
-        # All processes of a machine read the same file: one of them says so.
-        return _fail(error, 2) if dist.local_rank() == 0 else 2
+        # All processes of a machine read the same file: one of them says so. torchrun ends them all when the first of
+        # them ends, so the others give that one time to speak.
+        if dist.local_rank() == 0:
+            return _fail(error, 2)
+        time.sleep(_TIME_TO_SPEAK_S)
+        return 2
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
