@@ -9,7 +9,8 @@ ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import ShapeError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
 
 
 ConfigT = TypeVar("ConfigT", bound="_TokenizerConfig")
+
+
+@contextmanager
+def tower_errors_in(section: str) -> Iterator[None]:
+    """A tower's errors name keys of ``tower``; within this context, of ``section``, the key path of that tower."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(("tower:", "tower.")):
+            raise
+        raise ConfigError(section + str(error).removeprefix("tower")) from error
 
 
 class TokenizerOutput(NamedTuple):
