@@ -22,6 +22,7 @@ from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.inputs import require_ids, require_picture, require_pictures
 from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
@@ -154,6 +155,7 @@ class Tokenizer(nn.Module):
         return self._embed(self._lookup(ids), self.ids_mask(ids))
 
     def _lookup(self, ids: Tensor) -> Tensor:
+        require_ids(ids)
         expected = (self.num_tokens, len(self.codebook_sizes))
         if ids.ndim != 3 or tuple(ids.shape[1:]) != expected:
             raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {expected[0]}, {expected[1]})")
@@ -207,6 +209,7 @@ class ImageTokenizer(Tokenizer):
 
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
+        require_picture(image)
         return self.transform(pil_to_uint8(image))
 
     def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
@@ -216,7 +219,7 @@ class ImageTokenizer(Tokenizer):
             images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
         """
         if not isinstance(images, Tensor):
-            images = torch.stack([self.preprocess(image) for image in _listed(images)])
+            images = torch.stack([self.preprocess(image) for image in require_pictures(images)])
         return self._encode(images.to(self.device))
 
 
@@ -246,13 +249,19 @@ class TextTokenizer(Tokenizer):
         return (ids >= 0).any(dim=-1)
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding."""
-        tokens = captions if isinstance(captions, Tensor) else self.preprocess(captions)
+        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding.
+
+        Raises:
+            ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
+                `preprocess` never makes (the last two are not checked under `torch.compile`).
+        """
+        if isinstance(captions, Tensor):
+            tokens = captions
+            if not torch.compiler.is_compiling():
+                self.tower.require_captions(tokens)
+        else:
+            tokens = self.preprocess(captions)
         return self._encode(tokens.to(self.device))
-
-
-def _listed(images: Any) -> list[Any]:
-    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 class _TokenizerConfig(Config):
