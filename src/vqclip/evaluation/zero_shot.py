@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor
 
+from vqclip.data import Source
 from vqclip.errors import DataError
 from vqclip.evaluation.datasets import LabelledData
 from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_rates
 from vqclip.evaluation.results import Result, all_modes, three_modes
@@ -81,7 +84,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         classes=count,
         captions=len(prompts),
         usage={"image": image.usage, "text": text.usage},
-        notes=left_out + notes,
+        notes=_notes(source) + left_out + notes,
     )
 
 
@@ -98,6 +101,13 @@ def check_templates(templates: Sequence[str]) -> Sequence[str]:
             f"templates: got {wrong[0] if wrong else 'none'!r}; expected {{c}} where the name of the class goes"
         )
     return templates
+
+
+def _notes(source: Source) -> list[str]:
+    """What a reader must know of the data."""
+    twice = [name for name, count in Counter(source.classnames).items() if count > 1]
+    known = [f"class names that occur more than once, so that their order is chance: {', '.join(twice)}"]
+    return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])
 
 
 def _names() -> list[str]:
