@@ -20,6 +20,14 @@ from vqclip.pretrained import CONFIG_FILE
 MODEL_HELP = """run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer
 folder, or hub name (owner/name)"""
 
+_OPTIONS = {
+    "max_bad_fraction": "--bad-fraction",
+    "templates": "--template",
+    "path": "--data",
+    "json_keys": "--json-key",
+}
+"""Keys of the configuration that an option of another name sets."""
+
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults shown, examples left as they are."""
@@ -72,6 +80,8 @@ def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace]
 def load_model(name: str) -> tuple[CLIP, str]:
     """The model that ``name`` stands for, and the folder (or hub name) that it was read from."""
     path = Path(name).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"{path}: got a file, expected a folder: {MODEL_HELP.replace(chr(10), ' ')}")
     if not path.is_dir():
         return CLIP.from_pretrained(name), name
     for folder in (path, path / "tokenizer", path / "model"):
@@ -98,8 +108,9 @@ def _device(name: str) -> torch.device:
 
 
 def _problem(error: ErrorDetails) -> str:
-    place, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
-    return f"{place}: got {error['input']!r}; {message}"
+    key, *inner = error["loc"] or ("",)
+    place = _OPTIONS.get(str(key), f"--{key}".replace("_", "-")) + "".join(f"[{part}]" for part in inner)
+    return f"{place}: got {error['input']!r}; {error['msg'].removeprefix('Value error, ')}"
 
 
 def _fail(message: str) -> int:

@@ -460,3 +460,19 @@ def test_json_schema_has_ranges_docstrings_and_closed_sections():
     assert optim["properties"]["learning_rate"]["exclusiveMinimum"] == 0
     assert optim["properties"]["learning_rate"]["description"] == "Peak learning rate."
     assert set(schema["properties"]["layer"]["discriminator"]["mapping"]) == {"grid", "bits", "several"}
+
+
+class Pairs(Config):
+    pairs: Annotated[tuple[Bits, ...], Field(min_length=2)]
+
+
+def test_a_wrong_element_does_not_make_the_list_too_short():
+    with pytest.raises(ConfigError) as error:
+        load_config(Pairs, overrides=["pairs=[{bits: 3}, {bits: 0}]"])
+    (line,) = str(error.value).splitlines()
+    assert "pairs[1].bits: got 0 (int)" in line
+    with pytest.raises(ConfigError) as error:
+        load_config(Pairs, overrides=["pairs=[{bits: 0}]"])
+    first, second = sorted(str(error.value).splitlines(), key=len)
+    assert "pairs[0].bits: got 0 (int)" in first
+    assert "of length >= 2" in second

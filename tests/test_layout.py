@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "seeds", "signals"),
-    ("precision",),
+    ("inputs", "precision"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("losses",),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
-    ("resume", "recipe"),
+    ("lock", "resume", "recipe"),
     ("train",),
 )
 # Losses see embeddings and nothing else.

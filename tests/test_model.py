@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import vqclip
 from tests.models import FSQ, LFQ, tiny_model
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP, ModelConfig
 
 
@@ -175,7 +175,10 @@ def edited(change):
         (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
         (edited(lambda c: c.update(surplus=1)), "config.json: surplus: Extra inputs"),
         (edited(lambda c: c["image"]["tower"]["args"].update(pretrained_cfg={"file": "x"})), "got 'pretrained_cfg'"),
-        (edited(lambda c: c["image"]["tower"]["args"].update(num_heads=3)), "config.json: tower.args: timm model"),
+        (
+            edited(lambda c: c["image"]["tower"]["args"].update(num_heads=3)),
+            "config.json: image.tower.args: timm model",
+        ),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(saved, damage, message):
@@ -184,6 +187,21 @@ def test_a_folder_that_does_not_fit_is_refused(saved, damage, message):
     for load in (lambda: vqclip.load_tokenizer(folder, modality="image"), lambda: CLIP.from_pretrained(folder)):
         with pytest.raises(CheckpointError, match=message):
             load()
+
+
+def test_errors_of_towers_name_the_key_that_was_written():
+    parts = {"quantizer": FSQ, "width": 16, "heads": 2}
+    both = ModelConfig.model_validate({"towers": {"model": "ViT-B-61"}, "image": parts, "text": parts})
+    with pytest.raises(ConfigError, match=r"^model\.towers\.model: open_clip has no model 'ViT-B-61'"):
+        both.build()
+    tree = tiny_model().model_dump()
+    tree["image"]["tower"]["name"] = "vit_tini"
+    with pytest.raises(ConfigError, match=r"^model\.image\.tower\.name: timm has no model 'vit_tini'"):
+        ModelConfig.model_validate(tree).build()
+    tree = tiny_model().model_dump()
+    tree["text"]["tower"] = {"kind": "open_clip", "model": "ViT-B-61"}
+    with pytest.raises(ConfigError, match=r"^model\.text\.tower\.model: "):
+        ModelConfig.model_validate(tree).build()
 
 
 def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):

@@ -158,6 +158,74 @@ def test_wrong_ids_are_refused():
         tokenizer.embed(torch.full((1, 4, 1), 64))
 
 
+PICTURE = Image.new("RGB", (16, 16))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("cat.jpg", r"^images: got 'cat.jpg' \(str\), expected a PIL image; PIL.Image.open reads a file"),
+        (["cat.jpg"], r"^images\[0\]: got 'cat.jpg' \(str\)"),
+        (None, "^images: got None, expected a PIL image"),
+        ([PICTURE, None], r"^images\[1\]: got None"),
+        ([3], r"^images\[0\]: got 3 \(int\)"),
+        (np.zeros((16, 16, 3), np.uint8), r"^images: got a ndarray of shape \(16, 16, 3\) and dtype uint8.*fromarray"),
+        ([torch.zeros(3, 16, 16)], r"^images\[0\]: got a Tensor of shape.*torch.stack"),
+        (
+            (picture for picture in [PICTURE]),
+            r"^images: got <generator.*a list of PIL images or a \(B, 3, H, W\) tensor",
+        ),
+    ],
+)
+def test_what_is_no_picture_is_refused(images, message):
+    tokenizer = built().image
+    with pytest.raises(ShapeError, match=message):
+        tokenizer.encode(images)
+    if not isinstance(images, list):
+        with pytest.raises(ShapeError, match=message.replace("images", "image", 1)):
+            tokenizer.preprocess(images)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ("a cat", r"^captions: got 'a cat' \(str\), expected a list of str with one caption: \[caption\]"),
+        (b"a cat", r"^captions: got b'a cat' \(bytes\), expected a list of str$"),
+        (None, "^captions: got None"),
+        (["a", 3], r"^captions\[1\]: got 3 \(int\), expected a str"),
+        ([None], r"^captions\[0\]: got None"),
+        ([b"a"], r"^captions\[0\]: got b'a' \(bytes\), expected a str; bytes become one by .decode"),
+        (np.zeros((1, 12), np.int64), r"^captions: got a ndarray of shape \(1, 12\) and dtype int64"),
+        ((caption for caption in ["a"]), "^captions: got <generator"),
+        (torch.full((1, 12), 49408), r"^tokens: got the number 49408, expected 0 to 49407"),
+        (torch.full((1, 12), -1), r"^tokens: got the number -1"),
+        (
+            torch.tensor([[49406, 49407] + [0] * 10, [49406] + [5] * 11]),
+            r"^tokens\[1\]: got a row without the end mark",
+        ),
+        (torch.zeros(1, 12), r"^tokens: got shape \(1, 12\) and dtype torch.float32, expected \(B, 12\) int64"),
+    ],
+)
+def test_what_is_no_caption_is_refused(captions, message):
+    with pytest.raises(ShapeError, match=message):
+        built().text.encode(captions)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros((1, 4, 1), np.int64), r"^ids: got a ndarray of shape \(1, 4, 1\).*torch.from_numpy\(ids\) makes one"),
+        ([[[0]] * 4], r"^ids: got .*\(list\), expected an int64 tensor \(B, N, C\).*torch.tensor\(ids\) makes one"),
+        (None, "^ids: got None, expected an int64 tensor"),
+    ],
+)
+def test_ids_that_are_no_tensor_are_refused(ids, message):
+    tokenizer = built().image
+    for use in (tokenizer.decode, tokenizer.embed):
+        with pytest.raises(ShapeError, match=message):
+            use(ids)
+
+
 def test_the_continuous_baseline_has_no_ids():
     model = built(IDENTITY).eval()
     images = pictures()

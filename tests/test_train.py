@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -22,12 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vqclip
 from tests.data.making import caption_shards, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
+from tests.ranks import RankError
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
 from vqclip.data import TrainData, loader
 from vqclip.errors import ConfigError, DataError, NonFiniteError
-from vqclip.evaluation import evaluate
+from vqclip.evaluation import RetrievalConfig, evaluate
+from vqclip.lock import RunLock
 from vqclip.model import CLIP
 from vqclip.report.summary import render
 from vqclip.resume import Snapshots
@@ -462,10 +466,14 @@ def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend):
 
 
 def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, monkeypatch, capsys):
+    """The others give it time to: torchrun ends all as soon as one has ended."""
+    slept = []
+    monkeypatch.setattr("vqclip.train.time.sleep", slept.append)
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert main(["--config", str(tmp_path / "missing.yaml")]) == 2
         assert ("missing.yaml" in capsys.readouterr().err) == (rank == 0)
+        assert slept == [5.0] * rank
 
 
 def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
@@ -567,16 +575,73 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
         raise DataError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vqclip.train.evaluate", fail)
+        patch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
         with pytest.raises(DataError):
             train(TrainConfig.model_validate(tree))
     vqclip.load_tokenizer(folder / "tokenizer", modality="image")
     train(TrainConfig.model_validate(tree))
     card = (folder / "tokenizer" / "README.md").read_text()
-    monkeypatch.setattr("vqclip.train.evaluate", fail)
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
     with pytest.raises(DataError):
         train(TrainConfig.model_validate(tree))
     assert (folder / "tokenizer" / "README.md").read_text() == card
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_data_worker_killed_during_a_step_is_explained(tmp_path, shards, monkeypatch):
+    def kill(self, batch, number):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        time.sleep(30)
+
+    monkeypatch.setattr(TrainStep, "__call__", kill)
+    with pytest.raises(DataError, match=r"a data worker died.*killed for memory\? Fewer data.workers"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, data__workers=2)))
+
+
+def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
+    changes = {"train__steps": 6, "train__evaluate_every": 2, "train__checkpoint_every": 2}
+
+    def fail(*args, **options):
+        raise DataError("broken")
+
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+    with pytest.raises(DataError, match="broken"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)))
+    assert weights(tmp_path, 2)
+
+
+@pytest.mark.parametrize("evaluate_every", [None, 2])
+def test_an_evaluation_that_fails_takes_nothing_from_the_others(tmp_path, shards, capsys, monkeypatch, evaluate_every):
+    run = RetrievalConfig.run
+
+    def fail(self, model, encoder, name):
+        if self.name == "broken":
+            raise DataError("this shard is torn")
+        return run(self, model, encoder, name)
+
+    monkeypatch.setattr(RetrievalConfig, "run", fail)
+    tasks = [{**retrieval(shards)[0], "name": name} for name in ("broken", "pairs")]
+    tree = run_tree(tmp_path, shards, train__steps=4, train__evaluate_every=evaluate_every, evaluation=tasks)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 1
+    printed = capsys.readouterr()
+    assert "evaluation 'broken': this shard is torn" in printed.err
+    assert "pairs (30 images" in printed.out
+    (line,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
+    assert line["step"] == (evaluate_every or 4)
+    if evaluate_every is None:
+        summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+        assert [result["name"] for result in summary["results"]] == ["pairs"]
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    with RunLock(tmp_path / "tiny") as lock:
+        lock.take()
+        with pytest.raises(RankError, match=f"in use by another job .process {os.getpid()} on"):
+            ranks(1, run, tree, str(tmp_path / "cache"), init=False)
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["run.lock"]
+    assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

@@ -202,10 +202,18 @@ def _problems(schema: type[Config], root: Node, error: ValidationError) -> list[
     """Puts pydantic's errors in our words, one for every place."""
     found: dict[tuple[Any, ...], Problem] = {}
     for detail in error.errors(include_url=False):
+        if _counts_good_ones(detail):
+            continue
         place = locate(schema, detail["loc"])
         problem = _problem(place, root, detail)
         found.setdefault(problem.path, problem)
     return list(found.values())
+
+
+def _counts_good_ones(error: ErrorDetails) -> bool:
+    """Whether a list is said to be too short only because pydantic does not count its elements that are wrong."""
+    value = error["input"]
+    return error["type"] == "too_short" and isinstance(value, list) and len(value) >= error["ctx"]["min_length"]
 
 
 def _problem(place: Place, root: Node, error: ErrorDetails) -> Problem:

@@ -17,7 +17,7 @@ from vqclip.config import Config
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, resolve
 from vqclip.temperature import TemperatureConfig
-from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig
+from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig, tower_errors_in
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokenizerConfig)
@@ -97,7 +97,8 @@ def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> 
         CheckpointError: for a configuration that cannot be built, or weights that do not fit it.
     """
     try:
-        module = build()
+        with tower_errors_in(f"{prefix}tower"):
+            module = build()
     except ConfigError as error:
         raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
     load_weights(path, module, prefix, adopt_dtype=True)

@@ -16,7 +16,7 @@ from vqclip.folder import build_filled, read_folder
 from vqclip.pretrained import resolve, write_folder
 from vqclip.quantizers import Quantizer
 from vqclip.temperature import TemperatureConfig
-from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
+from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, tower_errors_in
 
 
 class BothTowersConfig(Config):
@@ -86,13 +86,16 @@ class CLIP(nn.Module):
 
     Args:
         config: sizes and kinds of all parts.
+        section: key path of `config`, with which errors begin; "" where it is the root.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, section: str = "model."):
         super().__init__()
         self.config = config
-        self.image = config.image.build(config.embed_dim)
-        self.text = config.text.build(config.embed_dim)
+        with tower_errors_in(section + ("image.tower" if config.towers is None else "towers")):
+            self.image = config.image.build(config.embed_dim)
+        with tower_errors_in(section + ("text.tower" if config.towers is None else "towers")):
+            self.text = config.text.build(config.embed_dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(config.temperature.init)))
         bias = config.temperature.bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
@@ -141,4 +144,4 @@ class CLIP(nn.Module):
             text=stored.text.tokenizer(),
             temperature=stored.temperature,
         )
-        return build_filled(path, config.build)
+        return build_filled(path, lambda: CLIP(config, section=""))

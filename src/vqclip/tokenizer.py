@@ -9,7 +9,8 @@ ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import ShapeError
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.inputs import require_ids, require_picture, require_pictures
 from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
@@ -32,6 +34,17 @@ if TYPE_CHECKING:
 
 
 ConfigT = TypeVar("ConfigT", bound="_TokenizerConfig")
+
+
+@contextmanager
+def tower_errors_in(section: str) -> Iterator[None]:
+    """A tower's errors name keys of ``tower``; within this context, of ``section``, the key path of that tower."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(("tower:", "tower.")):
+            raise
+        raise ConfigError(section + str(error).removeprefix("tower")) from error
 
 
 class TokenizerOutput(NamedTuple):
@@ -142,6 +155,7 @@ class Tokenizer(nn.Module):
         return self._embed(self._lookup(ids), self.ids_mask(ids))
 
     def _lookup(self, ids: Tensor) -> Tensor:
+        require_ids(ids)
         expected = (self.num_tokens, len(self.codebook_sizes))
         if ids.ndim != 3 or tuple(ids.shape[1:]) != expected:
             raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {expected[0]}, {expected[1]})")
@@ -199,6 +213,7 @@ class ImageTokenizer(Tokenizer):
 
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
+        require_picture(image)
         return self.transform(pil_to_uint8(image))
 
     def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
@@ -211,7 +226,7 @@ class ImageTokenizer(Tokenizer):
             ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
         """
         if not isinstance(images, Tensor):
-            pixels = [self.preprocess(image) for image in _listed(images)]
+            pixels = [self.preprocess(image) for image in require_pictures(images)]
             size = self.tower.image_size
             images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
         elif images.is_floating_point() and not torch.compiler.is_compiling():
@@ -241,13 +256,19 @@ class TextTokenizer(Tokenizer):
         return self.tower.mask(inputs)
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding."""
-        tokens = captions if isinstance(captions, Tensor) else self.preprocess(captions)
+        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding.
+
+        Raises:
+            ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
+                `preprocess` never makes (the last two are not checked under `torch.compile`).
+        """
+        if isinstance(captions, Tensor):
+            tokens = captions
+            if not torch.compiler.is_compiling():
+                self.tower.require_captions(tokens)
+        else:
+            tokens = self.preprocess(captions)
         return self._encode(tokens.to(self.device))
-
-
-def _listed(images: Any) -> list[Any]:
-    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def _require_unit_range(images: Tensor) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,9 +20,11 @@ import torch
 from vqclip import checkpoint, dist
 from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import TrainData
+from vqclip.data.workers import named_deaths
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import Result, evaluate, prepare
+from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.files import write_text
+from vqclip.lock import RunLock
 from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
@@ -34,6 +37,8 @@ from vqclip.signals import StopSignals
 from vqclip.step import StepResult, TrainStep, towers_draw
 
 logger = logging.getLogger(__name__)
+
+_TIME_TO_SPEAK_S = 5.0
 
 
 def train(config: TrainConfig) -> RunSummary | None:
@@ -48,15 +53,17 @@ def train(config: TrainConfig) -> RunSummary | None:
     device = _device(config.run.device)
     dist.init(device, config.run.timeout_s)
     try:
-        return _train(config, device)
+        with RunLock(config.run.path) as lock:
+            return _train(config, device, lock)
     finally:
         dist.shutdown()
 
 
-def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
+def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSummary | None:
     folder = config.run.path
     _check_world(config.train.batch_size)
     _make_folder(folder)  # so that a wrong place is found now, not after the data
+    lock.take()
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
@@ -88,16 +95,17 @@ def _train(config: TrainConfig, device: torch.device) -> RunSummary | None:
             return None
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        results = _evaluate(config, step, done, log)
+        attempt = _evaluate(config, step, done, log)
 
     speed, processes = clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
-    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, results, paths)
-    if dist.is_main():
+    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, attempt.results, paths)
+    if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config.model_dump(mode="json"))
+    _require_success(attempt)
     return summary
 
 
@@ -126,6 +134,7 @@ def _loop(
     settings, done = config.train, start
     pin = step.device.type == "cuda"
     with (
+        named_deaths(),
         StopSignals(notice=dist.is_main()) as stop,
         Bar(settings.steps, start, log is not None, config.run.name) as bar,
     ):
@@ -143,14 +152,14 @@ def _loop(
                 figures = _figures(step, result) | {"data/replaced": bad} | clock.lap()
                 log.write(done, figures)
                 bar.show(figures)
-            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
-                clock.pause()
-                _evaluate(config, step, done, log)
-            if saving:
+            if saving:  # before the evaluation, so that one that fails costs nothing
                 clock.pause()
                 if log:
                     log.flush()
                 snapshots.save(done, bad)
+            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
+                clock.pause()
+                _require_success(_evaluate(config, step, done, log))
             data.require_few_bad(bad, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
@@ -160,12 +169,22 @@ def _loop(
     return done
 
 
-def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> list[Result]:
-    """Evaluate after ``done`` steps, all ranks together."""
-    results = evaluate(step.model, config.evaluation, precision=config.train.precision)
-    if log and results:
-        log.write(done, {f"eval/{name}": value for result in results for name, value in result.scalars().items()})
-    return results
+def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> Attempt:
+    """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
+    attempt = try_all(step.model, config.evaluation, precision=config.train.precision)
+    if log and attempt.results:
+        scalars = {f"eval/{name}": value for result in attempt.results for name, value in result.scalars().items()}
+        log.write(done, scalars)
+    return attempt
+
+
+def _require_success(attempt: Attempt) -> None:
+    """Raise what failed, under the table of what did not."""
+    if attempt.failure is None:
+        return
+    if attempt.results:
+        _say(format_results(attempt.results))
+    raise attempt.failure
 
 
 def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
@@ -241,8 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(TrainConfig, options.config, options.overrides)
     except ConfigError as error:
-        # All processes of a machine read the same file: one of them says so.
-        return _fail(error, 2) if dist.local_rank() == 0 else 2
+        # All processes of a machine read the same file: one of them says so. torchrun ends them all when the first of
+        # them ends, so the others give that one time to speak.
+        if dist.local_rank() == 0:
+            return _fail(error, 2)
+        time.sleep(_TIME_TO_SPEAK_S)
+        return 2
     if options.print_config:
         print(to_yaml(config), end="")
         return 0

@@ -17,7 +17,8 @@ import torch
 from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
-from vqclip.errors import DataError
+from vqclip.data.workers import named_deaths
+from vqclip.errors import DataError, DistributedError
 
 
 @pytest.fixture
@@ -118,6 +119,29 @@ def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:
 def test_a_dead_worker_is_explained(folder: Path) -> None:
     with pytest.raises(DataError, match=r"a data worker died \(.*killed for memory\? Fewer data.workers"):
         next(failing(folder, die).batches(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path, wrapped: bool) -> None:
+    """torch raises its error in the middle of the computation, which may wrap it, as a collective does."""
+    batches = spoilt_data(folder, workers=2).batches(0, 1000)
+    next(batches)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), named_deaths():  # noqa: PT012
+        try:
+            os.kill(int(children[-1]), signal.SIGKILL)
+            time.sleep(30)
+        except RuntimeError as error:
+            if wrapped:
+                raise DistributedError("any_rank failed") from error
+            raise
+    batches.close()
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="^of the step$"), named_deaths():
+        raise RuntimeError("of the step")
 
 
 def test_a_stuck_worker_is_explained(folder: Path) -> None:

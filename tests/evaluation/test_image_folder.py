@@ -41,3 +41,29 @@ def test_errors_name_the_folder(tmp_path):
     (tmp_path / "cat" / "a.bmp").touch()
     with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp"):
         ImageFolder(tmp_path)
+
+
+def test_what_is_left_out_is_counted(tmp_path):
+    assert ImageFolder(image_folder(tmp_path)).notes == []
+    (tmp_path / "green" / "a.gif").touch()
+    (tmp_path / "dark_red" / "b.BMP").touch()
+    (tmp_path / "green" / ".DS_Store").touch()
+    (tmp_path / "green" / "more" / "still").mkdir(parents=True)
+    (tmp_path / "green" / "more" / "still" / "c.jpg").touch()
+    (tmp_path / "d.png").touch()
+    (tmp_path / "README.md").touch()
+    source = ImageFolder(tmp_path)
+    assert len(source) == 4
+    assert source.notes == [
+        "left out: 2 files without an image's ending (.jpg, .jpeg, .png, .webp) in the folders of classes: .bmp, .gif",
+        "left out: 1 file with an image's ending in folders below those of classes",
+        "left out: 1 file with an image's ending beside the folders of classes",
+    ]
+
+
+def test_two_folders_of_one_name_are_refused(tmp_path):
+    image_folder(tmp_path)
+    (tmp_path / "dark_red").rename(tmp_path / "dark green")
+    (tmp_path / "green").rename(tmp_path / "dark_green")
+    with pytest.raises(DataError, match="the folders dark green, dark_green are all the class 'dark green'"):
+        ImageFolder(tmp_path)

@@ -98,6 +98,12 @@ def test_bad_input_ends_with_2_and_a_clear_message(script, run_folder, tmp_path)
     wrong_label = class_shards(tmp_path / "wrong_label")
     (wrong_label / "classnames.txt").write_text("red\n")
     fine = class_shards(tmp_path / "fine")
+    beside = class_shards(tmp_path / "beside")
+    for tar in (beside / "test").glob("*.tar"):
+        tar.rename(beside / tar.name)
+    (beside / "test").rmdir()
+    config = tmp_path / "config.yaml"
+    config.touch()
     (tmp_path / "no_model").mkdir()
     cases = [
         (("zero_shot.py", tmp_path / "no_model", "--data", fine), "no_model: no model here"),
@@ -106,7 +112,20 @@ def test_bad_input_ends_with_2_and_a_clear_message(script, run_folder, tmp_path)
         (("zero_shot.py", run_folder, "--data", empty_class), "empty: no image"),
         (("zero_shot.py", run_folder, "--data", wrong_label), ".cls holds '1'; expected a class number, 0 to 0"),
         (("zero_shot.py", run_folder, "--data", fine, "--template", "a photo"), "got 'a photo'; expected {c}"),
+        (("zero_shot.py", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
+        (("zero_shot.py", run_folder, "--data", beside), 'its tars lie right in it: expected the split ""'),
+        (("zero_shot.py", run_folder, "--data", fine, "--batch-size", 0), "error: --batch-size: got 0; Input should"),
+        (("zero_shot.py", run_folder, "--data", fine, "--bad-fraction", 2), "error: --bad-fraction: got 2.0; Input"),
+        (
+            ("zero_shot.py", run_folder, "--data", fine, "--template", "x"),
+            "error: --template[0]: got 'x'; expected {c}",
+        ),
+        (
+            ("zero_shot.py", config, "--data", fine),
+            "config.yaml: got a file, expected a folder: run folder (its exported",
+        ),
         (("retrieval.py", run_folder), "--data: missing"),
+        (("retrieval.py", run_folder, "--data", fine / "test"), f"'test': {fine / 'test'}: none of the 22 samples"),
         (("retrieval.py", run_folder, "--data", fine / "test"), "none of the 22 samples has a member .txt"),
     ]
     for arguments, message in cases:

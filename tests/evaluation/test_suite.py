@@ -20,6 +20,7 @@ from vqclip.evaluation import (
     evaluate,
     load_ids,
     prepare,
+    try_all,
 )
 from vqclip.model import CLIP
 
@@ -99,6 +100,27 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, folder):
     assert (first[0], second[0]) == ("DistributedError", "DataError")
     for _, message in (first, second):
         assert "000000001: the caption (.txt) is empty" in message
+
+
+def try_a_bad_sample(folder):
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    zero_shot, bad = tasks(folder)
+    attempt = try_all(
+        CLIP.from_pretrained(folder / "model"), [bad, zero_shot, bad.model_copy(update={"name": "again"})]
+    )
+    return [result.name for result in attempt.results], type(attempt.failure).__name__, str(attempt.failure)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_task_that_fails_takes_nothing_from_the_others(ranks, folder, world_size):
+    caption_shards(folder / "captions", [["fine"], [], ["fine too"]])
+    for rank, (names, kind, message) in enumerate(ranks(world_size, try_a_bad_sample, folder)):
+        assert names == ["zero-shot"]
+        assert kind == ("DistributedError" if rank == 0 and world_size == 2 else "DataError")
+        first, second = [line for line in message.splitlines() if line.startswith("evaluation ")]
+        assert first.startswith("evaluation 'retrieval': ")
+        assert second.startswith("evaluation 'again': ")
+        assert message.count("000000001: the caption (.txt) is empty") == 2
 
 
 def evaluate_spoilt(folder, fraction):

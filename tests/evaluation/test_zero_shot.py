@@ -122,3 +122,14 @@ def test_errors_name_file_and_sample(tmp_path):
 def test_bad_configs_are_refused(change):
     with pytest.raises(ValidationError):
         ZeroShotConfig.model_validate({"data": {"kind": "scenes"}} | change)
+
+
+def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
+    folder = class_shards(tmp_path / "classes")
+    (folder / "classnames.txt").write_text("red\ngreen\nred\nwhite\n")  # as ImageNet's do
+    images = image_folder(tmp_path / "images")
+    (images / "green" / "a.gif").touch()
+    tasks = [ZeroShotConfig(data=ClassesData(path=folder)), ZeroShotConfig(data=ImageFolderData(path=images), name="f")]
+    classes, plain = evaluate(tiny_clip(), tasks)
+    assert classes.notes == ["class names that occur more than once, so that their order is chance: red"]
+    assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]

@@ -104,7 +104,8 @@ def test_any_model_gets_the_image_size(name, args, tokens):
         ({"num_heads": 3}, 16, r"tower.args: timm model 'vit_tiny_patch16_224' refuses.*'num_heads': 3.*divisible"),
         ({"num_heads": 0}, 16, "tower.args.*ZeroDivisionError"),
         ({"norm_layer": "nothing"}, 16, "tower.args.*KeyError: 'nothing'"),
-        ({"patch_size": 32}, 16, "tower.args.*image_size 16.*Kernel size"),
+        ({"patch_size": 32}, 16, "tower.image_size: got 16 with patches of 32 pixels.*a multiple of 32, such as 32,"),
+        ({"patch_size": 8}, 20, "tower.image_size: got 20.*patches of 8.*last 4 rows.*such as 16 or 24"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(change, size, message):
@@ -134,6 +135,36 @@ def test_an_unknown_timm_name_or_argument_is_refused():
         TimmTowerConfig(name="vit_tini_patch16", image_size=32).build()
     with pytest.raises(ConfigError, match="convnext_atto.*refuses.*dimz"):
         TimmTowerConfig(name="convnext_atto", image_size=32, args={"dimz": 3}).build()
+
+
+def test_a_name_like_no_other_is_refused_without_a_guess():
+    with pytest.raises(ConfigError, match=r"timm has no model 'zzzz'; timm.list_models\(\) gives the names$"):
+        TimmTowerConfig(name="zzzz", image_size=32).build()
+    with pytest.raises(ConfigError, match=r"no model 'zzzz'; open_clip.list_models\(\) gives the names$"):
+        OpenCLIPImageTowerConfig(model="zzzz").build()
+
+
+def test_weights_that_cannot_be_fetched_are_a_clear_error(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **options):
+        raise LocalEntryNotFoundError("cannot find the requested files in the local cache")
+
+    monkeypatch.setattr("timm.models._builder.load_pretrained", offline)
+    with pytest.raises(ConfigError, match="tower.pretrained: .*'vit_tiny_patch16_224'.*local cache.*tower.checkpoint"):
+        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=224, pretrained=True).build()
+
+
+def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="tower.model: the vision half of 'coca_ViT-B-32'.*such as ViT-B-16"):
+        OpenCLIPImageTowerConfig(model="coca_ViT-B-32").build()
+
+    def offline(*args, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("open_clip.create_model", offline)
+    with pytest.raises(ConfigError, match="tower.model: open_clip cannot make roberta-ViT-B-32: OSError: no network"):
+        OpenCLIPImageTowerConfig(model="roberta-ViT-B-32").build()
 
 
 def from_file(file, **changes):

@@ -12,7 +12,8 @@ SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 def test_tokens_are_real_up_to_the_first_end_mark():
     """The number of padding is also that of "!" inside a word."""
     tower = TransformerTowerConfig(**SMALL).build()
-    tokens = BPE(12)(["#!/bin a", "a" + " b" * 20, "", "a <end_of_text> b"])
+    tokens = BPE(12)(["#!/bin a", "a" + " b" * 20, "", "a b c d"])
+    tokens[3, 2] = tower.end_of_text
     assert tokens[0].tolist()[1:3] == [2, 0]
     mask = tower.mask(tokens)
     assert mask[0].tolist() == [True] * 7 + [False] * 5
@@ -43,6 +44,15 @@ def test_a_row_without_an_end_mark_is_no_nan(causal):
     assert all(p.grad.isfinite().all() for p in tower.parameters())
     hidden = tower._attention_mask(tokens, torch.float32)
     assert (hidden.amax(dim=-1) == 0).all()  # not every device's attention gives zeros for a row of -inf
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_rows_give_no_rows_and_every_weight_its_gradient(causal):
+    tower = TransformerTowerConfig(**SMALL, causal=causal).build()
+    features = tower(torch.zeros(0, 12, dtype=torch.int64))
+    assert features.shape == (0, 12, 16)
+    features.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in tower.parameters())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -95,6 +105,30 @@ def test_the_vocabulary_is_open_clips():
     assert BPE(8)([captions[0]]).shape == (1, 8)
     with pytest.raises(ShapeError, match="expected a list of str"):
         BPE(8)("a red star")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<end_of_text>",
+        "<START_OF_TEXT>",
+        "&lt;end_of_text&gt;",
+        "!<end_of_text>",
+        "\uff1cend_of_text\uff1e",
+        "a<end_of_text>b",
+    ],
+)
+def test_a_caption_cannot_write_a_mark(text):
+    """It is read like the same words between other brackets, and what follows stays."""
+    tower = TransformerTowerConfig(**SMALL | {"context_length": 24}).build()
+    tokens = BPE(24)([f"{text} a star", "a star"])
+    marks = (tokens == tower.end_of_text) | (tokens == tower.end_of_text - 1)
+    assert marks.sum(1).tolist() == [2, 2]
+    real = tokens[0][tower.mask(tokens)[0]].tolist()
+    assert real[-3:] == tokens[1, 1:4].tolist()
+    words = BPE(24)(["end of text", "start of text"])[:, 1:4].tolist()
+    found = [number for number in real if number in words[0] + words[1]]
+    assert found in words
 
 
 def test_wrong_tokens_are_refused():

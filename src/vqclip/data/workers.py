@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import re
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,9 +17,12 @@ from torch.utils.data import DataLoader, Dataset
 from vqclip.errors import DataError
 from vqclip.signals import ignore_stop_signals
 
-__all__ = ["ordered_map"]
+__all__ = ["named_deaths", "ordered_map"]
 
 T = TypeVar("T")
+
+_DEATH = re.compile("exited unexpectedly|killed by signal")
+"""What torch says of a worker that died."""
 
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
@@ -87,6 +91,30 @@ def ordered_map(
     return generator
 
 
+@contextlib.contextmanager
+def named_deaths(section: str = "data") -> Iterator[None]:
+    """For the code that uses results while workers prepare more: the death of one of these comes out as a `DataError`.
+
+    torch's handler of SIGCHLD raises its error in whatever the main thread does at that moment, which may well wrap it
+    in an error of its own, as a collective does.
+
+    Args:
+        section: of the configuration, whose keys the message names.
+
+    Raises:
+        DataError: a worker died.
+    """
+    try:
+        yield
+    except Exception as error:
+        death: BaseException | None = error
+        while death is not None and not _is_death(death):
+            death = death.__cause__ or death.__context__
+        if death is None or isinstance(error, DataError):
+            raise
+        raise DataError(_explain(death, 0, section)) from error
+
+
 @atexit.register
 def _end_workers() -> None:
     """Before `multiprocessing` ends them by SIGTERM, which they ignore, and waits for them for ever.
@@ -121,11 +149,16 @@ def _prepare_worker(worker: int) -> None:
     ignore_stop_signals()
 
 
-def _explain(error: RuntimeError, timeout_s: float, section: str) -> str:
+def _is_death(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, RuntimeError) and text.startswith("DataLoader worker") and bool(_DEATH.search(text))
+
+
+def _explain(error: BaseException, timeout_s: float, section: str) -> str:
     text = str(error)
     if "timed out" in text:
         return f"no batch came from the data workers for {timeout_s:g} s: is the storage stuck? ({section}.timeout_s)"
-    if "exited unexpectedly" in text or "killed by signal" in text:
+    if _DEATH.search(text):
         return (
             f"a data worker died ({text.splitlines()[0]}). Was it killed for memory? Fewer {section}.workers need "
             "less, and so does less prefetching; too little shared memory (/dev/shm) has the same effect"

@@ -18,12 +18,13 @@ from vqclip.evaluation.datasets import (
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.suite import EvaluationConfig, Evaluations, evaluate, prepare
+from vqclip.evaluation.suite import Attempt, EvaluationConfig, Evaluations, evaluate, prepare, try_all
 from vqclip.evaluation.tables import format_results
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [
     "MODES",
+    "Attempt",
     "CaptionedData",
     "CaptionsData",
     "ClassesData",
@@ -42,5 +43,6 @@ __all__ = [
     "load_ids",
     "prepare",
     "save_ids",
+    "try_all",
     "write_json",
 ]

@@ -23,17 +23,23 @@ class ImageFolder:
     Args:
         folder: holds one subfolder for each class; hidden ones are passed over.
 
+    Attributes:
+        notes: what is left out of the folder.
+
     Raises:
-        DataError: the folder is missing, has no subfolder, a subfolder holds no image, or a prompt no {c}.
+        DataError: the folder is missing, has no subfolder, a subfolder holds no image, a prompt no {c}, or two classes
+            have one name.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         classes = _class_folders(folder)
         self.classnames = tuple(path.name.replace("_", " ") for path in classes)
+        _require_distinct(folder, classes, self.classnames)
         file = folder / TEMPLATES
         self.templates = read_templates(file) if file.exists() else (DEFAULT_TEMPLATE,)
         self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
+        self.notes = _left_out(folder, classes)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -76,7 +82,7 @@ def _class_folders(folder: Path) -> list[Path]:
 
 def _images(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
+    images = [path for path in files if _is_image(path)]
     if not images:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(
@@ -84,3 +90,35 @@ def _images(folder: Path) -> list[Path]:
             "put some there, or take the folder away if it is no class"
         )
     return images
+
+
+def _require_distinct(folder: Path, classes: list[Path], names: tuple[str, ...]) -> None:
+    for name in dict.fromkeys(names):
+        same = [path.name for path, each in zip(classes, names, strict=True) if each == name]
+        if len(same) > 1:
+            raise DataError(
+                f'{folder.absolute()}: the folders {", ".join(same)} are all the class {name!r}, for a "_" is read '
+                "as a blank; put their images into one, or name them differently"
+            )
+
+
+def _left_out(folder: Path, classes: list[Path]) -> list[str]:
+    """A note for each kind of file that lies where none is read; hidden ones are passed over in silence."""
+    others, nested = [], 0
+    for path in (path for each in classes for path in each.iterdir() if not path.name.startswith(".")):
+        if path.is_dir():
+            nested += sum(_is_image(below) for below in path.rglob("*"))
+        elif not _is_image(path):
+            others.append(path.suffix.lower() or path.name)
+    loose = sum(_is_image(path) for path in folder.iterdir())
+    endings = ", ".join(sorted(set(others))[:5])
+    notes = (
+        (len(others), f"without an image's ending ({', '.join(IMAGE_ENDINGS)}) in the folders of classes: {endings}"),
+        (nested, "with an image's ending in folders below those of classes"),
+        (loose, "with an image's ending beside the folders of classes"),
+    )
+    return [f"left out: {count} file{'s' if count > 1 else ''} {what}" for count, what in notes if count]
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".") and path.is_file()

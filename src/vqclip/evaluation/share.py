@@ -87,3 +87,11 @@ class Share:
                 failure = DistributedError(f"evaluation stopped, because rank {rank} failed: {messages[rank]}")
         if failure is not None:
             raise failure
+
+    def require_all_here(self, error: Exception) -> None:
+        """Go on after `error` if it was met on all ranks, as those of `together` are; raise it if a rank is lost."""
+        if self.world_size > 1:
+            try:
+                dist.barrier()
+            except DistributedError:
+                raise error from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from vqclip import dist
+from vqclip.data.workers import named_deaths
+from vqclip.errors import VqclipError
 from vqclip.evaluation.encode import Encoder, evaluating
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
@@ -56,6 +59,16 @@ def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> N
         share.open(task.data)
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What came of several evaluations."""
+
+    results: list[Result]
+    """Those that succeeded."""
+    failure: VqclipError | None
+    """Names those that failed; of the kind of the first."""
+
+
 def evaluate(
     model: CLIP | nn.Module,
     tasks: Sequence[EvaluationConfig],
@@ -87,15 +100,48 @@ def evaluate(
         DataError: data that cannot be used; the message names file and sample.
         NonFiniteError: the model gives NaN or infinite embeddings.
     """
+    attempt = try_all(model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder)
+    if attempt.failure is not None:
+        raise attempt.failure
+    return attempt.results
+
+
+def try_all(
+    model: CLIP | nn.Module,
+    tasks: Sequence[EvaluationConfig],
+    *,
+    precision: Precision = "fp32",
+    distributed: bool = True,
+    codes_folder: str | Path | None = None,
+) -> Attempt:
+    """`evaluate`, in which a task that fails takes nothing from the others: its error is returned beside their results.
+
+    An error that is no `VqclipError` is raised at once.
+    """
     whole = dist.unwrap_ddp(model)
     share = Share.of_this_process(distributed)
-    results = []
+    results, failures = [], []
     with evaluating(whole), _folder(codes_folder) as folder:
         encoder = Encoder(share, precision, folder)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
-            results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]
-    return results
+            try:
+                with named_deaths("evaluation") if task.workers else contextlib.nullcontext():
+                    results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]
+            except VqclipError as error:
+                share.require_all_here(error)
+                failures.append((task.name, error))
+    return Attempt(results, _joined(failures))
+
+
+def _joined(failures: Sequence[tuple[str, VqclipError]]) -> VqclipError | None:
+    """One error that tells of all, caused by the first."""
+    if not failures:
+        return None
+    _, first = failures[0]
+    joined = type(first)("\n".join(f"evaluation {name!r}: {error}" for name, error in failures))
+    joined.__cause__ = first
+    return joined
 
 
 @contextlib.contextmanager

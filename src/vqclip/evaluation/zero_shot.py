@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal
 
 import torch
@@ -9,8 +10,10 @@ import torch.nn.functional as F
 from pydantic import AfterValidator
 from torch import Tensor
 
+from vqclip.data import Source
 from vqclip.evaluation.datasets import LabelledData
 from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_rates
 from vqclip.evaluation.results import Result, all_modes, three_modes
@@ -79,13 +82,20 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         classes=count,
         captions=len(prompts),
         usage={"image": image.usage, "text": text.usage},
-        notes=left_out + notes,
+        notes=_notes(source) + left_out + notes,
     )
 
 
 def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
     """Prompt embeddings ``(K · templates, E)``, class by class → ``(K, E)``: their mean, made unit-norm."""
     return F.normalize(prompts.unflatten(0, (-1, templates)).mean(dim=1), dim=-1)
+
+
+def _notes(source: Source) -> list[str]:
+    """What a reader must know of the data."""
+    twice = [name for name, count in Counter(source.classnames).items() if count > 1]
+    known = [f"class names that occur more than once, so that their order is chance: {', '.join(twice)}"]
+    return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])
 
 
 def _names() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.towers.names import unknown_model
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.weights import load_checkpoint
 
@@ -166,10 +166,10 @@ class TimmTowerConfig(Config):
         import timm
 
         if not timm.is_model(self.name):
-            close = ", ".join(get_close_matches(self.name, timm.list_models(), n=5)) or "see timm.list_models()"
-            raise ConfigError(f"tower.name: timm has no model {self.name!r}; did you mean one of: {close}?")
+            raise unknown_model("tower.name", "timm", self.name, timm.list_models())
         with self._refusals_named():
             model = self._create()
+            _require_whole_patches(model, self.image_size)
             facts: Any = model.pretrained_cfg or {}
             if self.checkpoint is not None:
                 classifier = facts.get("classifier") or ()
@@ -203,6 +203,15 @@ class TimmTowerConfig(Config):
             yield
         except ConfigError:
             raise
+        except OSError as error:
+            if not self.pretrained:
+                raise
+            raise ConfigError(
+                f"tower.pretrained: timm's weights of {self.name!r} can neither be fetched nor are in its cache: "
+                f"{type(error).__name__}: {error}; download them where there is a network (the cache is that of "
+                "huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
+                "(pretrained: false)"
+            ) from error
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
             raise ConfigError(
                 f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
@@ -231,7 +240,8 @@ class OpenCLIPImageTowerConfig(Config):
         visual = clip.visual
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        return ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
+        with _open_clip_refusals_named(self.model):
+            return ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
 
     def _backbone(self, visual: Any) -> nn.Module:
         _refuse_batch_norm(visual)
@@ -243,6 +253,37 @@ class OpenCLIPImageTowerConfig(Config):
                 "features of patches; expected open_clip's own ViT or a timm model (such as ViT-B-16)"
             )
         return _OpenCLIPFeatures(visual)
+
+
+@contextmanager
+def _open_clip_refusals_named(model: str) -> Iterator[None]:
+    """Turn what an open_clip vision half says that does not give features of its patches into ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError) as error:
+        raise ConfigError(
+            f"tower.model: the vision half of {model!r} does not give features of patches ({type(error).__name__}: "
+            f"{error}); expected one that is open_clip's own ViT without attentional pooling (such as ViT-B-16)"
+        ) from error
+
+
+def _require_whole_patches(model: Any, image_size: int) -> None:
+    """Refuse a size of which timm would not look at the last rows and columns."""
+    from timm.layers import PatchEmbed
+
+    patches = getattr(model, "patch_embed", None)
+    if not isinstance(patches, PatchEmbed) or patches.dynamic_img_pad:
+        return
+    patch = max(patches.patch_size)
+    if any(image_size % side for side in patches.patch_size):
+        near = sorted({max(1, image_size // patch) * patch, (image_size // patch + 1) * patch})
+        raise ConfigError(
+            f"tower.image_size: got {image_size} with patches of {patch} pixels, which would leave the last "
+            f"{image_size % patch} rows and columns unseen; expected a multiple of {patch}, such as "
+            f"{' or '.join(map(str, near))}, or another patch_size in args"
+        )
 
 
 def _freeze_unused(tower: nn.Module, features: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from vqclip.errors import ConfigError
+from vqclip.towers.names import unknown_model
 
 
 def create_open_clip(model: str, pretrained: str | None) -> Any:
@@ -26,8 +26,7 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
 
     # By this list alone: open_clip would take "local-dir:..." and "hf-hub:..." too, and fetch weights nobody asked for.
     if model not in open_clip.list_models():
-        close = ", ".join(get_close_matches(model, open_clip.list_models(), n=5)) or "see open_clip.list_models()"
-        raise ConfigError(f"tower.model: open_clip has no model {model!r}; did you mean one of: {close}?")
+        raise unknown_model("tower.model", "open_clip", model, open_clip.list_models())
     config = open_clip.get_model_config(model)
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained is not None and pretrained not in tags and not Path(pretrained).is_file():
@@ -47,9 +46,12 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
         return open_clip.create_model(
             model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
         )
-    except (RuntimeError, OSError, UnpicklingError, SafetensorError) as error:
+    except (RuntimeError, OSError, ImportError, UnpicklingError, SafetensorError) as error:
         if pretrained is None:
-            raise
+            raise ConfigError(
+                f"tower.model: open_clip cannot make {model}: {type(error).__name__}: {error}; a model of open_clip's "
+                "own parts, such as ViT-B-16, needs neither the network nor other packages"
+            ) from error
         raise ConfigError(
             f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {error}"
         ) from error

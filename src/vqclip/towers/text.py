@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.inputs import require_captions
 
 Vocabulary = Callable[[Sequence[str]], Tensor]
 """Captions to token numbers ``(B, N)`` int64: an end mark after the last token, then zeros."""
@@ -62,20 +63,40 @@ class TextTower(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return (positions <= end) & is_end.any(dim=1, keepdim=True)
 
+    def require_captions(self, tokens: Tensor) -> None:
+        """Look at the values, which `forward`, in the hot path, does not: each row must be a caption.
+
+        Raises:
+            ShapeError: when shape or dtype is another, for a number outside the vocabulary, or a row without end mark.
+        """
+        self._require_shape(tokens)
+        for number in tokens[(tokens < 0) | (tokens >= self.vocab_size)].tolist():
+            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.vocab_size - 1}")
+        for row in (tokens != self.end_of_text).all(dim=1).nonzero().flatten().tolist():
+            raise ShapeError(
+                f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
+                "tokenizer.preprocess makes such rows from captions"
+            )
+
     def forward(self, tokens: Tensor) -> Tensor:
         """``(B, N)`` int64 token numbers → features ``(B, N, D)``; those of padding mean nothing.
 
         Raises:
             ShapeError: when shape or dtype is another.
         """
+        self._require_shape(tokens)
+        if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
+            return self(tokens.new_zeros(1, self.context_length))[:0]
+        text: Any = self.transformer
+        x = text.token_embedding(tokens) + text.positional_embedding
+        return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
+
+    def _require_shape(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.shape[1] != self.context_length or tokens.dtype != torch.int64:
             raise ShapeError(
                 f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
                 f"(B, {self.context_length}) int64; tokenizer.preprocess makes such a tensor from captions"
             )
-        text: Any = self.transformer
-        x = text.token_embedding(tokens) + text.positional_embedding
-        return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
 
     def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores: open_clip's causal mask, or one of the padding by `mask` instead of its own."""
@@ -185,14 +206,26 @@ class BPE:
         self.context_length = context_length
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """``list[str]`` of length B → ``(B, N)`` int64, start and end marks included, padded with 0."""
-        if isinstance(captions, str):
-            raise ShapeError(f"captions: got one str ({captions[:40]!r}), expected a list of str")
-        return _bpe()(list(captions), context_length=self.context_length)
+        """``list[str]`` of length B → ``(B, N)`` int64, start and end marks included, padded with 0.
+
+        Raises:
+            ShapeError: for anything but a list or tuple of str.
+        """
+        return _bpe()(require_captions(captions), context_length=self.context_length)
 
 
 @lru_cache(maxsize=1)
 def _bpe() -> Any:
-    from open_clip.tokenizer import SimpleTokenizer
+    """open_clip's tokenizer, for which a caption that holds ``<end_of_text>`` is text like any other."""
+    from open_clip import tokenizer as theirs
 
-    return SimpleTokenizer()
+    tokenizer = theirs.SimpleTokenizer()
+    # Its pattern finds the marks in captions before anything else. Without them their letters and brackets are split
+    # as in any text, and no caption, however it is written (`&lt;end_of_text&gt;`), gives the number of a mark.
+    marks = "|".join(tokenizer.decoder[number] for number in tokenizer.all_special_ids) + "|"
+    pattern: str = tokenizer.pat.pattern
+    if not pattern.startswith(marks):
+        raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
+    regex = theirs.re  # the package of that name: Python's own does not know \p{L}
+    tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
+    return tokenizer

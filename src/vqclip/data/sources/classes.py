@@ -45,8 +45,7 @@ class ClassShardsData(Config):
                 f"{folder.absolute()}: no such folder; expected one with {CLASSNAMES} and {self.split}/*.tar"
             )
         if not (folder / self.split).is_dir():
-            splits = sorted({tar.parent.name for tar in folder.glob("*/*.tar")})
-            raise DataError(f"{folder.absolute()}: has no split {self.split!r}; splits with tars: {', '.join(splits)}")
+            raise DataError(f"{folder.absolute()}: has no split {self.split!r}; {_where_tars_are(folder)}")
         return find_shards([folder / self.split])
 
     def build(self, cache: Path | None = None) -> ClassShards:
@@ -120,6 +119,18 @@ def read_templates(file: Path) -> tuple[str, ...]:
         if "{c}" not in template:
             raise DataError(f"{file.absolute()}:{number}: no {{c}} for the class name in {template!r}")
     return templates
+
+
+def _where_tars_are(folder: Path) -> str:
+    splits = sorted({tar.parent.name for tar in folder.glob("*/*.tar")})
+    if splits:
+        return f"splits with tars: {', '.join(splits)}"
+    if not any(folder.glob("*.tar")):
+        return "there is no *.tar in it or right below it"
+    above = folder.absolute().parent
+    if not (folder / CLASSNAMES).exists() and (above / CLASSNAMES).exists():
+        return f"it is a split itself: expected the folder above, {above}, and the split {folder.absolute().name!r}"
+    return 'its tars lie right in it: expected the split ""'
 
 
 def read_lines(file: Path, expected: str) -> tuple[str, ...]:

@@ -77,7 +77,8 @@ class CaptionShards:
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         member = "json" if config.captions == "json" else "txt"
-        require_members(self._reader, "image", member, config.path)
+        where = config.path if isinstance(config.path, str) else ", ".join(config.path)
+        require_members(self._reader, "image", member, where)
 
     def __len__(self) -> int:
         return len(self._reader)

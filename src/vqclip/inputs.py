@@ -1,0 +1,81 @@
+"""What a user hands to a tokenizer: errors that say what was got, what is expected, and how one becomes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vqclip.errors import ShapeError
+
+__all__ = ["require_captions", "require_ids", "require_picture", "require_pictures"]
+
+
+def require_pictures(images: Any) -> list[Any]:
+    """One PIL image, or a list or tuple of them, as a list.
+
+    Raises:
+        ShapeError: for anything else.
+    """
+    if not isinstance(images, (list, tuple)):
+        require_picture(images, "images")
+        return [images]
+    for number, image in enumerate(images):
+        require_picture(image, f"images[{number}]")
+    return list(images)
+
+
+def require_picture(image: Any, name: str = "image") -> None:
+    """Raises ShapeError for anything but a PIL image; ``name`` is what the message calls it."""
+    from PIL.Image import Image
+
+    if isinstance(image, Image):
+        return
+    if isinstance(image, Tensor):
+        remedy = "torch.stack makes one tensor of several, which encode takes in place of a list"
+    elif _is_array(image):
+        remedy = "PIL.Image.fromarray(image) makes one of (H, W, 3) uint8, torch.from_numpy a tensor for encode"
+    elif isinstance(image, (str, bytes)) or hasattr(image, "__fspath__"):
+        remedy = "PIL.Image.open reads a file"
+    else:
+        remedy = "or, for encode, a list of PIL images or a (B, 3, H, W) tensor"
+    raise ShapeError(f"{name}: got {_got(image)}, expected a PIL image; {remedy}")
+
+
+def require_captions(captions: Any) -> list[str]:
+    """A list or tuple of str, as a list.
+
+    Raises:
+        ShapeError: for anything else.
+    """
+    if isinstance(captions, (str, bytes)) or not isinstance(captions, Sequence):
+        one = " with one caption: [caption]" if isinstance(captions, str) else ""
+        raise ShapeError(f"captions: got {_got(captions)}, expected a list of str{one}")
+    for number, caption in enumerate(captions):
+        if not isinstance(caption, str):
+            remedy = "; bytes become one by .decode()" if isinstance(caption, bytes) else ""
+            raise ShapeError(f"captions[{number}]: got {_got(caption)}, expected a str{remedy}")
+    return list(captions)
+
+
+def require_ids(ids: Any) -> None:
+    """Raises ShapeError for anything but a tensor."""
+    if not isinstance(ids, Tensor):
+        make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
+        remedy = f"; {make} makes one" if _is_array(ids) or isinstance(ids, (list, tuple)) else ""
+        raise ShapeError(f"ids: got {_got(ids)}, expected an int64 tensor (B, N, C) as encode gives it{remedy}")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array_interface__")
+
+
+def _got(value: Any) -> str:
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    shown = repr(value)
+    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kind})"

@@ -1,0 +1,15 @@
+"""What is said of a model's name that a library does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from vqclip.errors import ConfigError
+
+
+def unknown_model(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
+    """The error for a model that `library` does not have; `key` is where it was written, `known` are its models."""
+    close = get_close_matches(name, known, n=5)
+    hint = f"did you mean one of: {', '.join(close)}?" if close else f"{library}.list_models() gives the names"
+    return ConfigError(f"{key}: {library} has no model {name!r}; {hint}")
