@@ -69,19 +69,20 @@ class FSQ(Quantizer):
             return torch.tanh(x / reach) * reach
         if self.layout == "symmetric":
             return torch.tanh(x)
-        even = self.levels % 2 == 0
-        reach = (self.levels - 1).double() * ((1 + MARGIN) / 2)
-        offset = torch.where(even, 0.5, 0.0).double()
+        reach = (self.levels - 1).to(x.dtype) * (1 + MARGIN) / 2
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(x.dtype)
         # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
         shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
-        unit = self.levels // 2
-        squashed = torch.tanh(x + self._wide(shift, x))
-        return torch.addcmul(self._wide(-offset / unit, x), squashed, self._wide(reach / unit, x))
+        reach, offset, shift, unit = (self._wide(each, x) for each in (reach, offset, shift, self.levels // 2))
+        return (torch.tanh(x + shift) * reach - offset) / unit
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            unit, centre = self._grid()
-            digits = torch.addcmul(self._wide(centre + 0.5, bounded), bounded, self._wide(unit, bounded)).floor_()
+            unit = self._unit(bounded)
+            if self.layout == "original":
+                digits = (bounded * unit).round_().add_(unit)
+            else:  # 0 lies between two levels where their number is even: up, as the peer rounds it
+                digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
             digits = torch.minimum(digits.clamp_(min=0), self._wide(self.levels - 1, bounded))
             values = self._values(digits)
             ids = ids_from_digits(digits.nan_to_num_(0).to(torch.int32), self._bases)
@@ -94,20 +95,21 @@ class FSQ(Quantizer):
             rest = rest // base
         return self._values(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
 
-    def _grid(self) -> tuple[Tensor, Tensor]:
-        """``(D,)`` each: digits a unit of the value, and the digit (a half at times) of the value 0."""
-        unit = (self.levels // 2).double() if self.layout == "original" else (self.levels - 1) / 2
-        return unit, unit
-
     def _values(self, digits: Tensor) -> Tensor:
         """``(T, G, D)`` digits, ``0, ..., L - 1`` → values in float32: the one place where they are computed."""
-        unit, centre = (self._wide(constant, digits, torch.float32) for constant in self._grid())
-        return (digits - centre).float().div_(unit)
+        unit = self._unit(digits).float()
+        return (digits - unit).float().div_(unit)
+
+    def _unit(self, like: Tensor) -> Tensor:
+        """``(G, D)``: digits in a unit of the value, and the digit (a half at times) of the value 0."""
+        unit = self.levels // 2 if self.layout == "original" else (self.levels - 1) / 2
+        return self._wide(unit, like)
 
     @staticmethod
-    def _wide(constant: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _wide(constant: Tensor, like: Tensor) -> Tensor:
         """``(D,)`` → ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D."""
-        return constant.to(dtype or like.dtype).expand(like.shape[1:]).contiguous()
+        dtype = like.dtype if like.is_floating_point() else torch.float32
+        return constant.to(dtype).expand(like.shape[1:]).contiguous()
 
 
 class FSQConfig(Config):

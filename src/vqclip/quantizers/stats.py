@@ -173,9 +173,10 @@ def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Ord
     counts = dist.all_gather(mine, group).tolist()
     rank = dist.rank(group)
     orders: list[Order | None] = []
-    for column in zip(*counts, strict=True):
+    for waits, column in zip(waiting, zip(*counts, strict=True), strict=True):
         start = sum(column[:rank])
-        orders.append(Order(torch.arange(start, start + column[rank], device=device), sum(column)))
+        places = torch.arange(start, start + column[rank], device=device)
+        orders.append(Order(places, sum(column)) if waits else None)
     return orders
 
 
