@@ -14,6 +14,7 @@ from vqclip.quantizers.bsq import BSQ, BSQConfig
 from vqclip.quantizers.fsq import FSQ, FSQConfig
 from vqclip.quantizers.identity import Identity, IdentityConfig
 from vqclip.quantizers.lfq import LFQ, LFQConfig
+from vqclip.quantizers.migrate import from_vector_quantize_pytorch
 from vqclip.quantizers.product import Product, ProductConfig
 from vqclip.quantizers.residual import Residual, ResidualConfig
 from vqclip.quantizers.simvq import SimVQ, SimVQConfig
@@ -53,5 +54,6 @@ __all__ = [
     "Stats",
     "VQConfig",
     "VQLossWeights",
+    "from_vector_quantize_pytorch",
     "sync",
 ]
