@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
@@ -64,17 +65,21 @@ class FSQ(Quantizer):
         return self.levels if self.layout == "uniform" else self.levels - 1
 
     def _bound(self, x: Tensor) -> Tensor:
-        if self.layout == "uniform":
-            reach = self._wide(self.levels / (self.levels - 1), x)
-            return torch.tanh(x / reach) * reach
+        return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))
+
+    def _curve(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Width, shift, reach, offset and unit of `_Squash`, each ``(D,)``."""
+        one, zero = torch.ones_like(self.levels), torch.zeros_like(self.levels)
         if self.layout == "symmetric":
-            return torch.tanh(x)
-        reach = (self.levels - 1).to(x.dtype) * (1 + MARGIN) / 2
-        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(x.dtype)
+            return one, zero, one, zero, one
+        if self.layout == "uniform":
+            reach = self.levels / (self.levels - 1)
+            return reach, zero, reach, zero, one
+        reach = (self.levels - 1).to(dtype) * (1 + MARGIN) / 2
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(dtype)
         # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
         shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
-        reach, offset, shift, unit = (self._wide(each, x) for each in (reach, offset, shift, self.levels // 2))
-        return (torch.tanh(x + shift) * reach - offset) / unit
+        return one, shift, reach, offset, self.levels // 2
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -83,10 +88,9 @@ class FSQ(Quantizer):
                 digits = (bounded * unit).round_().add_(unit)
             else:  # 0 lies between two levels where their number is even: up, as the peer rounds it
                 digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
-            digits = torch.minimum(digits.clamp_(min=0), self._wide(self.levels - 1, bounded))
-            values = self._values(digits)
-            ids = ids_from_digits(digits.nan_to_num_(0).to(torch.int32), self._bases)
-        return values, ids.unsqueeze(-1)
+            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), self._wide(self.levels - 1, bounded))
+            ids = ids_from_digits(digits.to(torch.int32), self._bases)
+            return self._values(digits), ids.unsqueeze(-1)
 
     def _decode(self, ids: Tensor) -> Tensor:
         rest, digits = ids.squeeze(-1).clamp(min=0), []
@@ -98,7 +102,7 @@ class FSQ(Quantizer):
     def _values(self, digits: Tensor) -> Tensor:
         """``(T, G, D)`` digits, ``0, ..., L - 1`` → values in float32: the one place where they are computed."""
         unit = self._unit(digits).float()
-        return (digits - unit).float().div_(unit)
+        return digits.float().sub_(unit).div_(unit)
 
     def _unit(self, like: Tensor) -> Tensor:
         """``(G, D)``: digits in a unit of the value, and the digit (a half at times) of the value 0."""
@@ -110,6 +114,24 @@ class FSQ(Quantizer):
         """``(D,)`` → ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D."""
         dtype = like.dtype if like.is_floating_point() else torch.float32
         return constant.to(dtype).expand(like.shape[1:]).contiguous()
+
+
+class _Squash(torch.autograd.Function):
+    """``(tanh(x / width + shift) * reach - offset) / unit``; in a line of tensors it takes twice the memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, width: Tensor, shift: Tensor, reach: Tensor, offset: Tensor, unit: Tensor
+    ) -> Tensor:
+        squashed = torch.addcdiv(shift, x, width).tanh_()
+        ctx.save_for_backward(squashed, reach / (unit * width))
+        return (squashed * reach).sub_(offset).div_(unit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        squashed, slope = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grad, squashed).mul_(slope), None, None, None, None, None
 
 
 class FSQConfig(Config):
