@@ -16,7 +16,7 @@ from vqclip.quantizers.identity import Identity, IdentityConfig
 from vqclip.quantizers.lfq import LFQ, LFQConfig
 from vqclip.quantizers.migrate import from_vector_quantize_pytorch
 from vqclip.quantizers.product import Product, ProductConfig
-from vqclip.quantizers.residual import Residual, ResidualConfig
+from vqclip.quantizers.residual import Residual, ResidualConfig, at_depth, depth_of
 from vqclip.quantizers.simvq import SimVQ, SimVQConfig
 from vqclip.quantizers.stats import Order, Stats, sync
 from vqclip.quantizers.vq import VQ, VQConfig, VQLossWeights
@@ -54,6 +54,8 @@ __all__ = [
     "Stats",
     "VQConfig",
     "VQLossWeights",
+    "at_depth",
+    "depth_of",
     "from_vector_quantize_pytorch",
     "sync",
 ]

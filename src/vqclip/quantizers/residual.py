@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -59,6 +61,8 @@ class Residual(Quantizer):
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
         self.dropout = dropout
         self.least = least
+        self.limit: int | None = None
+        """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     @property
@@ -109,6 +113,8 @@ class Residual(Quantizer):
         left, sums, columns = bounded.detach(), [], []
         for i, stage in enumerate(self.stages):
             values, ids = stage._nearest(left * self._fineness(i))
+            if self.limit is not None and i >= self.limit:
+                values, ids = torch.zeros_like(values), torch.full_like(ids, -1)
             sums.append(values / self._fineness(i))
             columns.append(ids)
             left = left - sums[-1]
@@ -129,14 +135,44 @@ class Residual(Quantizer):
 
     def _kept(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
         """Which tokens each stage sees: ``(T,)`` or None for all."""
-        if not (self.dropout and self.training):
+        depth: Tensor | int
+        if self.limit is not None:
+            depth = self.limit
+        elif self.dropout and self.training:
+            depth = self.least + keyed_integers(self.key, self.step, 1) % (self.depth - self.least + 1)
+        else:
             return [keep] * self.depth
-        depth = self.least + keyed_integers(self.key, self.step, 1) % (self.depth - self.least + 1)
         every = torch.ones(len(bounded), dtype=torch.bool, device=bounded.device) if keep is None else keep
         return [every & (i < depth) for i in range(self.depth)]
 
     def _fineness(self, stage: int) -> Tensor | float:
         return self.stages[0].refinement ** stage
+
+
+def depth_of(module: nn.Module) -> int:
+    """Stages of the deepest `Residual` in a module, such as a whole model; 1 where there is none."""
+    return max((part.depth for part in module.modules() if isinstance(part, Residual)), default=1)
+
+
+@contextmanager
+def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
+    """Within the block, let only the first ``depth`` stages of every `Residual` in ``module`` count.
+
+    The others' ids are -1, so that a token costs fewer bits.
+
+    Raises:
+        ConfigError: ``depth`` is less than 1.
+    """
+    if depth < 1:
+        raise ConfigError(f"depth: got {depth}, expected at least 1")
+    before = {part: part.limit for part in module.modules() if isinstance(part, Residual)}
+    try:
+        for part in before:
+            part.limit = depth
+        yield
+    finally:
+        for part, limit in before.items():
+            part.limit = limit
 
 
 class ResidualConfig(Config):
