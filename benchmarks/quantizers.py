@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vqclip.quantizers import FSQ, LFQ, Product
+from vqclip.quantizers import FSQ, LFQ, VQ, Product, Residual
 
 Step = Callable[[Tensor], Any]
 TEMPERATURE = 0.01
@@ -112,11 +112,49 @@ def peer_fsq(levels: tuple[int, ...], codebooks: int) -> Step:
     return lambda x: quantizer(x)[0].mean().backward()
 
 
+def vq(dim: int, size: int, depth: int = 1) -> Step:
+    """Our VQ: moving means, dead codes replaced, the rotation trick, the update of the step included."""
+    layer = VQ(dim, size, kmeans=False)
+    quantizer = (Residual(layer, depth) if depth > 1 else layer).train()
+
+    def step(x: Tensor) -> None:
+        out = quantizer(x)
+        losses = quantizer.losses(out.stats)
+        (out.vectors.mean() + sum(losses.values())).backward()
+        quantizer.update(out.stats)
+
+    return step
+
+
+def peer_vq(dim: int, size: int, depth: int = 1) -> Step:
+    """The peer's, with the same switched on."""
+    options: dict[str, Any] = {
+        "codebook_size": size,
+        "decay": 0.99,
+        "threshold_ema_dead_code": 2,
+        "rotation_trick": True,
+    }
+    one = depth == 1
+    quantizer = (
+        peer.VectorQuantize(dim, **options) if one else peer.ResidualVQ(dim=dim, num_quantizers=depth, **options)
+    )
+    quantizer.train()
+
+    def step(x: Tensor) -> None:
+        vectors, _, losses = quantizer(x)
+        (vectors.mean() + losses.sum()).backward()
+
+    return step
+
+
 ROWS = [
     Row("fsq 8x5x5x5, 64 codebooks", (16, 256, 256), lambda: fsq((8, 5, 5, 5), 64), lambda: peer_fsq((8, 5, 5, 5), 64)),
     Row("lfq 2^10", (16, 256, 10), lambda: lfq(10), lambda: peer_lfq(10)),
     Row("lfq 2^14", (16, 256, 14), lambda: lfq(14), lambda: peer_lfq(14)),
     Row("lfq 2^16", (16, 256, 16), lambda: lfq(16), lambda: peer_lfq(16)),
+    Row("vq 1024 codes", (16, 256, 256), lambda: vq(256, 1024), lambda: peer_vq(256, 1024)),
+    Row("vq 8192 codes", (16, 256, 32), lambda: vq(32, 8192), lambda: peer_vq(32, 8192)),
+    Row("residual vq, 4 x 1024", (16, 256, 256), lambda: vq(256, 1024, 4), lambda: peer_vq(256, 1024, 4)),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,14 @@ from pydantic_core import ErrorDetails
 
 from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, VqclipError
-from vqclip.evaluation import EvaluationConfig, evaluate, format_results, write_json
+from vqclip.evaluation import (
+    EvaluationConfig,
+    evaluate,
+    evaluate_depths,
+    format_depths,
+    format_results,
+    write_json,
+)
 from vqclip.model import CLIP
 from vqclip.pretrained import CONFIG_FILE
 
@@ -48,6 +56,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type")
     parser.add_argument("--codes", type=Path, help="keep the ids (safetensors) in this folder")
+    parser.add_argument(
+        "--depths", action="store_true", help="with 1, 2, ... stages of residual quantizers: bits against accuracy"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
@@ -63,9 +74,17 @@ def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace]
         dist.init(arguments.device)
         model, folder = load_model(arguments.model)
         model.to(_device(arguments.device))
-        results = evaluate(model, [task], precision=arguments.precision, codes_folder=arguments.codes)
+        if arguments.depths:
+            depths = evaluate_depths(model, [task], precision=arguments.precision, codes_folder=arguments.codes)
+            shown = format_depths(depths)
+            results = [
+                replace(result, name=f"{result.name}, {n} stages") for n, each in depths.items() for result in each
+            ]
+        else:
+            results = evaluate(model, [task], precision=arguments.precision, codes_folder=arguments.codes)
+            shown = format_results(results)
         if dist.is_main():
-            print(f"model: {folder}\n\n{format_results(results)}")
+            print(f"model: {folder}\n\n{shown}")
             if arguments.json is not None:
                 write_json(arguments.json, results)
     except ValidationError as error:

@@ -10,6 +10,8 @@ FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
 LFQ = {"kind": "lfq", "bits": 6}
 IDENTITY = {"kind": "identity", "dim": 6}
 PRODUCT = {"kind": "product", "layer": FSQ, "codebooks": 2}
+VQ = {"kind": "vq", "dim": 6, "codebook_size": 16}
+RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
 
 
 def tiny_model(

@@ -100,7 +100,7 @@ def test_one_tokenizer_alone(saved, tmp_path):
 
 def damage_missing(folder):
     state = load_file(folder / "model.safetensors")
-    state.pop("image.project_out.bias")
+    state.pop("image.project_out.0.bias")
     save_file(state, folder / "model.safetensors")
 
 
@@ -111,12 +111,12 @@ def damage_extra(folder):
 
 def damage_shape(folder):
     state = load_file(folder / "model.safetensors")
-    save_file(state | {"image.project_out.bias": torch.zeros(3)}, folder / "model.safetensors")
+    save_file(state | {"image.project_out.0.bias": torch.zeros(3)}, folder / "model.safetensors")
 
 
 def damage_dtype(folder):
     state = load_file(folder / "model.safetensors")
-    save_file(state | {"image.project_out.bias": torch.zeros(16).half()}, folder / "model.safetensors")
+    save_file(state | {"image.project_out.0.bias": torch.zeros(16).half()}, folder / "model.safetensors")
 
 
 def damage_cut(folder):
@@ -157,10 +157,10 @@ def edited(change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_missing, "missing image.project_out.bias"),
+        (damage_missing, "missing image.project_out.0.bias"),
         (damage_extra, "unexpected image.surplus"),
-        (damage_shape, r"image.project_out.bias: got shape \(3,\), expected \(16,\)"),
-        (damage_dtype, "image.project_out.bias: got dtype torch.float16, expected torch.float32"),
+        (damage_shape, r"image.project_out.0.bias: got shape \(3,\), expected \(16,\)"),
+        (damage_dtype, "image.project_out.0.bias: got dtype torch.float16, expected torch.float32"),
         (damage_cut, "damaged or cut short"),
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vqclip.pooling import Attention, AttentionPooling, PooledEmbedding, isometric_
+from vqclip.attention import Attention
+from vqclip.pooling import AttentionPooling, PooledEmbedding, isometric_
 
 B, N, D, HEADS = 5, 7, 24, 3
 

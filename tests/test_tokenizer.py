@@ -5,11 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, tiny_model
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, tiny_model
 from vqclip.errors import ConfigError, ShapeError
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
-QUANTIZERS = [FSQ, LFQ, PRODUCT]
+QUANTIZERS = [FSQ, LFQ, PRODUCT, VQ, RESIDUAL]
 
 
 def built(quantizer=FSQ):
@@ -34,6 +34,17 @@ def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training)
         assert torch.equal(ids, out.ids)
         assert torch.equal(tokenizer.embed(ids), out.embedding)
         torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3))
+
+
+def test_dropped_stages_are_absent_in_the_training_embedding():
+    model = built(RESIDUAL | {"dropout": True})
+    depths = set()
+    for _ in range(12):
+        out = model.image(pictures())
+        assert torch.equal(model.image.embed(out.ids), out.embedding)
+        depths.add(int((out.ids[0, 0] >= 0).sum()))
+        model.image.quantizer.update(out.stats)
+    assert depths == {1, 2, 3}
 
 
 def test_the_embedding_depends_on_the_codes_alone():
@@ -74,7 +85,7 @@ def test_a_token_is_absent_when_all_of_its_ids_are(modality):
     """-1 beside other ids is a code that was left out, as in the dropped stages of a residual quantizer."""
     model = built(PRODUCT).eval()
     tokenizer = getattr(model, modality)
-    torch.nn.init.normal_(tokenizer.project_out.bias)
+    torch.nn.init.normal_(tokenizer.project_out[0].bias)
     ids = tokenizer.encode(["a b c d e f g h i j"] * 2 if modality == "text" else pictures(2))
     ids[0, 2], ids[1, 1, 0] = -1, -1
     vectors = tokenizer.decode(ids)

@@ -228,7 +228,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, shards, m
 
     def poisoned(self, batch, number):
         if number == 3:
-            weight = self.model.text.project_out.weight
+            weight = self.model.text.project_out[0].weight
             weight.register_hook(lambda gradient: gradient * float("nan"))
         return step(self, batch, number)
 
@@ -358,7 +358,7 @@ def overflowing(steps):
     def call(self, batch, number):
         hook = None
         if number in steps:
-            hook = self.model.text.project_out.weight.register_hook(lambda gradient: gradient * float("inf"))
+            hook = self.model.text.project_out[0].weight.register_hook(lambda gradient: gradient * float("inf"))
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         try:
             return step(self, batch, number)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vqclip.attention import Block
+
 
 def isometric_(module: nn.Module) -> None:
     """Give every linear layer inside orthogonal weights (each square block of an expanding one) and no bias.
@@ -24,48 +26,6 @@ def isometric_(module: nn.Module) -> None:
                 nn.init.orthogonal_(rows)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-
-class Attention(nn.Module):
-    """Multi-head attention of ``queries`` over ``keys`` with a mask of the keys (Vaswani et al. 2017).
-
-    Args:
-        width: D, must be a multiple of ``heads``.
-        heads: attention heads.
-    """
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """``(B, M, D)`` over ``(B, N, D)`` with mask ``(B, N)`` bool (True = real) → ``(B, M, D)``."""
-        q = self._split(self.query(queries))
-        k, v = (self._split(x) for x in self.key_value(keys).chunk(2, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None, :])
-        return self.out(attended.transpose(1, 2).flatten(2))
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block, so that codes may speak to each other before they are pooled."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``(B, N, D)`` → ``(B, N, D)``."""
-        normed = self.norm_attention(x)
-        x = x + self.attention(normed, normed, mask)
-        return x + self.mlp(self.norm_mlp(x))
 
 
 class AttentionPooling(nn.Module):

@@ -17,7 +17,7 @@ from vqclip.losses import Loss, weighted_total
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.optim import Schedule, clip_gradients, set_lr
 from vqclip.precision import Precision, autocast
-from vqclip.quantizers import Stats, sync
+from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
 
 
@@ -62,7 +62,8 @@ class TrainStep:
         compute: precision, compile, activation checkpointing.
         clip_norm: largest gradient norm, None for no clipping.
         seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank), so that
-            with it another world size is another trajectory (see `towers_draw`).
+            with it another world size is another trajectory (see `towers_draw`); that of the quantizers by (seed,
+            modality, layer, step), the same on every rank.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class TrainStep:
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.parallel = dist.wrap_ddp(_compiled(model) if compute.compile else model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
+        for name, quantizer in model.quantizers().items():
+            quantizer.set_seed(derive_seed(seed, "quantizer", name))
         self.skipped = 0
         """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
 
@@ -101,7 +104,8 @@ class TrainStep:
         tokens = batch.texts.to(self.device, non_blocking=True)
         with autocast(self.device, self.precision):
             out: CLIPOutput = self.parallel(images, tokens)
-        image_stats, text_stats = sync([out.image.stats, out.text.stats])
+        order = Order(batch.places.to(self.device), batch.global_size)
+        image_stats, text_stats = sync([out.image.stats, out.text.stats], order)
         stats = {"image": image_stats, "text": text_stats}
         terms = self._losses(out, stats)
 

@@ -25,7 +25,8 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.inputs import require_ids, require_picture, require_pictures
 from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
-from vqclip.quantizers import Quantizer, QuantizerConfig, Stats
+from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
+from vqclip.quantizers import QuantizerConfig, Stats
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
 from vqclip.towers.text import heads_divide_width
 
@@ -62,26 +63,25 @@ class Tokenizer(nn.Module):
     """What image and text tokenizers share: everything from tower features on.
 
     Args:
+        config: everything but the tower.
         tower: `ImageTower` or `TextTower`.
-        quantizer: any quantizer of `vqclip.quantizers`.
         embed_dim: E, width of the joint embedding.
-        depth: transformer blocks between codes and pooling.
-        width: D, width of the vectors after the quantizer.
-        heads: attention heads of blocks and pooling.
     """
 
     modality: str
     config: Any
 
-    def __init__(
-        self, tower: ImageTower | TextTower, quantizer: Quantizer, embed_dim: int, depth: int, width: int, heads: int
-    ):
+    def __init__(self, config: _TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int):
         super().__init__()
+        self.config = config
+        quantizer = config.quantizer.build()
         self.tower = tower
-        self.project_in = nn.Sequential(nn.LayerNorm(tower.width), nn.Linear(tower.width, quantizer.dim))
+        into = config.project_in.layers(tower.width, quantizer.dim)
+        self.project_in = Projection(nn.LayerNorm(tower.width), *into)
+        self.normalize = config.normalize
         self.quantizer = quantizer
-        self.project_out = nn.Linear(quantizer.dim, width)
-        self.pool = PooledEmbedding(tower.num_tokens, width, embed_dim, heads, depth)
+        self.project_out = Projection(*config.project_out.layers(quantizer.dim, config.width))
+        self.pool = PooledEmbedding(tower.num_tokens, config.width, embed_dim, config.heads, config.depth)
         for part in (self.project_in, self.project_out, self.pool):
             isometric_(part)
         self.embed_dim = embed_dim
@@ -111,19 +111,20 @@ class Tokenizer(nn.Module):
 
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
-        return self._quantized(self.features(inputs), self.mask(inputs))
+        return self._quantized(*self.features(inputs))
 
-    def features(self, inputs: Tensor) -> Tensor:
-        """What the quantizer is given: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``."""
-        return self.project_in(self.tower(inputs))
+    def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the quantizer is given: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
+        mask = self.mask(inputs)
+        return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
-        return self._continuous(self.features(inputs), self.mask(inputs))
+        return self._continuous(*self.features(inputs))
 
     def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
         """`forward` and `continuous` from one pass of the tower."""
-        features, mask = self.features(inputs), self.mask(inputs)
+        features, mask = self.features(inputs)
         return self._quantized(features, mask), self._continuous(features, mask)
 
     def _quantized(self, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
@@ -135,7 +136,7 @@ class Tokenizer(nn.Module):
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer.encode(self.features(inputs), self.mask(inputs))
+        return self.quantizer.encode(*self.features(inputs))
 
     def decode(self, ids: Tensor) -> Tensor:
         """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
@@ -143,7 +144,8 @@ class Tokenizer(nn.Module):
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        vectors, mask = self._project_out(self._lookup(ids)), self.ids_mask(ids)
+        mask = self.ids_mask(ids)
+        vectors = self._project_out(self._lookup(ids), mask)
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -162,11 +164,11 @@ class Tokenizer(nn.Module):
         return self.quantizer.decode(ids)
 
     def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
-        return self.pool(self._project_out(vectors), mask)
+        return self.pool(self._project_out(vectors, mask), mask)
 
-    def _project_out(self, vectors: Tensor) -> Tensor:
+    def _project_out(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         # Codes are fp32 numbers whatever the module's dtype is.
-        return self.project_out(vectors.to(self.project_out.weight.dtype))
+        return self.project_out(vectors.to(self.pool.position.dtype), mask)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
@@ -180,7 +182,7 @@ class Tokenizer(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.project_out.weight.device
+        return self.pool.position.device
 
 
 class ImageTokenizer(Tokenizer):
@@ -196,10 +198,8 @@ class ImageTokenizer(Tokenizer):
     tower: ImageTower
 
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
-        tower = config.tower.build()
-        super().__init__(tower, config.quantizer.build(), embed_dim, config.depth, config.width, config.heads)
-        self.config = config
-        self.transform = config.preprocess.build(tower.image_size)
+        super().__init__(config, config.tower.build(), embed_dim)
+        self.transform = config.preprocess.build(self.tower.image_size)
 
     def mask(self, inputs: Tensor) -> None:
         """Every patch is real."""
@@ -246,9 +246,7 @@ class TextTokenizer(Tokenizer):
     tower: TextTower
 
     def __init__(self, config: TextTokenizerConfig, embed_dim: int):
-        tower = config.tower.build()
-        super().__init__(tower, config.quantizer.build(), embed_dim, config.depth, config.width, config.heads)
-        self.config = config
+        super().__init__(config, config.tower.build(), embed_dim)
         self.preprocess = config.tower.vocabulary()
 
     def mask(self, inputs: Tensor) -> Tensor:
@@ -291,6 +289,12 @@ class _TokenizerConfig(Config):
     """Attention heads after the quantizer; must divide `width`."""
     depth: int = Field(1, ge=0)
     """Transformer blocks between the codes and the pooling."""
+    project_in: ProjectionConfig = LinearProjectionConfig()
+    """From the tower's features to the quantizer's channels."""
+    normalize: Normalization = "none"
+    """What is done to those channels before they are quantized: layer (mean 0, variance 1), l2 (length √D), none."""
+    project_out: ProjectionConfig = LinearProjectionConfig()
+    """From the codes to `width`."""
 
     _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 

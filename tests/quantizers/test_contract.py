@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
@@ -17,18 +18,25 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers import (
     FSQ,
     LFQ,
+    BinaryLossWeights,
+    BSQConfig,
     FSQConfig,
     IdentityConfig,
     LFQConfig,
-    LFQLossWeights,
+    Order,
     ProductConfig,
     Quantizer,
     QuantizerConfig,
+    ResidualConfig,
+    SimVQConfig,
     Stats,
+    VQConfig,
+    VQLossWeights,
 )
+from vqclip.quantizers.nearest import TableQuantizer
 
 SOFT = {"entropy_temperature": 2.0}  # a soft assignment, so that every entry has a gradient
-NO_GAP = LFQLossWeights(codebook_entropy_gap=0.0)
+NO_GAP = BinaryLossWeights(codebook_entropy_gap=0.0)
 
 CONFIGS = {
     "fsq": FSQConfig(levels=(8, 5, 5, 5)),
@@ -38,12 +46,42 @@ CONFIGS = {
     "lfq of one bit": LFQConfig(bits=1, **SOFT),
     "lfq of an odd number of bits": LFQConfig(bits=7, **SOFT),
     "lfq of 2^63 codes": LFQConfig(bits=63, loss_weights=NO_GAP, **SOFT),
+    "fsq, symmetric": FSQConfig(levels=(8, 5, 2), layout="symmetric"),
+    "fsq, uniform": FSQConfig(levels=(8, 5, 2), layout="uniform"),
+    "bsq": BSQConfig(bits=9, **SOFT),
+    "bsq of 2^63 codes": BSQConfig(bits=63, loss_weights=NO_GAP, **SOFT),
+    "vq": VQConfig(dim=6, codebook_size=32),
+    "vq, plain": VQConfig(dim=6, codebook_size=7, kmeans=False, dead_below=0, gradient="straight_through"),
+    "vq, learned": VQConfig(
+        dim=4, codebook_size=16, learning="gradient", loss_weights=VQLossWeights(orthogonality=0.1, diversity=0.1)
+    ),
+    "vq, cosine": VQConfig(dim=5, codebook_size=32, cosine=True),
+    "vq, not synchronised": VQConfig(dim=6, codebook_size=32, sync_codebook=False),
+    "simvq": SimVQConfig(dim=6, codebook_size=32),
     "identity": IdentityConfig(dim=6),
+    "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3),
+    "residual of fsq, original": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3)), depth=2),
+    "residual of lfq": ResidualConfig(layer=LFQConfig(bits=5, **SOFT), depth=3),
+    "residual of bsq": ResidualConfig(layer=BSQConfig(bits=5, **SOFT), depth=3),
+    "residual of vq": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3),
+    "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=5, codebook_size=16), depth=2),
+    "residual of product of vq": ResidualConfig(
+        layer=ProductConfig(layer=VQConfig(dim=3, codebook_size=8), codebooks=2), depth=2
+    ),
+    "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
+    "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
+    "product of simvq": ProductConfig(layer=SimVQConfig(dim=3, codebook_size=8), codebooks=2),
+    "product of residual of vq": ProductConfig(
+        layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8), depth=2), codebooks=2
+    ),
     "product of fsq": ProductConfig(layer=FSQConfig(levels=(5, 4, 3)), codebooks=3),
     "product of lfq": ProductConfig(layer=LFQConfig(bits=5, **SOFT), codebooks=2),
     "product of product": ProductConfig(layer=ProductConfig(layer=LFQConfig(bits=3, **SOFT), codebooks=2), codebooks=2),
     "product of identity": ProductConfig(layer=IdentityConfig(dim=2), codebooks=2),
 }
+
+WITHOUT_TOKENS = {"orthogonality"}
+"""Losses that look at the codebook alone."""
 
 EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, -3e38]
 
@@ -73,6 +111,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def assert_same_stats(a: Stats, b: Stats) -> None:
     assert a.keys() == b.keys()
+    a, b = a.local(), b.local()
     for name in a:
         assert a[name].dtype == b[name].dtype
         torch.testing.assert_close(
@@ -122,6 +161,8 @@ class TestOutput:
         columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in quantizer.codebook_sizes]
         ids = torch.stack(columns, dim=-1)
         vectors = quantizer.decode(ids)
+        if any(getattr(module, "layout", None) == "original" for module in getattr(quantizer, "layers", [])):
+            return  # the stages of the original layout overlap
         assert len(vectors.unique(dim=0)) == len(ids.unique(dim=0))
 
     def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
@@ -134,7 +175,7 @@ class TestOutput:
         a, b = quantizer.train()(x), quantizer.eval()(x)
         assert torch.equal(a.vectors, b.vectors)
         assert torch.equal(a.ids, b.ids)
-        assert_same_stats(a.stats, b.stats)
+        assert_same_stats(Stats({name: a.stats[name] for name in b.stats}), b.stats)
 
     def test_one_vector_and_strided_input(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 4, 3)
@@ -151,8 +192,9 @@ class TestOutput:
         assert continuous.shape == vectors.shape
         assert (continuous[~mask] == 0).all()
         assert torch.equal(quantizer.continuous(x)[mask], continuous[mask])
-        # Rounding keeps the sign or goes to 0, and to the lower of two values at 2 levels.
-        assert torch.corrcoef(torch.stack((continuous[mask].flatten(), vectors[mask].flatten())))[0, 1] > 0.7
+        # Rounding keeps the sign or goes to 0, and to the lower of two values at 2 levels; a table is random still.
+        least = 0.4 if any(isinstance(module, TableQuantizer) for module in quantizer.modules()) else 0.7
+        assert torch.corrcoef(torch.stack((continuous[mask].flatten(), vectors[mask].flatten())))[0, 1] > least
 
 
 class TestGradient:
@@ -161,7 +203,8 @@ class TestGradient:
         upstream = vectors_for(quantizer, 6, 5, dtype=torch.float64, seed=1)
         (through,) = torch.autograd.grad(quantizer(x).vectors, x, upstream)
         (plain,) = torch.autograd.grad(quantizer.continuous(x), x, upstream)
-        torch.testing.assert_close(through, plain, rtol=1e-12, atol=1e-15)
+        if not any(getattr(module, "gradient", None) == "rotation" for module in quantizer.modules()):
+            torch.testing.assert_close(through, plain, rtol=1e-12, atol=1e-15)
         assert (through != 0).all()
 
     def test_losses_reach_the_input(self, quantizer: Quantizer) -> None:
@@ -169,9 +212,10 @@ class TestGradient:
         losses = quantizer.losses(quantizer(x).stats)
         assert set(quantizer.loss_weights) == set(losses)
         for loss in losses.values():
-            (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
-            assert torch.isfinite(gradient).all()
-            assert (gradient != 0).any()
+            gradients = torch.autograd.grad(loss, [x, *quantizer.parameters()], retain_graph=True, allow_unused=True)
+            found = [gradient for gradient in gradients if gradient is not None]
+            assert all(torch.isfinite(gradient).all() for gradient in found)
+            assert any((gradient != 0).any() for gradient in found)
 
     def test_survives_activation_checkpointing(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
@@ -204,11 +248,19 @@ class TestMask:
         assert torch.equal(a.ids[mask], b.ids)
         assert (a.vectors[~mask] == 0).all()
         assert (a.ids[~mask] == -1).all()
-        assert_same_stats(a.stats, b.stats)
+        assert_same_stats(Stats(a.stats.sums), Stats(b.stats.sums))
         for out in (a, b):
             (out.vectors.square().sum() + total_loss(quantizer, out.stats)).backward()
         assert (padded.grad[~mask] == 0).all()
         torch.testing.assert_close(padded.grad[mask], real.grad, rtol=1e-10, atol=1e-12)
+
+    def test_more_padding_draws_the_same_tokens(self, quantizer: Quantizer) -> None:
+        mask = ragged_mask(5, 8)
+        x = vectors_for(quantizer, 5, 8, dtype=torch.float64)
+        a = quantizer(x, mask).stats
+        b = quantizer(F.pad(x, (0, 0, 2, 3), value=7.0), F.pad(mask, (2, 3))).stats
+        order = Order(torch.arange(5), 5)
+        assert_same_stats(a.synced(order), b.synced(order))
 
     def test_all_true_equals_none(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 3, 4, dtype=torch.float64)
@@ -222,9 +274,9 @@ class TestMask:
         shape = {"no samples": (0, 4), "no tokens": (3, 0), "all masked": (3, 4)}[case]
         x = vectors_for(quantizer, *shape, dtype=torch.float64).requires_grad_()
         out = quantizer(x, torch.zeros(shape, dtype=torch.bool))
-        assert out.stats["tokens"] == 0
         losses, metrics = quantizer.losses(out.stats), quantizer.metrics(out.stats)
-        assert all(value == 0 for value in losses.values())
+        assert metrics["tokens"] == 0
+        assert all(value == 0 for name, value in losses.items() if name not in WITHOUT_TOKENS)
         assert all(torch.isfinite(value) for value in metrics.values())
         (out.vectors.sum() + sum(losses.values())).backward()
         assert (x.grad == 0).all()
@@ -248,7 +300,7 @@ class TestStatistics:
         metrics = quantizer.metrics(out.stats)
         assert metrics["tokens"] == mask.sum()
         if not quantizer.codebook_sizes or max(quantizer.codebook_sizes) > 2**20:
-            assert set(metrics) == {"tokens"}
+            assert "usage" not in metrics
             return
         usages, perplexities = [], []
         for ids, size in zip(out.ids[mask].unbind(-1), quantizer.codebook_sizes, strict=True):
@@ -259,7 +311,10 @@ class TestStatistics:
         torch.testing.assert_close(metrics["usage"], torch.stack(usages).mean())
         torch.testing.assert_close(metrics["perplexity"], torch.stack(perplexities).mean())
         if len(usages) > 1:
-            torch.testing.assert_close(metrics["1/usage"], usages[1])
+            parts = [name for name in metrics if name.endswith("/usage")]
+            leaves = [a for a in parts if not any(b != a and b.startswith(a.removesuffix("usage")) for b in parts)]
+            each = torch.stack([metrics[name] for name in leaves])
+            torch.testing.assert_close(each.sort().values, torch.stack(usages).sort().values)
 
     def test_update_takes_them(self, quantizer: Quantizer) -> None:
         assert quantizer.update(quantizer(vectors_for(quantizer, 4)).stats) is None
@@ -284,7 +339,10 @@ class TestPrecision:
         x = vectors_for(quantizer, 20, 5)
         plain, cast = quantizer(x), copy.deepcopy(quantizer).to(dtype)(x)
         assert torch.equal(plain.ids, cast.ids)
-        assert torch.equal(plain.vectors, cast.vectors)
+        if dtype == torch.float64:  # codes that are computed have more digits then
+            torch.testing.assert_close(plain.vectors, cast.vectors)
+        else:
+            assert torch.equal(plain.vectors, cast.vectors)
 
     def test_double_stays_double(self, quantizer: Quantizer) -> None:
         out = quantizer(vectors_for(quantizer, 20, dtype=torch.float64))
@@ -307,7 +365,8 @@ class TestNaN:
         assert not out.vectors[0].isnan().any()
         for ids, size in zip(out.ids.unbind(-1), quantizer.codebook_sizes, strict=True):
             assert ((ids >= 0) & (ids <= size - 1)).all()
-        assert all(loss.isnan() for loss in quantizer.losses(out.stats).values())
+        losses = quantizer.losses(out.stats)
+        assert all(loss.isnan() for name, loss in losses.items() if name not in WITHOUT_TOKENS)
 
 
 class TestGraphs:

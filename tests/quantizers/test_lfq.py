@@ -9,7 +9,7 @@ from torch import Tensor
 from vector_quantize_pytorch import LFQ as PeerLFQ
 
 from vqclip.errors import ConfigError
-from vqclip.quantizers import LFQ, LFQConfig, LFQLossWeights
+from vqclip.quantizers import LFQ, BinaryLossWeights, LFQConfig
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -112,7 +112,7 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
         LFQ(21, loss_weights={"codebook_entropy_gap": 0.1})
     with pytest.raises(ValidationError, match="codebook_entropy_gap to 0"):
         LFQConfig(bits=21)
-    assert LFQConfig(bits=21, loss_weights=LFQLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
+    assert LFQConfig(bits=21, loss_weights=BinaryLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
 
 
 def test_a_loss_without_a_weight_weighs_nothing() -> None:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from vqclip.errors import ConfigError
-from vqclip.quantizers import FSQ, LFQ, Product, Quantizer
+from vqclip.quantizers import FSQ, LFQ, VQ, Product, Quantizer
 
 
 @pytest.mark.parametrize("layer", [FSQ((8, 5, 5)), LFQ(5, entropy_temperature=2.0)], ids=["fsq", "lfq"])
@@ -49,17 +48,18 @@ def test_columns_of_a_nested_product_are_in_channel_order() -> None:
     assert nested(x).ids.tolist() == [[0, 1, 2, 0]]
 
 
-class Stateful(FSQ):
-    """A layer with something to learn."""
+def test_every_codebook_has_codes_of_its_own() -> None:
+    product = Product(VQ(2, 8), codebooks=3)
+    assert len(product.layer.codebook.flatten(0, 1).unique(dim=0)) == 24
+    x = torch.randn(5, 6)
+    for part, ids in enumerate(product(x).ids.unbind(-1)):
+        distances = torch.cdist(x[:, 2 * part : 2 * part + 2], product.layer.codebook[part])
+        assert torch.equal(ids, distances.argmin(dim=-1))
 
-    def __init__(self) -> None:
-        super().__init__((4,))
-        self.scale = nn.Parameter(torch.ones(()))
 
-
-def test_codebooks_may_not_share_state() -> None:
-    with pytest.raises(ConfigError, match=r"Stateful would share its state \['scale'\]"):
-        Product(Stateful(), codebooks=2)
+def test_nested_products_multiply_the_codebooks() -> None:
+    product = Product(Product(VQ(2, 8), codebooks=3), codebooks=2)
+    assert product.layer.layer.codebook.shape == (6, 8, 2)
 
 
 def test_no_codebooks() -> None:

@@ -38,6 +38,10 @@ class Batch:
     """``(B,)`` int64, number of the sample over all sources; of the substitute where one stands in."""
     labels: Tensor
     """``(B,)`` int64, class number, -1 without one."""
+    places: Tensor
+    """``(B,)`` int64, where each sample stands in the global batch, 0 to G - 1."""
+    global_size: int
+    """G, the samples of the global batch."""
     bad: tuple[BadSample, ...] = ()
     """Samples that were replaced."""
 

@@ -15,6 +15,7 @@ from vqclip.evaluation.datasets import (
     ScenesCaptionsData,
     ScenesClassesData,
 )
+from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
@@ -39,6 +40,8 @@ __all__ = [
     "ScenesClassesData",
     "ZeroShotConfig",
     "evaluate",
+    "evaluate_depths",
+    "format_depths",
     "format_results",
     "load_ids",
     "prepare",

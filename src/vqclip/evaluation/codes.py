@@ -64,7 +64,7 @@ class CodeUsage:
     tokens: int
     """Tokens counted, padding left out: every other figure is for this number of them."""
     codebook_sizes: list[int]
-    """K of each codebook."""
+    """K of each codebook that any token has an id of: a residual's stages that were left out are not counted."""
     codes_used: list[int]
     """Codes seen at least once, of each codebook."""
     usage: list[float]
@@ -96,6 +96,12 @@ def merge_counts(codes: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(distinct).index_add_(0, position, counts)
 
 
+def _present(counts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """The codebooks that hold anything; all of them where none does."""
+    both = [(each, size) for each, size in zip(counts, sizes, strict=True) if len(each)]
+    return ([each for each, _ in both], [size for _, size in both]) if both else (list(counts), list(sizes))
+
+
 def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples: int) -> CodeUsage:
     """Figures from the counts ``(U_c,)`` of the codes seen in each codebook.
 
@@ -105,6 +111,7 @@ def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples:
         samples: number of samples that the tokens come from.
     """
     tokens = int(counts[0].sum())
+    counts, codebook_sizes = _present(counts, codebook_sizes)
     entropies = [float(torch.special.entr(each.double() / max(1, tokens)).sum()) for each in counts]
     used = [len(each) for each in counts]
     bits = math.fsum(math.log2(size) for size in codebook_sizes)

@@ -15,11 +15,11 @@ _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
 def format_results(results: Sequence[Result]) -> str:
     """One table of the figures and one of the codes, with the notes below; rates in percent."""
     figures = [row for result in results for row in _figure_rows(result)]
-    text = _table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
+    text = table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
     codes = [row for result in results for row in _code_rows(result)]
     if codes:
         heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
-        text += "\n\n" + _table(heads, codes, left=2)
+        text += "\n\n" + table(heads, codes, left=2)
     notes = dict.fromkeys(f"{result.name}: {note}" for result in results for note in result.notes)
     return "\n\n".join([text, "\n".join(notes)]) if notes else text
 
@@ -28,8 +28,8 @@ def _figure_rows(result: Result) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for figure, chance in result.chance.items():
         found = [result.figures[mode] for mode in MODES]
-        shown = ["-" if figures is None else _percent(figures[figure]) for figures in found]
-        rows.append(("" if rows else _title(result), _figure_title(figure), *shown, f"{100 * chance:.2f}"))
+        shown = ["-" if figures is None else percent(figures[figure]) for figures in found]
+        rows.append(("" if rows else _title(result), figure_title(figure), *shown, f"{100 * chance:.2f}"))
     return rows
 
 
@@ -38,7 +38,7 @@ def _title(result: Result) -> str:
     return f"{result.name} ({result.samples} images{classes})"
 
 
-def _figure_title(figure: str) -> str:
+def figure_title(figure: str) -> str:
     """``i2t_r5`` → ``image to text R@5``; ``top1`` → ``top-1``."""
     direction, _, depth = figure.partition("_r")
     return f"{_DIRECTIONS[direction]} R@{depth}" if depth else figure.replace("top", "top-")
@@ -52,17 +52,18 @@ def _code_rows(result: Result) -> list[tuple[str, ...]]:
 def _code_cells(usage: CodeUsage) -> tuple[str, ...]:
     many = len(usage.codebook_sizes)
     share = sum(usage.usage) / many
-    codes = f"{sum(usage.codes_used)} of {sum(usage.codebook_sizes)} ({_percent(share)} %)"
+    codes = f"{sum(usage.codes_used)} of {sum(usage.codebook_sizes)} ({percent(share)} %)"
     perplexity = f"{sum(usage.perplexity) / many:.1f}" + (f" (mean of {many})" if many > 1 else "")
     bits = f"{usage.bits_used_per_token:.2f} of {usage.bits_per_token:.2f}"
     return str(usage.samples), str(usage.tokens), codes, perplexity, bits, f"{usage.bits_per_sample:.0f}"
 
 
-def _percent(rate: float) -> str:
+def percent(rate: float) -> str:
+    """0.5 → ``50.0``."""
     return f"{100 * rate:.1f}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Columns two spaces apart, the first ``left`` of them flush left, the others flush right."""
     widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
 

@@ -9,30 +9,53 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.quantizers.base import Quantizer, QuantizerOutput
+from vqclip.quantizers.binary import BinaryLossWeights
+from vqclip.quantizers.bsq import BSQ, BSQConfig
 from vqclip.quantizers.fsq import FSQ, FSQConfig
 from vqclip.quantizers.identity import Identity, IdentityConfig
-from vqclip.quantizers.lfq import LFQ, LFQConfig, LFQLossWeights
+from vqclip.quantizers.lfq import LFQ, LFQConfig
+from vqclip.quantizers.migrate import from_vector_quantize_pytorch
 from vqclip.quantizers.product import Product, ProductConfig
-from vqclip.quantizers.stats import Stats, sync
+from vqclip.quantizers.residual import Residual, ResidualConfig, at_depth, depth_of
+from vqclip.quantizers.simvq import SimVQ, SimVQConfig
+from vqclip.quantizers.stats import Order, Stats, sync
+from vqclip.quantizers.vq import VQ, VQConfig, VQLossWeights
 
-QuantizerConfig = Annotated[FSQConfig | LFQConfig | IdentityConfig | ProductConfig, Field(discriminator="kind")]
+QuantizerConfig = Annotated[
+    FSQConfig | LFQConfig | BSQConfig | VQConfig | SimVQConfig | IdentityConfig | ResidualConfig | ProductConfig,
+    Field(discriminator="kind"),
+]
 """Any quantizer's configuration, chosen by ``kind``; ``.build()`` makes the module."""
 
-ProductConfig.model_rebuild(_types_namespace={"QuantizerConfig": QuantizerConfig})
+for _nesting in (ResidualConfig, ProductConfig):
+    _nesting.model_rebuild(_types_namespace={"QuantizerConfig": QuantizerConfig})
 
 __all__ = [
+    "BSQ",
     "FSQ",
     "LFQ",
+    "VQ",
+    "BSQConfig",
+    "BinaryLossWeights",
     "FSQConfig",
     "Identity",
     "IdentityConfig",
     "LFQConfig",
-    "LFQLossWeights",
+    "Order",
     "Product",
     "ProductConfig",
     "Quantizer",
     "QuantizerConfig",
     "QuantizerOutput",
+    "Residual",
+    "ResidualConfig",
+    "SimVQ",
+    "SimVQConfig",
     "Stats",
+    "VQConfig",
+    "VQLossWeights",
+    "at_depth",
+    "depth_of",
+    "from_vector_quantize_pytorch",
     "sync",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.precision import full_precision
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, usage
+from vqclip.seeds import derive_seed
 
 
 class QuantizerOutput(NamedTuple):
@@ -43,8 +44,9 @@ class Quantizer(nn.Module, ABC):
     - It computes in float32 (float64 for float64 input) whatever autocast or ``.bfloat16()`` say.
     - NaN in the input gives NaN vectors, never an id out of range.
 
-    A new quantizer calls ``super().__init__`` and implements `_quantize` and `_decode`; `_continuous`, `_statistics`,
-    `losses`, `metrics` and `update` where it differs from what is here.
+    A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`; `_bound`, `_pass_gradient`,
+    `_statistics`, `losses`, `metrics`, `update`, `spawn` and `refinement` where it differs from what is here. All of
+    them see ``(T, G, D)``.
 
     Args:
         dim: D, the width of the vectors.
@@ -66,6 +68,8 @@ class Quantizer(nn.Module, ABC):
         self.dim = dim
         self.codebook_sizes = tuple(codebook_sizes)
         self.loss_weights = dict(loss_weights or {})
+        self.key = 0
+        """Stream of this quantizer's draws; see `set_seed`."""
 
     @property
     def bits(self) -> float:
@@ -92,11 +96,11 @@ class Quantizer(nn.Module, ABC):
         self._check_input(x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
-            vectors, ids = self._quantize(tokens)
+            bounded = self._bound(tokens)
+            values, ids, stats = self._quantize(bounded, keep)
+            vectors = self._pass_gradient(values.to(bounded.dtype), bounded)
             if keep is not None:
-                absent = ~keep[:, None, None]
-                vectors, ids = vectors.masked_fill(absent, 0), ids.masked_fill(absent, -1)
-            stats = Stats(self._statistics(tokens, vectors, ids, keep))
+                vectors = vectors.masked_fill(~keep[:, None, None], 0)
         return QuantizerOutput(vectors.reshape(x.shape), ids.reshape(*x.shape[:-1], len(self.codebook_sizes)), stats)
 
     def encode(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -108,7 +112,7 @@ class Quantizer(nn.Module, ABC):
         self._check_input(x, mask)
         with full_precision(x.device), torch.no_grad():
             tokens, keep = self._tokens(x, mask)
-            ids = self._quantize(tokens)[1]
+            ids = self._nearest(self._bound(tokens))[1]
             if keep is not None:
                 ids = ids.masked_fill(~keep[:, None, None], -1)
         return ids.reshape(*x.shape[:-1], len(self.codebook_sizes))
@@ -121,14 +125,15 @@ class Quantizer(nn.Module, ABC):
 
         Returns:
             ``(..., D)``, equal to the `vectors` that came with the ids, bit for bit; 0 for -1. Code values are float32
-            numbers, also where ``vectors`` is float64.
+            numbers, also where ``vectors`` is float64 (unless the codebook itself was made float64).
 
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
         self._check_ids(ids)
         grouped = ids.reshape(-1, 1, len(self.codebook_sizes)).long()
-        return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
+        with full_precision(ids.device):
+            return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
 
     def continuous(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """What ``forward(x, mask).vectors`` would be without the rounding, ``(..., D)`` → ``(..., D)``.
@@ -141,7 +146,7 @@ class Quantizer(nn.Module, ABC):
         self._check_input(x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
-            vectors = self._continuous(tokens)
+            vectors = self._bound(tokens)
             if keep is not None:
                 vectors = vectors.masked_fill(~keep[:, None, None], 0)
         return vectors.reshape(x.shape)
@@ -177,32 +182,74 @@ class Quantizer(nn.Module, ABC):
         A collective like `losses` where a quantizer has something to adapt; most have not.
         """
 
+    def spawn(self, groups: int = 1) -> Quantizer:
+        """Another quantizer of the same settings for a group axis of ``groups``, with codebooks drawn anew.
+
+        `Residual` takes one for every stage, `Product` one for all its parts together. A quantizer without state is
+        good for any number of either.
+        """
+        return self
+
+    def set_seed(self, seed: int) -> None:
+        """Key the draws of training (dropout's depths, replacement codes) by (seed, place in this module, step)."""
+        for path, module in self.named_modules():
+            if isinstance(module, Quantizer):
+                module.key = derive_seed(seed, path)
+
+    @property
+    def refinement(self) -> Tensor | float:
+        """How many times finer than this quantizer's a next stage's codes should lie, number or ``(D,)``; >= 1."""
+        return 1.0
+
     @abstractmethod
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``(T, G, D)`` → straight-through vectors ``(T, G, D)`` and ids ``(T, G, C)``."""
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes: what `_bound` gave, ``(T, G, D)`` → values ``(T, G, D)`` without gradient and ids ``(T, G, C)``.
+
+        Values have the dtype of the codes, float32 as a rule, so that `_decode` gives the same bits.
+        """
 
     @abstractmethod
     def _decode(self, ids: Tensor) -> Tensor:
-        """``(T, G, C)`` int64 → vectors ``(T, G, D)`` float32, 0 for -1."""
+        """``(T, G, C)`` int64 → the same values ``(T, G, D)``, 0 for -1."""
 
-    def _continuous(self, x: Tensor) -> Tensor:
-        """``(T, G, D)`` → what `_quantize` rounds, on the scale of its vectors."""
+    def _bound(self, x: Tensor) -> Tensor:
+        """``(T, G, D)`` → what is rounded, on the scale of the codes."""
         return x
 
-    def _statistics(self, x: Tensor, vectors: Tensor, ids: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
+    def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
+        """``values``, bit for bit, with a gradient for ``bounded``; NaN where that is."""
+        return straight_through(values, bounded)
+
+    def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
+        """Values and ids as from `_nearest`, 0 and -1 where masked, and the statistics; ``keep`` as `_statistics`."""
+        values, ids = self._nearest(bounded)
+        if keep is not None:
+            absent = ~keep[:, None, None]
+            values, ids = values.masked_fill(absent, 0), ids.masked_fill(absent, -1)
+        return values, ids, self._statistics(bounded, values, ids, keep)
+
+    def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         """Sums over tokens, each with G as its first axis except ``tokens``; masked tokens must add nothing.
 
         Args:
-            x: ``(T, G, D)``, 0 where masked.
-            vectors: ``(T, G, D)``, 0 where masked.
+            bounded: ``(T, G, D)``, with gradient; anything finite where masked.
+            values: ``(T, G, D)``, 0 where masked.
             ids: ``(T, G, C)``, -1 where masked.
             keep: ``(T,)`` bool or None, True = real token.
         """
-        count = keep.sum() if keep is not None else torch.full((), x.shape[0], dtype=torch.int64, device=x.device)
+        count = keep.sum() if keep is not None else torch.full((), len(ids), dtype=torch.int64, device=ids.device)
         sums = {"tokens": count}
         if len(self.codebook_sizes) == 1 and self.codebook_sizes[0] <= MAX_COUNTED_CODES:
             sums["codes"] = histogram(ids.squeeze(-1), self.codebook_sizes[0])
-        return sums
+        return Stats(sums)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
+        # Codebooks stay in float32 under `.bfloat16()` and `.half()`: rounded codes would be other codes.
+        def kept_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.bfloat16, torch.float16) else moved
+
+        return super()._apply(kept_wide, recurse)
 
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One row a token in float32 or float64: ``(T, 1, D)``, 0 where masked, and the mask as ``(T,)``."""

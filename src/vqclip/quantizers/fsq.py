@@ -4,91 +4,134 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, ids_from_digits, straight_through
+from vqclip.quantizers.base import Quantizer, ids_from_digits
 
 MARGIN = 1e-3  # how far the bounded value reaches beyond the outermost levels, of their range (Mentzer et al.)
 MAX_LEVELS = 1000  # beyond, the margin would reach past the rounding of the outermost level
+
+
+Layout = Literal["original", "symmetric", "uniform"]
+"""Where the levels lie; see `FSQ`."""
 
 
 class FSQ(Quantizer):
     """Finite Scalar Quantization (Mentzer et al. 2023, https://arxiv.org/abs/2309.15505).
 
     Channel i is squashed by tanh and rounded to one of ``levels[i]`` values; the product of the levels is the codebook.
-    No codebook is stored, there is nothing to collapse and no auxiliary loss.
+    No codebook is stored, there is nothing to collapse and no auxiliary loss. Channel 0 is the least significant digit
+    of the id. Where the L levels of a channel lie:
 
-    Codes and ids are those of vector-quantize-pytorch's ``FSQ(levels)``: an odd number of levels L gives the values
-    ``-1, ..., 0, ..., 1``, an even one ``-1, ..., 0, ..., 1 - 2/L``; channel 0 is the least significant digit of the
-    id. With 2 levels (refused there) the threshold is at 0, between the values -1 and 0.
+    - ``original``: at ``-1, ..., 0, ..., 1``, or at ``-1, ..., 0, ..., 1 - 2/L`` where L is even. Codes and ids are
+      those of vector-quantize-pytorch's ``FSQ(levels)``. With 2 levels (refused there) the threshold is at 0.
+    - ``symmetric``: evenly from -1 to 1 (Parker et al. 2024, https://arxiv.org/abs/2411.19842), its
+      ``preserve_symmetry``. The outermost levels catch half as wide a range as the others.
+    - ``uniform``: the same, and the squashed value may reach half a step beyond the outermost levels, so that all catch
+      the same. What is left of it fits a next stage exactly: the layout for `Residual`, that of its ``ResidualFSQ``.
 
     Args:
         levels: L of every channel, each 2 to 1000; the paper advises 5 and more. Good mixes for K of about 2^8, 2^10,
             2^12, 2^14, 2^16: ``(8, 6, 5)``, ``(8, 5, 5, 5)``, ``(7, 5, 5, 5, 5)``, ``(8, 8, 8, 6, 5)``,
             ``(8, 8, 8, 5, 5, 5)``.
+        layout: where the levels lie.
 
     Raises:
-        ConfigError: no levels, a number of levels out of range, or more codes than int64 can count.
+        ConfigError: no levels, a number of levels out of range, more codes than int64 can count, or no such layout.
     """
 
     levels: Tensor
 
-    def __init__(self, levels: Sequence[int]):
+    def __init__(self, levels: Sequence[int], layout: Layout = "original"):
         _check_levels(levels)
+        if layout not in get_args(Layout):
+            raise ConfigError(f"FSQ: layout is {layout!r}, expected one of {', '.join(get_args(Layout))}")
         super().__init__(dim=len(levels), codebook_sizes=(math.prod(levels),))
         # Integers, for `.bfloat16()` leaves these alone; not saved, for they are configuration.
         self.register_buffer("levels", torch.tensor(levels, dtype=torch.int64), persistent=False)
+        self.layout = layout
         self._bases = tuple(levels)
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        reach, offset, shift, half = self._constants(x)
-        squashed = torch.tanh(x + shift)
-        codes, ids = self._round(squashed, reach, offset, half)
-        return straight_through(codes.to(x.dtype), squashed * (reach / half)), ids.unsqueeze(-1)
+    @property
+    def refinement(self) -> Tensor:
+        """``(D,)``: what rounding leaves is that much smaller than the range of the levels."""
+        return self.levels if self.layout == "uniform" else self.levels - 1
 
-    def _round(self, squashed: Tensor, reach: Tensor, offset: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
-        """Values in [-1, 1] → codes ``(T, G, D)``, NaN for NaN, and ids ``(T, G)``."""
+    def _bound(self, x: Tensor) -> Tensor:
+        return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))
+
+    def _curve(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Width, shift, reach, offset and unit of `_Squash`, each ``(D,)``."""
+        one, zero = torch.ones_like(self.levels), torch.zeros_like(self.levels)
+        if self.layout == "symmetric":
+            return one, zero, one, zero, one
+        if self.layout == "uniform":
+            reach = self.levels / (self.levels - 1)
+            return reach, zero, reach, zero, one
+        reach = (self.levels - 1).to(dtype) * (1 + MARGIN) / 2
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(dtype)
+        # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
+        shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
+        return one, shift, reach, offset, self.levels // 2
+
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            digits = (squashed * reach).sub_(offset).round_().add_(half)
-            codes = self._codes(digits)
-            ids = ids_from_digits(digits.nan_to_num_(0).to(torch.int32), self._bases)
-        return codes, ids
+            unit = self._unit(bounded)
+            if self.layout == "original":
+                digits = (bounded * unit).round_().add_(unit)
+            else:  # 0 lies between two levels where their number is even: up, as the peer rounds it
+                digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
+            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), self._wide(self.levels - 1, bounded))
+            ids = ids_from_digits(digits.to(torch.int32), self._bases)
+            return self._values(digits), ids.unsqueeze(-1)
 
     def _decode(self, ids: Tensor) -> Tensor:
         rest, digits = ids.squeeze(-1).clamp(min=0), []
         for base in self._bases:
             digits.append(rest % base)
             rest = rest // base
-        return self._codes(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
+        return self._values(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
 
-    def _continuous(self, x: Tensor) -> Tensor:
-        reach, offset, shift, half = self._constants(x)
-        return (torch.tanh(x + shift) * reach - offset) / half
+    def _values(self, digits: Tensor) -> Tensor:
+        """``(T, G, D)`` digits, ``0, ..., L - 1`` → values in float32: the one place where they are computed."""
+        unit = self._unit(digits).float()
+        return digits.float().sub_(unit).div_(unit)
 
-    def _constants(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What bounds a channel: ``tanh(x + shift) * reach - offset`` rounds to ``-half, ..., L - 1 - half``; 0 to 0.
+    def _unit(self, like: Tensor) -> Tensor:
+        """``(G, D)``: digits in a unit of the value, and the digit (a half at times) of the value 0."""
+        unit = self.levels // 2 if self.layout == "original" else (self.levels - 1) / 2
+        return self._wide(unit, like)
 
-        Each ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D.
-        """
-        even = self.levels % 2 == 0
-        reach = (self.levels - 1).to(x.dtype) * (1 + MARGIN) / 2
-        offset = torch.where(even, 0.5, 0.0).to(x.dtype)
-        # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
-        shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
-        half = (self.levels // 2).to(x.dtype)
-        reach, offset, shift, half = (c.expand(x.shape[1:]).contiguous() for c in (reach, offset, shift, half))
-        return reach, offset, shift, half
+    @staticmethod
+    def _wide(constant: Tensor, like: Tensor) -> Tensor:
+        """``(D,)`` → ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D."""
+        dtype = like.dtype if like.is_floating_point() else torch.float32
+        return constant.to(dtype).expand(like.shape[1:]).contiguous()
 
-    def _codes(self, digits: Tensor) -> Tensor:
-        """``(..., D)`` digits, ``0, ..., L - 1`` → code values in float32: the one place where they are computed."""
-        half = (self.levels // 2).float().expand(digits.shape[1:]).contiguous()
-        return (digits - half).float().div_(half)
+
+class _Squash(torch.autograd.Function):
+    """``(tanh(x / width + shift) * reach - offset) / unit``; in a line of tensors it takes twice the memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, width: Tensor, shift: Tensor, reach: Tensor, offset: Tensor, unit: Tensor
+    ) -> Tensor:
+        squashed = torch.addcdiv(shift, x, width).tanh_()
+        ctx.save_for_backward(squashed, reach / (unit * width))
+        return (squashed * reach).sub_(offset).div_(unit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        squashed, slope = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(grad, squashed).mul_(slope), None, None, None, None, None
 
 
 class FSQConfig(Config):
@@ -97,6 +140,9 @@ class FSQConfig(Config):
     kind: Literal["fsq"] = "fsq"
     levels: Annotated[tuple[Annotated[int, Field(ge=2, le=MAX_LEVELS)], ...], Field(min_length=1)] = (8, 5, 5, 5)
     """Number of levels of each channel; their product is the codebook size, their count the quantizer's width."""
+    layout: Layout = "original"
+    """Where the levels lie: original; symmetric (evenly from -1 to 1); uniform (so that each catches as much, for
+    residual quantization)."""
 
     @model_validator(mode="after")
     def _fits_int64(self) -> FSQConfig:
@@ -105,7 +151,7 @@ class FSQConfig(Config):
 
     def build(self) -> FSQ:
         """Make the quantizer."""
-        return FSQ(self.levels)
+        return FSQ(self.levels, self.layout)
 
 
 def _check_levels(levels: Sequence[int]) -> None:

@@ -37,8 +37,8 @@ class Identity(Quantizer):
         """
         raise ShapeError("Identity has no codebook, so ids cannot be decoded; use FSQ or LFQ for discrete tokens")
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x.new_empty((*x.shape[:-1], 0)).long()
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        return bounded.detach(), bounded.new_empty((*bounded.shape[:-1], 0)).long()
 
     def _decode(self, ids: Tensor) -> Tensor:
         raise NotImplementedError

@@ -24,24 +24,22 @@ class Product(Quantizer):
     ids and vectors are put side by side. Codebook c has column c of the ids, and metrics of its own as ``c/usage``.
     Losses are means over the codebooks, with the weights of the layer.
 
-    All codebooks are computed at once, in a group axis, for which the layer may hold no state.
+    All codebooks are computed at once, in a group axis; a layer with state has one of its own for each.
 
     Args:
-        layer: the quantizer of one part, itself a `Product` if need be.
+        layer: the quantizer of one part, itself a `Product` or `Residual` if need be; only its settings are taken.
         codebooks: number of parts, at least 1.
+        groups: G, how many of it; more than 1 in another `Product`.
 
     Raises:
-        ConfigError: ``codebooks`` is less than 1, or the layer has parameters or saved buffers, which the codebooks
-            would have to share.
+        ConfigError: ``codebooks`` is less than 1.
     """
 
-    def __init__(self, layer: Quantizer, codebooks: int):
+    def __init__(self, layer: Quantizer, codebooks: int, groups: int = 1):
         if codebooks < 1:
             raise ConfigError(f"Product: codebooks is {codebooks}, expected at least 1")
-        if state := list(layer.state_dict()):
-            raise ConfigError(f"Product: the codebooks of {type(layer).__name__} would share its state {state}")
         super().__init__(layer.dim * codebooks, layer.codebook_sizes * codebooks, layer.loss_weights)
-        self.layer = layer
+        self.layer = layer.spawn(groups * codebooks)
         self.codebooks = codebooks
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
@@ -53,7 +51,8 @@ class Product(Quantizer):
         return self.layer.metrics(stats)
 
     def update(self, stats: Stats) -> None:
-        """Nothing, for the layer has no state."""
+        """The layer's own."""
+        self.layer.update(stats)
 
     def decode(self, ids: Tensor) -> Tensor:
         """Decode every codebook's part; a part whose id is -1 is 0. See `Quantizer.decode`."""
@@ -61,18 +60,32 @@ class Product(Quantizer):
             return self.layer.decode(ids)  # says that there is nothing to decode
         return super().decode(ids)
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        vectors, ids = self.layer._quantize(self._split(x))
-        return self._join(vectors), self._join(ids)
+    @property
+    def refinement(self) -> Tensor | float:
+        """The layer's, for every part."""
+        ratio = self.layer.refinement
+        return ratio.repeat(self.codebooks) if isinstance(ratio, Tensor) else ratio
+
+    def spawn(self, groups: int = 1) -> Product:
+        """See `Quantizer.spawn`."""
+        return Product(self.layer, self.codebooks, groups)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self._join(self.layer._bound(self._split(x)))
+
+    def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
+        return self._join(self.layer._pass_gradient(self._split(values), self._split(bounded)))
+
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        values, ids = self.layer._nearest(self._split(bounded))
+        return self._join(values), self._join(ids)
 
     def _decode(self, ids: Tensor) -> Tensor:
         return self._join(self.layer._decode(self._split(ids)))
 
-    def _continuous(self, x: Tensor) -> Tensor:
-        return self._join(self.layer._continuous(self._split(x)))
-
-    def _statistics(self, x: Tensor, vectors: Tensor, ids: Tensor, keep: Tensor | None) -> dict[str, Tensor]:
-        return self.layer._statistics(self._split(x), self._split(vectors), self._split(ids), keep)
+    def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
+        values, ids, stats = self.layer._quantize(self._split(bounded), keep)
+        return self._join(values), self._join(ids), stats
 
     def _split(self, x: Tensor) -> Tensor:
         """``(T, G, C D)`` → ``(T, G C, D)``."""

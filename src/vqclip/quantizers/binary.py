@@ -1,0 +1,131 @@
+"""What LFQ and BSQ share: the signs of the channels are the code, and entropies keep the codebook in use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from einops import rearrange, reduce
+from pydantic import Field
+from torch import Tensor
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+from vqclip.quantizers.base import Quantizer, ids_from_digits
+from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy
+from vqclip.quantizers.stats import Stats
+from vqclip.quantizers.usage import MAX_COUNTED_CODES
+
+MAX_BITS = 63
+
+
+class BinaryQuantizer(Quantizer):
+    """Codes at the corners of a cube: ``radius`` where a channel is positive, ``-radius`` elsewhere.
+
+    Channel 0 is the most significant bit of the id. Three losses keep the codebook alive, each at least 0:
+
+    - ``token_entropy``: mean entropy (nats) of each token's soft assignment, a softmax of
+      ``2 <x, code> / entropy_temperature`` over all codes. Small: tokens are sure of their code.
+    - ``codebook_entropy_gap``: log K minus the entropy of the mean assignment over the tokens of all ranks. Small: all
+      codes are used. The published entropy loss is the sum of the two, less log K.
+    - ``commitment``: mean squared distance of the channels from their code.
+
+    Both entropies are exact (`vqclip.quantizers.entropy`). The second needs one number per code, so above
+    ``MAX_COUNTED_CODES`` (2^20) codes there is no such loss and no usage metric; use `Product` of smaller ones there.
+
+    Args:
+        bits: number of channels, 1 to 63.
+        radius: absolute value of every channel of a code, > 0.
+        entropy_temperature: of the soft assignment, > 0.
+        loss_weights: of the three losses, in the training loss; one that is left out weighs 0. Without any: 0.1, 0.1
+            and 0.25, less ``codebook_entropy_gap`` where there is none.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
+    """
+
+    def __init__(self, bits: int, radius: float, entropy_temperature: float, loss_weights: Mapping[str, float] | None):
+        name = type(self).__name__
+        if not 1 <= bits <= MAX_BITS:
+            raise ConfigError(f"{name}: bits is {bits}, expected 1 to {MAX_BITS}: ids are int64; use Product beyond")
+        if not 0 < entropy_temperature < math.inf:
+            raise ConfigError(f"{name}: entropy_temperature is {entropy_temperature}, expected a number > 0")
+        super().__init__(bits, (2**bits,), checked_weights(name, bits, loss_weights))
+        self.radius = radius
+        self.entropy_temperature = entropy_temperature
+
+    @property
+    def refinement(self) -> float:
+        """A bit's next stage halves its step."""
+        return 2.0
+
+    def losses(self, stats: Stats) -> dict[str, Tensor]:
+        """``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, over all ranks' tokens; 0 without tokens."""
+        stats = stats.synced()
+        count = stats["tokens"].clamp(min=1)
+        losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
+        if "code_mass" in stats:
+            mean = stats["code_mass"].double() / count
+            gap = math.log(mean.shape[-1]) - entropy(mean)
+            # A gap of 0 may come out a rounding error below it, and that of no tokens at all is no gap.
+            losses["codebook_entropy_gap"] = torch.where(stats["tokens"] > 0, gap, 0.0).clamp(min=0).mean()
+        losses["commitment"] = (stats["commitment"].double() / count).mean()
+        return losses
+
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        positive = bounded > 0
+        ids = ids_from_digits(positive.flip(-1), [2] * self.dim)
+        return self._signs(positive), ids.unsqueeze(-1)
+
+    def _decode(self, ids: Tensor) -> Tensor:
+        shifts = torch.arange(self.dim - 1, -1, -1, device=ids.device)
+        return self._signs((ids >> shifts) & 1 == 1).masked_fill(ids < 0, 0)
+
+    def _signs(self, positive: Tensor) -> Tensor:
+        """Bits → values in float32."""
+        return (positive.float() * 2 - 1) * self.radius
+
+    def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
+        # <x, code> differs by 2 radius x between a bit's two values, and the assignment has another factor of 2.
+        logits = bounded * (4 * self.radius / self.entropy_temperature)
+        uncertainty = reduce(bit_entropy(logits), "t g d -> t g", "sum")
+        error = reduce((bounded - values).square(), "t g d -> t g", "mean")
+        if keep is not None:
+            real = rearrange(keep, "t -> t 1")
+            uncertainty, error = uncertainty * real, error * real
+        sums = {**super()._statistics(bounded, values, ids, keep)}
+        sums.update(token_entropy=uncertainty.sum(dim=0), commitment=error.sum(dim=0))
+        if self.codebook_sizes[0] <= MAX_COUNTED_CODES:
+            sums["code_mass"] = code_mass(logits, keep)
+        return Stats(sums)
+
+
+class BinaryLossWeights(Config):
+    """Weights of the losses of LFQ and BSQ in the training loss."""
+
+    token_entropy: Annotated[float, Field(ge=0)] = 0.1
+    """Of the mean entropy of a token's soft assignment: higher makes tokens surer of their code."""
+    codebook_entropy_gap: Annotated[float, Field(ge=0)] = 0.1
+    """Of log K less the entropy of the mean assignment: higher spreads tokens over more codes."""
+    commitment: Annotated[float, Field(ge=0)] = 0.25
+    """Of the mean squared distance to the codes: higher keeps the channels near them."""
+
+
+def checked_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of every loss that exists at this size: 0 where only others are given, the defaults where none are.
+
+    Raises:
+        ConfigError: a weight of a loss that is unknown, or that does not exist at this size.
+    """
+    defaults = BinaryLossWeights().model_dump()
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    checked = defaults if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
+    if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap", 0) > 0 and weights is not None:
+        raise ConfigError(
+            f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
+            f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
+        )
+    return checked

@@ -1,0 +1,58 @@
+"""Binary spherical quantization: the signs of a unit vector's channels are the code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from vqclip.config import Config
+from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, checked_weights
+
+
+class BSQ(BinaryQuantizer):
+    """Binary Spherical Quantization (Zhao et al. 2024, https://arxiv.org/abs/2406.07548).
+
+    The vector is brought to unit length and every channel becomes ``±1 / √bits``, so codes have unit length too and
+    quantization cannot be far off: the commitment loss is bounded. Losses: `BinaryQuantizer`; the paper's codebook
+    entropy takes the codebook for a product of independent bits, this one is exact.
+
+    Args:
+        bits: number of channels, 1 to 63.
+        entropy_temperature: of the soft assignment in the entropy losses, > 0; the paper's inverse temperature τ of 100
+            is 0.01.
+        loss_weights: of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, as in `BinaryQuantizer`.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
+    """
+
+    def __init__(self, bits: int, entropy_temperature: float = 0.01, loss_weights: Mapping[str, float] | None = None):
+        super().__init__(bits, bits**-0.5, entropy_temperature, loss_weights)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+class BSQConfig(Config):
+    """Binary spherical quantization: one codebook of 2^bits codes, the signs of a unit vector."""
+
+    kind: Literal["bsq"] = "bsq"
+    bits: Annotated[int, Field(ge=1, le=MAX_BITS)] = 10
+    """Number of channels; the codebook has 2^bits codes."""
+    entropy_temperature: Annotated[float, Field(gt=0)] = 0.01
+    """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold."""
+    loss_weights: BinaryLossWeights = BinaryLossWeights()
+    """Weights of the three losses; codebook_entropy_gap must be 0 above 20 bits."""
+
+    @model_validator(mode="after")
+    def _losses_exist(self) -> BSQConfig:
+        checked_weights("BSQ", self.bits, self.loss_weights.model_dump())
+        return self
+
+    def build(self) -> BSQ:
+        """Make the quantizer."""
+        return BSQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump())

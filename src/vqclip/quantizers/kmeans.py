@@ -1,0 +1,48 @@
+"""K-means, the same on every rank that gives it the same vectors."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vqclip.quantizers.nearest import nearest
+
+ROWS = 4096
+"""Vectors that are added up at a time."""
+
+
+def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm from the first ``size`` vectors; a centre that loses all its vectors stays where it is.
+
+    Sums are matrix products, not scattered additions: on a GPU those come in any order, and ranks would differ.
+
+    Args:
+        x: ``(G, M, D)`` vectors of G separate problems, M >= 1, drawn at random; where M < ``size`` they are repeated.
+        size: K, the number of centres.
+        iterations: how many times vectors are assigned and centres moved.
+        cosine: keep centres at unit length.
+
+    Returns:
+        Centres ``(G, K, D)`` and how many vectors each has ``(G, K)``.
+    """
+    count = x.shape[1]
+    centres = x[:, torch.arange(size, device=x.device) % count]
+    members = x.new_zeros(centres.shape[:2])
+    for _ in range(iterations):
+        ids = nearest(x.transpose(0, 1), centres).T
+        sums, members = _sums(x, ids, size)
+        moved = sums / members.clamp(min=1)[..., None]
+        centres = torch.where(members[..., None] > 0, F.normalize(moved, dim=-1) if cosine else moved, centres)
+    return centres, members
+
+
+def _sums(x: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``(G, M, D)``, ``(G, M)`` → sums ``(G, K, D)`` and counts ``(G, K)``."""
+    sums = x.new_zeros(x.shape[0], size, x.shape[2])
+    counts = x.new_zeros(x.shape[0], size)
+    for some, theirs in zip(x.split(ROWS, dim=1), ids.split(ROWS, dim=1), strict=True):
+        chosen = F.one_hot(theirs, size).to(x.dtype)
+        sums += chosen.mT @ some
+        counts += chosen.sum(dim=1)
+    return sums, counts

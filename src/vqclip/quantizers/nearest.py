@@ -1,0 +1,175 @@
+"""What VQ and SimVQ share: a table of codes, the nearest of which stands for a vector."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from einops import reduce
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vqclip.errors import ConfigError
+from vqclip.quantizers.base import Quantizer, straight_through
+from vqclip.quantizers.stats import Stats
+from vqclip.quantizers.usage import MAX_COUNTED_CODES
+
+CHUNK = 2**20
+"""Scores (tokens × codes) that are held at a time when looking for the nearest code: 4 MiB in float32."""
+
+GradientPath = Literal["straight_through", "rotation"]
+"""How the gradient of a code reaches the vector that it stands for: as it is, or turned (`_Rotation`)."""
+
+
+class TableQuantizer(Quantizer):
+    """Looks a vector up among the codes that `codes` gives.
+
+    Losses, each a mean over the tokens of all ranks:
+
+    - ``commitment``: mean squared distance of the vector from its code; its gradient moves the vector.
+    - ``codebook``: the same number; its gradient moves the code. Only where codes are learned by gradient.
+
+    `update` counts the steps for which a code has not been used; `metrics` tells the longest of them as ``oldest``.
+
+    Args:
+        dim: D, at least 1.
+        codebook_size: K, at least 2.
+        groups: G, the number of codebooks; more than 1 in a `Product`.
+        gradient: how gradients pass.
+        loss_weights: by the names of the losses.
+
+    Raises:
+        ConfigError: a number out of range, or no such way for gradients.
+    """
+
+    age: Tensor
+    step: Tensor
+
+    def __init__(
+        self, dim: int, codebook_size: int, groups: int, gradient: GradientPath, loss_weights: Mapping[str, float]
+    ):
+        name = type(self).__name__
+        if dim < 1 or not 2 <= codebook_size <= MAX_COUNTED_CODES or groups < 1:
+            raise ConfigError(
+                f"{name}: dim is {dim}, codebook_size {codebook_size} and groups {groups}; expected dim >= 1, "
+                f"codebook_size from 2 to {MAX_COUNTED_CODES} and groups >= 1"
+            )
+        if gradient not in get_args(GradientPath):
+            raise ConfigError(f"{name}: gradient is {gradient!r}, expected one of {', '.join(get_args(GradientPath))}")
+        super().__init__(dim, (codebook_size,), loss_weights)
+        self.groups = groups
+        self.gradient = gradient
+        self.register_buffer("age", torch.zeros(groups, codebook_size, dtype=torch.int64))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    @abstractmethod
+    def codes(self) -> Tensor:
+        """``(G, K, D)``, with gradient where they are learned by it."""
+
+    def losses(self, stats: Stats) -> dict[str, Tensor]:
+        """See the class."""
+        stats = stats.synced()
+        count = stats["tokens"].clamp(min=1)
+        return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
+
+    def metrics(self, stats: Stats) -> dict[str, Tensor]:
+        """As of any quantizer, and ``oldest``: steps since the least recently used code was last used."""
+        return {**super().metrics(stats), "oldest": self.age.max()}
+
+    def update(self, stats: Stats) -> None:
+        """Count the step, and the steps since each code was used."""
+        with torch.no_grad():
+            counts = stats.synced()["codes"]
+            waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
+            self.age.copy_(torch.where(counts > 0, 0, waited))
+            self.step.add_(1)
+
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            codes = self.codes()
+            ids = nearest(bounded, codes.to(bounded.dtype))
+            return look_up(codes, ids), ids.unsqueeze(-1)
+
+    def _decode(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return look_up(self.codes(), ids.squeeze(-1).clamp(min=0)).masked_fill(ids < 0, 0)
+
+    def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
+        through = _Rotation.apply(bounded, values) if self.gradient == "rotation" else bounded
+        return straight_through(values, through)
+
+    def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
+        sums = {**super()._statistics(bounded, values, ids, keep)}
+        sums["commitment"] = squared_error(bounded, values, keep)
+        if "codebook" in self.loss_weights:
+            learned = look_up(self.codes().to(bounded.dtype), ids.squeeze(-1).clamp(min=0))
+            sums["codebook"] = squared_error(bounded.detach(), learned, keep)
+        return Stats(sums)
+
+
+def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:
+    """Sum over tokens of the mean over channels of the squared difference: twice ``(T, G, D)`` → ``(G,)``."""
+    error = reduce((a - b).square(), "t g d -> t g", "mean")
+    if keep is not None:
+        error = error.masked_fill(~keep[:, None], 0)
+    return error.sum(dim=0)
+
+
+def nearest(x: Tensor, codes: Tensor) -> Tensor:
+    """The code of the least Euclidean distance, the first of several: ``(T, G, D)``, ``(G, K, D)`` → ``(T, G)`` int64.
+
+    ``argmax <x, c> - |c|² / 2`` takes one matrix product, and a bounded number of scores is held at a time. A vector
+    with NaN gets some code in range.
+    """
+    half_norm = codes.square().sum(dim=-1).div_(2)[:, None]
+    table = codes.transpose(1, 2)
+    groups, size, _ = codes.shape
+    # A graph takes them all at once: the number of parts would be part of it.
+    parts = (x,) if torch.compiler.is_compiling() else x.split(max(1, CHUNK // (groups * size)))
+    found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def look_up(codes: Tensor, ids: Tensor) -> Tensor:
+    """``(G, K, D)``, ``(T, G)`` → ``(T, G, D)``."""
+    groups, size, _ = codes.shape
+    rows = ids + size * torch.arange(groups, device=ids.device)
+    return F.embedding(rows, codes.flatten(0, 1))
+
+
+class _Rotation(torch.autograd.Function):
+    """``x``, whose gradient comes as if through the constant map that turns and scales ``x`` onto ``q``.
+
+    The rotation trick (Fifty et al. 2024, https://arxiv.org/abs/2410.06424): gradients keep their angle to the code, so
+    that vectors of one code do not all get the same. The map is two reflections, so that no D × D matrix is needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, q: Tensor) -> Tensor:
+        ctx.save_for_backward(x, q)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, q = ctx.saved_tensors
+        u, v = F.normalize(x, dim=-1), F.normalize(q, dim=-1)
+        w = F.normalize(u + v, dim=-1)
+        # The transpose of 1 - 2 w wᵀ + 2 v uᵀ.
+        turned = grad - 2 * (grad * w).sum(-1, keepdim=True) * w + 2 * (grad * v).sum(-1, keepdim=True) * u
+        scale = q.norm(dim=-1, keepdim=True) / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        return turned * scale, None
+
+
+def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
+
+    Raises:
+        ConfigError: a weight for a loss that does not exist.
+    """
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)

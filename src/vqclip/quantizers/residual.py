@@ -1,0 +1,193 @@
+"""Residual quantization: each stage quantizes what the stages before it left."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.draws import keyed_integers
+from vqclip.quantizers.stats import Stats
+
+if TYPE_CHECKING:
+    from vqclip.quantizers import QuantizerConfig
+
+
+class Residual(Quantizer):
+    """Several stages of one quantizer (residual VQ: SoundStream, Zeghidour et al. 2021, arXiv 2107.03312).
+
+    The vector is brought to the range of the codes once, as the layer does. Stage i then takes the codes nearest to
+    what is left, its own codes being ``refinement^i`` times finer: half for LFQ and BSQ, a level's width for FSQ, as
+    they are for VQ and SimVQ, which learn the scale. The vector is the sum of the stages' codes; its gradient passes
+    once.
+
+    Ids stand stage after stage: stage i of a layer with C codebooks has columns ``i C`` to ``(i + 1) C - 1``.
+
+    With ``dropout`` only the first d stages count in a training step, d from ``least`` to ``depth`` drawn by (seed,
+    layer, step): the same on every rank, without a word between them. The others' ids are -1, they add 0 to the vector
+    and nothing to any statistic; so does a stage whose ids are set to -1 later, to spend fewer bits.
+
+    Losses are the sums of the stages' own, metrics named ``0/usage``, ``1/usage``, ... beside their means.
+
+    Args:
+        layer: the quantizer of a stage; only its settings are taken, every stage gets one of its own.
+        depth: number of stages, at least 1.
+        dropout: train with fewer stages at random; `update` must then be called once a step, for the next draw.
+        least: stages that are never dropped, 1 to ``depth``.
+        groups: G, how many of it; more than 1 in a `Product`.
+
+    Raises:
+        ConfigError: a number out of range, or a layer without codes.
+    """
+
+    step: Tensor
+
+    def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
+        if depth < 1 or not 1 <= least <= depth:
+            raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
+        if not layer.codebook_sizes:
+            raise ConfigError(
+                f"Residual: {type(layer).__name__} has no codes, so that nothing is left for a next stage"
+            )
+        super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
+        self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
+        self.dropout = dropout
+        self.least = least
+        self.limit: int | None = None
+        """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def depth(self) -> int:
+        """Number of stages."""
+        return len(self.layers)
+
+    @property
+    def refinement(self) -> Tensor | float:
+        """That of all stages together."""
+        return self.stages[0].refinement ** self.depth
+
+    @property
+    def stages(self) -> list[Quantizer]:
+        """The quantizers of the stages, coarsest first."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def spawn(self, groups: int = 1) -> Residual:
+        """See `Quantizer.spawn`."""
+        return Residual(self.stages[0], self.depth, self.dropout, self.least, groups)
+
+    def losses(self, stats: Stats) -> dict[str, Tensor]:
+        """The sum over stages of each loss of the layer."""
+        stats = stats.synced()
+        each = [stage.losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
+        return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
+
+    def metrics(self, stats: Stats) -> dict[str, Tensor]:
+        """Those of every stage i as ``i/...``, and their means; ``tokens`` once."""
+        each = [stage.metrics(stats.under(str(i))) for i, stage in enumerate(self.stages)]
+        means = {name: torch.stack([m[name].double() for m in each]).mean() for name in each[0] if "/" not in name}
+        nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
+        return {**means, "tokens": each[0]["tokens"], **nested}
+
+    def update(self, stats: Stats) -> None:
+        """Every stage's own, and the number of the step by which dropout draws."""
+        for i, stage in enumerate(self.stages):
+            stage.update(stats.under(str(i)))
+        self.step.add_(1)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self.stages[0]._bound(x)
+
+    def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
+        return self.stages[0]._pass_gradient(values, bounded)
+
+    def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        left, sums, columns = bounded.detach(), [], []
+        for i, stage in enumerate(self.stages):
+            values, ids = stage._nearest(left * self._fineness(i))
+            if self.limit is not None and i >= self.limit:
+                values, ids = torch.zeros_like(values), torch.full_like(ids, -1)
+            sums.append(values / self._fineness(i))
+            columns.append(ids)
+            left = left - sums[-1]
+        return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1)
+
+    def _decode(self, ids: Tensor) -> Tensor:
+        parts = zip(self.stages, ids.chunk(self.depth, dim=-1), strict=True)
+        return functools.reduce(torch.add, [stage._decode(p) / self._fineness(i) for i, (stage, p) in enumerate(parts)])
+
+    def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
+        left, sums, columns, stats = bounded, [], [], {}
+        for i, (stage, theirs) in enumerate(zip(self.stages, self._kept(bounded, keep), strict=True)):
+            values, ids, stats[str(i)] = stage._quantize(left * self._fineness(i), theirs)
+            sums.append(values / self._fineness(i))
+            columns.append(ids)
+            left = left - sums[-1]
+        return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nested(stats)
+
+    def _kept(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
+        """Which tokens each stage sees: ``(T,)`` or None for all."""
+        depth: Tensor | int
+        if self.limit is not None:
+            depth = self.limit
+        elif self.dropout and self.training:
+            depth = self.least + keyed_integers(self.key, self.step, 1) % (self.depth - self.least + 1)
+        else:
+            return [keep] * self.depth
+        every = torch.ones(len(bounded), dtype=torch.bool, device=bounded.device) if keep is None else keep
+        return [every & (i < depth) for i in range(self.depth)]
+
+    def _fineness(self, stage: int) -> Tensor | float:
+        return self.stages[0].refinement ** stage
+
+
+def depth_of(module: nn.Module) -> int:
+    """Stages of the deepest `Residual` in a module, such as a whole model; 1 where there is none."""
+    return max((part.depth for part in module.modules() if isinstance(part, Residual)), default=1)
+
+
+@contextmanager
+def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
+    """Within the block, let only the first ``depth`` stages of every `Residual` in ``module`` count.
+
+    The others' ids are -1, so that a token costs fewer bits.
+
+    Raises:
+        ConfigError: ``depth`` is less than 1.
+    """
+    if depth < 1:
+        raise ConfigError(f"depth: got {depth}, expected at least 1")
+    before = {part: part.limit for part in module.modules() if isinstance(part, Residual)}
+    try:
+        for part in before:
+            part.limit = depth
+        yield
+    finally:
+        for part, limit in before.items():
+            part.limit = limit
+
+
+class ResidualConfig(Config):
+    """Residual quantization: several stages of one quantizer, each for what the ones before it left."""
+
+    kind: Literal["residual"] = "residual"
+    layer: QuantizerConfig
+    """The quantizer of every stage."""
+    depth: Annotated[int, Field(ge=1)]
+    """Number of stages, and so of ids per codebook of the layer."""
+    dropout: bool = False
+    """In training, let only the first few stages count, a number drawn for every step."""
+    least: Annotated[int, Field(ge=1)] = 1
+    """Stages that dropout always leaves."""
+
+    def build(self) -> Residual:
+        """Make the quantizer."""
+        return Residual(self.layer.build(), self.depth, self.dropout, self.least)

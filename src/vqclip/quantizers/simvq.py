@@ -1,0 +1,83 @@
+"""SimVQ: a frozen codebook behind a learned linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
+from vqclip.quantizers.usage import MAX_COUNTED_CODES
+
+
+class SimVQ(TableQuantizer):
+    """Vector quantization by one learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
+
+    Every code moves with the layer, the unused ones too, so none is left behind. Losses: ``commitment`` and
+    ``codebook``, as in `TableQuantizer`.
+
+    Args:
+        dim: D, at least 1.
+        codebook_size: K, at least 2.
+        gradient: ``rotation`` or ``straight_through``.
+        loss_weights: of ``commitment`` and ``codebook``; one that is left out weighs 0. Without any: 0.25 and 1.
+        groups: G, the number of codebooks; more than 1 in a `Product`.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist.
+    """
+
+    codebook: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        codebook_size: int,
+        gradient: GradientPath = "rotation",
+        loss_weights: Mapping[str, float] | None = None,
+        groups: int = 1,
+    ):
+        weights = checked_weights("SimVQ", SimVQLossWeights().model_dump(), loss_weights)
+        super().__init__(dim, codebook_size, groups, gradient, weights)
+        self.register_buffer("codebook", torch.randn(groups, codebook_size, dim) * dim**-0.5)
+        self.transform = nn.Parameter(torch.eye(dim).repeat(groups, 1, 1))
+
+    def spawn(self, groups: int = 1) -> SimVQ:
+        """See `Quantizer.spawn`."""
+        size = self.codebook_sizes[0]
+        return SimVQ(self.dim, size, self.gradient, self.loss_weights, groups)
+
+    def codes(self) -> Tensor:
+        """``(G, K, D)``, with gradient for the layer."""
+        return self.codebook @ self.transform
+
+
+class SimVQLossWeights(Config):
+    """Weights of SimVQ's losses in the training loss."""
+
+    commitment: Annotated[float, Field(ge=0)] = 0.25
+    """Of the mean squared distance that pulls vectors to their codes."""
+    codebook: Annotated[float, Field(ge=0)] = 1.0
+    """Of the same distance, pulling the codes to their vectors."""
+
+
+class SimVQConfig(Config):
+    """Vector quantization with a frozen table of codes behind a learned linear layer."""
+
+    kind: Literal["simvq"] = "simvq"
+    dim: Annotated[int, Field(ge=1)]
+    """Width of the vectors."""
+    codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
+    """Number of codes."""
+    gradient: GradientPath = "rotation"
+    """How gradients pass: straight_through, or rotation (the rotation trick)."""
+    loss_weights: SimVQLossWeights = SimVQLossWeights()
+    """Weights of the two losses."""
+
+    def build(self) -> SimVQ:
+        """Make the quantizer; torch's global generator draws its table."""
+        return SimVQ(self.dim, self.codebook_size, self.gradient, self.loss_weights.model_dump())

@@ -1,0 +1,325 @@
+"""Vector quantization: a table of codes that follow the vectors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+from vqclip.precision import full_precision
+from vqclip.quantizers.draws import keyed_integers
+from vqclip.quantizers.entropy import entropy
+from vqclip.quantizers.kmeans import kmeans
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
+from vqclip.quantizers.stats import OWN, Draw, Stats
+from vqclip.quantizers.usage import MAX_COUNTED_CODES
+
+log = logging.getLogger(__name__)
+
+Learning = Literal["ema", "gradient"]
+"""How codes follow the vectors: a moving mean of those they stand for, or the codebook loss."""
+
+KMEANS_VECTORS = 8
+"""Vectors drawn for every code to start from."""
+
+
+class VQ(TableQuantizer):
+    """Vector Quantization (VQ-VAE: van den Oord et al. 2017, https://arxiv.org/abs/1711.00937).
+
+    A vector becomes the nearest of K codes. With ``learning="ema"`` each code is the moving mean of the vectors that it
+    stood for (the paper's appendix), with ``"gradient"`` a loss pulls it there. All of it happens in `update`, from the
+    statistics of the whole global batch: forward changes nothing.
+
+    - Dead codes: one whose moving count falls below ``dead_below`` of the average code's is replaced by a token of the
+      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer). A draw that meets padding leaves
+      the code for the next step.
+    - ``kmeans``: the first `update` sets the codes by k-means over 8 K tokens of the global batch, drawn alike.
+
+    Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
+    (`TableQuantizer`) and, where it has a weight, ``orthogonality``: mean squared cosine between different codes (Shin
+    et al. 2021, https://arxiv.org/abs/2112.00384); where it has a weight ``diversity``: log K less the entropy of the
+    mean of a softmax over ``-distance² / diversity_temperature``, which needs a number for every token and code.
+
+    Args:
+        dim: D, at least 1.
+        codebook_size: K, from 2 to 2^20.
+        learning: ``ema`` or ``gradient``.
+        decay: of the moving counts and means, in [0, 1).
+        cosine: vectors and codes have unit length (Yu et al. 2021, https://arxiv.org/abs/2110.04627).
+        kmeans: start with k-means.
+        dead_below: share of the average code's count below which a code is replaced, in [0, 1); 0 for never.
+        gradient: ``rotation`` or ``straight_through``.
+        diversity_temperature: > 0.
+        sync_codebook: False: every rank follows its own tokens and `update` communicates nothing. Codebooks then drift
+            apart, and a checkpoint holds rank 0's.
+        loss_weights: by the names above; one that is left out weighs 0. Without any: commitment 0.25, codebook 1.
+        groups: G, the number of codebooks; more than 1 in a `Product`.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist.
+    """
+
+    codebook: Tensor
+    sizes: Tensor
+    totals: Tensor
+    started: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        codebook_size: int,
+        learning: Learning = "ema",
+        decay: float = 0.99,
+        cosine: bool = False,
+        kmeans: bool = True,
+        dead_below: float = 0.03,
+        gradient: GradientPath = "rotation",
+        diversity_temperature: float = 1.0,
+        sync_codebook: bool = True,
+        loss_weights: Mapping[str, float] | None = None,
+        groups: int = 1,
+    ):
+        self._settings: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("self", "__class__", "groups")}
+        _check_range("decay", decay)
+        _check_range("dead_below", dead_below)
+        if learning not in get_args(Learning):
+            raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
+        if not diversity_temperature > 0:
+            raise ConfigError(f"VQ: diversity_temperature is {diversity_temperature}, expected a number > 0")
+        super().__init__(dim, codebook_size, groups, gradient, _weights(learning, loss_weights))
+        self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
+        self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
+        codebook = self._normalized(torch.randn(groups, codebook_size, dim) * dim**-0.5)
+        if learning == "gradient":
+            self.codebook = nn.Parameter(codebook)
+        else:
+            self.register_buffer("codebook", codebook)
+            self.register_buffer("totals", torch.zeros(groups, codebook_size, dim))
+        self.register_buffer("sizes", torch.zeros(groups, codebook_size))
+        self.register_buffer("started", torch.tensor(not kmeans))
+        # What forward may ask without waiting for the device.
+        self._is_started = not kmeans
+        self.register_load_state_dict_post_hook(lambda module, keys: module._look_whether_started())
+        if not sync_codebook:
+            log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
+
+    def spawn(self, groups: int = 1) -> VQ:
+        """See `Quantizer.spawn`."""
+        return VQ(**self._settings, groups=groups)
+
+    def codes(self) -> Tensor:
+        """``(G, K, D)``."""
+        return self._normalized(self.codebook)
+
+    def losses(self, stats: Stats) -> dict[str, Tensor]:
+        """See the class."""
+        stats = stats.synced()
+        losses = super().losses(stats)
+        if "orthogonality" in self.loss_weights:
+            with full_precision(self.codebook.device):
+                losses["orthogonality"] = _mean_squared_cosine(self.codes()).mean()
+        if "diversity" in self.loss_weights:
+            mean = stats["soft_counts"].double() / stats["tokens"].clamp(min=1)
+            full = torch.tensor(float(mean.shape[-1])).log()
+            losses["diversity"] = torch.where(stats["tokens"] > 0, full - entropy(mean), 0.0).clamp(min=0).mean()
+        return losses
+
+    def update(self, stats: Stats) -> None:
+        """Move the codes after the tokens of the global batch, replace dead ones, count the step.
+
+        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is off.
+        """
+        stats = stats.synced() if self.sync_codebook else stats.local()
+        own = "" if self.sync_codebook else OWN
+        with torch.no_grad():
+            if self._is_started:
+                self._follow(stats[f"{own}codes"], stats.get(f"{own}vectors"))
+            else:
+                self._start(stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
+            if self.dead_below > 0:
+                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
+            super().update(stats)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self._normalized(x)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) if self.cosine else x
+
+    def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
+        sums = {**super()._statistics(bounded, values, ids, keep)}
+        if "diversity" in self.loss_weights:
+            sums["soft_counts"] = self._soft_counts(bounded, keep)
+        if not self.training:
+            return Stats(sums)
+        own = "" if self.sync_codebook else OWN
+        if own:
+            sums[f"{own}codes"] = sums["codes"]
+        if self.learning == "ema":
+            sums[f"{own}vectors"] = _sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
+        if not (wanted := self._draws_wanted()):
+            return Stats(sums)
+        numbers = keyed_integers(self.key, self.step, wanted)
+        return Stats(sums, {f"{own}drawn": Draw(numbers, bounded.detach(), keep, shared=self.sync_codebook)})
+
+    def _draws_wanted(self) -> int:
+        size = self.codebook_sizes[0]
+        return size * KMEANS_VECTORS if not self._is_started else size if self.dead_below > 0 else 0
+
+    def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
+        """Sum over tokens of their soft assignment: ``(T, G, D)`` → ``(G, K)``."""
+        codes = self.codes().to(bounded.dtype)
+        products = torch.einsum("tgd,gkd->tgk", bounded, codes)
+        share = ((2 * products - codes.square().sum(-1)) / self.diversity_temperature).softmax(dim=-1)
+        if keep is not None:
+            share = share.masked_fill(~keep[:, None, None], 0)
+        return share.sum(dim=0)
+
+    def _follow(self, counts: Tensor, vectors: Tensor | None) -> None:
+        """Move the averages by one step. ``counts`` ``(G, K)``, ``vectors`` ``(G, K, D)``: sums over tokens."""
+        counts = counts.to(self.sizes.dtype)
+        seen = counts.sum() > 0
+        # At first every code counts as used alike, and as the mean of its vectors.
+        average = counts.mean(dim=-1, keepdim=True).expand_as(counts)
+        fresh = (self.sizes.sum(dim=-1, keepdim=True) == 0) & seen
+        sizes = torch.where(fresh, average, self.sizes)
+        moved = torch.where(seen, torch.lerp(counts, sizes, self.decay), sizes)
+        self.sizes.copy_(moved)
+        if vectors is None:
+            return
+        totals = torch.where(fresh[..., None], self.codebook * average[..., None], self.totals)
+        totals = torch.where(seen, torch.lerp(vectors.to(totals.dtype), totals, self.decay), totals)
+        self.totals.copy_(totals)
+        # A code that nothing has chosen for very long keeps its place instead of becoming 0 / 0.
+        known = moved > 1e-6 * moved.mean(dim=-1, keepdim=True)
+        mean = totals / torch.where(known, moved, 1)[..., None]
+        self.codebook.copy_(self._normalized(torch.where(known[..., None], mean, self.codebook)))
+
+    def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
+        """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none."""
+        found = vectors[present.flatten() > 0].to(self.codebook.dtype)
+        if not len(found):
+            return
+        size = self.codebook_sizes[0]
+        centres, members = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
+        sizes = members.to(self.sizes.dtype) * (counts.sum(dim=-1, keepdim=True) / len(found))
+        self._put(torch.ones_like(sizes).bool(), centres, sizes)
+        self.started.fill_(True)
+        self._is_started = True
+
+    def _replace_dead(self, vectors: Tensor, present: Tensor) -> None:
+        size = self.codebook_sizes[0]
+        average = self.sizes.mean(dim=-1, keepdim=True)
+        dead = (self.sizes < self.dead_below * average) & (present[:size].flatten() > 0)
+        candidates = rearrange(vectors[:size], "k g d -> g k d").to(self.codebook.dtype)
+        self._put(dead, candidates, average.expand_as(self.sizes))
+
+    def _put(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
+        """New codes ``(G, K, D)`` where ``where`` ``(G, K)``, counting as used ``sizes`` times a step."""
+        self.codebook.copy_(torch.where(where[..., None], codes, self.codebook))
+        self.sizes.copy_(torch.where(where, sizes, self.sizes))
+        if self.learning == "ema":
+            self.totals.copy_(torch.where(where[..., None], codes * sizes[..., None], self.totals))
+
+    def _look_whether_started(self) -> None:
+        self._is_started = bool(self.started)
+
+
+class VQLossWeights(Config):
+    """Weights of VQ's losses in the training loss."""
+
+    commitment: Annotated[float, Field(ge=0)] = 0.25
+    """Of the mean squared distance that pulls vectors to their codes."""
+    codebook: Annotated[float, Field(ge=0)] | None = None
+    """Of the same distance, pulling codes to their vectors: 1 with learning: gradient; there is none with ema."""
+    orthogonality: Annotated[float, Field(ge=0)] = 0.0
+    """Of the mean squared cosine between different codes; with learning: gradient only."""
+    diversity: Annotated[float, Field(ge=0)] = 0.0
+    """Of log K less the entropy of the mean soft assignment; takes a number for every token and code."""
+
+
+class VQConfig(Config):
+    """Vector quantization: a table of codes that follow the vectors."""
+
+    kind: Literal["vq"] = "vq"
+    dim: Annotated[int, Field(ge=1)]
+    """Width of the vectors and codes."""
+    codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
+    """Number of codes."""
+    learning: Learning = "ema"
+    """How codes follow the vectors: ema (moving mean of those they stand for) or gradient (the codebook loss)."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Of the moving counts and means; higher is slower."""
+    cosine: bool = False
+    """Vectors and codes have unit length."""
+    kmeans: bool = True
+    """Start the codes with k-means over tokens of the first batch."""
+    dead_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """A code used less than this share of the average code is replaced by a token of the batch; 0 for never."""
+    gradient: GradientPath = "rotation"
+    """How gradients pass: straight_through, or rotation (the rotation trick)."""
+    diversity_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the soft assignment in the diversity loss."""
+    sync_codebook: bool = True
+    """Follow the tokens of all ranks. False: each rank its own, and codebooks drift apart."""
+    loss_weights: VQLossWeights = VQLossWeights()
+    """Weights of the losses."""
+
+    @model_validator(mode="after")
+    def _losses_exist(self) -> VQConfig:
+        _weights(self.learning, self._given_weights())
+        return self
+
+    def build(self) -> VQ:
+        """Make the quantizer; torch's global generator draws its first codes."""
+        settings = self.model_dump(exclude={"kind", "loss_weights"})
+        return VQ(**settings, loss_weights=self._given_weights())
+
+    def _given_weights(self) -> dict[str, float]:
+        weights = self.loss_weights.model_dump()
+        if weights["codebook"] is None:
+            weights["codebook"] = 1.0 if self.learning == "gradient" else 0.0
+        return weights
+
+
+def _weights(learning: Learning, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Of the losses that there are: commitment (and codebook) always, the others where they weigh something."""
+    always = {"commitment": 0.25} | ({"codebook": 1.0} if learning == "gradient" else {})
+    optional = {"orthogonality", "diversity"} if learning == "gradient" else {"diversity"}
+    given = None if weights is None else {k: v for k, v in weights.items() if k in always or v > 0}
+    if learning == "ema" and (wrong := {"codebook", "orthogonality"} & set(given or {})):
+        raise ConfigError(
+            f"VQ: loss_weights has {sorted(wrong)}, but with learning: ema no gradient moves the codes; "
+            "leave it out, or set learning: gradient"
+        )
+    checked = checked_weights("VQ", always | dict.fromkeys(optional, 0.0), given)
+    return {name: weight for name, weight in checked.items() if weight > 0 or name in always}
+
+
+def _check_range(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(f"VQ: {name} is {value}, expected a number from 0 to less than 1")
+
+
+def _sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
+    """Sum of the vectors of each code: ``(T, G, D)``, ids ``(T, G)`` (-1: none) → ``(G, K, D)``."""
+    groups, dim = x.shape[1:]
+    # One more row for each group takes up the masked tokens.
+    rows = torch.where(ids < 0, size, ids) + (size + 1) * torch.arange(groups, device=ids.device)
+    sums = x.new_zeros(groups * (size + 1), dim).index_add(0, rows.flatten(), x.reshape(-1, dim))
+    return sums.view(groups, size + 1, dim)[:, :size]
+
+
+def _mean_squared_cosine(codes: Tensor) -> Tensor:
+    """Between different codes: ``(G, K, D)`` → ``(G,)``; by the Gram matrix of the channels, whose norm is the same."""
+    unit = F.normalize(codes, dim=-1)
+    size = codes.shape[1]
+    return ((unit.mT @ unit).square().sum(dim=(1, 2)) - size) / (size * (size - 1))

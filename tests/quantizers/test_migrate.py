@@ -1,0 +1,90 @@
+"""Ids of vector-quantize-pytorch's quantizers and of those made from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import vector_quantize_pytorch as peer
+from torch import Tensor, nn
+
+from vqclip.errors import ConfigError
+from vqclip.quantizers import from_vector_quantize_pytorch
+
+MODULES: dict[str, Any] = {
+    "vq": lambda: peer.VectorQuantize(dim=8, codebook_size=64, kmeans_init=True, threshold_ema_dead_code=2),
+    "vq, cosine": lambda: peer.VectorQuantize(dim=8, codebook_size=64, use_cosine_sim=True),
+    "vq, learned": lambda: peer.VectorQuantize(
+        dim=8, codebook_size=64, learnable_codebook=True, ema_update=False, rotation_trick=False
+    ),
+    "vq, heads": lambda: peer.VectorQuantize(
+        dim=8, codebook_size=32, codebook_dim=4, heads=2, separate_codebook_per_head=True
+    ),
+    "residual vq": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=4, quantize_dropout=True),
+    "residual vq, shared": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=3, shared_codebook=True),
+    "fsq": lambda: peer.FSQ([8, 5, 5, 5]),
+    "fsq, symmetric": lambda: peer.FSQ([8, 5, 4, 2], preserve_symmetry=True),
+    "fsq, codebooks": lambda: peer.FSQ([8, 6, 5], num_codebooks=2),
+    "residual fsq": lambda: peer.ResidualFSQ(levels=[8, 5, 4, 3], num_quantizers=3, dim=4),
+    "lfq": lambda: peer.LFQ(codebook_size=256, dim=8),
+    "lfq, codebooks": lambda: peer.LFQ(codebook_size=16, dim=8, num_codebooks=2),
+}
+
+WIDTHS = {"fsq": 4, "fsq, symmetric": 4, "fsq, codebooks": 6, "residual fsq": 4}
+
+
+def inputs(width: int, tokens: int = 2000) -> Tensor:
+    return torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0))
+
+
+def trained(name: str) -> nn.Module:
+    """After a few rounds of training, so that codebooks are not their first draw."""
+    torch.manual_seed(0)
+    module = MODULES[name]().train()
+    for _ in range(5):
+        module(torch.randn(2, 200, WIDTHS.get(name, 8)))
+    return module.eval()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_ids_are_equal(name: str) -> None:
+    module = trained(name)
+    x = inputs(WIDTHS.get(name, 8))
+    vectors, ids, *_ = module(x)
+    ours = from_vector_quantize_pytorch(module, inner=name == "vq, heads")
+    inside = module.project_in(x) if name == "vq, heads" else x
+    out = ours(inside)
+    assert torch.equal(out.ids, ids.view(*out.ids.shape).long())
+    if name != "vq, heads":
+        torch.testing.assert_close(out.vectors, vectors, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_goes_on_training(name: str) -> None:
+    ours = from_vector_quantize_pytorch(trained(name), inner=True).train()
+    x = inputs(ours.dim, 50).requires_grad_()
+    out = ours(x)
+    (out.vectors.square().sum() + sum(ours.losses(out.stats).values())).backward()
+    ours.update(out.stats)
+    assert torch.isfinite(x.grad).all()
+    assert torch.isfinite(ours(x).vectors).all()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: nn.Linear(3, 3), "got a Linear, expected one of VectorQuantize"),
+        (lambda: peer.VectorQuantize(dim=16, codebook_size=8, codebook_dim=4), "projects its input.*inner=True"),
+        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, kmeans_init=True), "kmeans init not done"),
+        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, affine_param=True), "affine param"),
+        (lambda: peer.ResidualVQ(dim=4, codebook_size=(8, 4), num_quantizers=2), "codebook sizes that differ"),
+        (lambda: peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, use_cosine_sim=True), "use cosine sim"),
+        (lambda: peer.FSQ([4, 4], orthogonal_rotation=True), "orthogonal rotation"),
+        (lambda: peer.ResidualFSQ(levels=[4, 4], num_quantizers=2, dim=2, bound_hard_clamp=False), "hard clamp off"),
+        (lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True), "spherical"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(module: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_vector_quantize_pytorch(module())

@@ -1,0 +1,225 @@
+"""Fifty optimizer steps with everything that changes a codebook switched on: W processes do what one does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.quantizers import (
+    BSQConfig,
+    FSQConfig,
+    LFQConfig,
+    Order,
+    ProductConfig,
+    Quantizer,
+    QuantizerConfig,
+    ResidualConfig,
+    SimVQConfig,
+    Stats,
+    VQConfig,
+    VQLossWeights,
+)
+
+BUSY = {"decay": 0.8, "dead_below": 0.5}
+"""Codes come and go all the time."""
+
+FAMILIES: dict[str, QuantizerConfig] = {
+    "fsq": FSQConfig(levels=(5, 4, 3)),
+    "lfq": LFQConfig(bits=4, entropy_temperature=1.0),
+    "bsq": BSQConfig(bits=4, entropy_temperature=1.0),
+    "vq": VQConfig(dim=4, codebook_size=16, **BUSY),
+    "vq, cosine": VQConfig(dim=4, codebook_size=16, cosine=True, gradient="straight_through", **BUSY),
+    "vq, learned": VQConfig(
+        dim=4,
+        codebook_size=16,
+        learning="gradient",
+        loss_weights=VQLossWeights(orthogonality=0.1, diversity=0.1),
+        **BUSY,
+    ),
+    "simvq": SimVQConfig(dim=4, codebook_size=16),
+    "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(5, 4), layout="uniform"), depth=3, dropout=True),
+    "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=3, dropout=True),
+    "product of vq": ProductConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), codebooks=2),
+    "product of residual of vq": ProductConfig(
+        layer=ResidualConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), depth=2, dropout=True), codebooks=2
+    ),
+    "residual of product of lfq": ResidualConfig(
+        layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
+    ),
+}
+
+SPLITS = {
+    "2 equal": ((8, 8), 1),
+    "2 unequal, 4 micro-batches": ((12, 4), 4),
+    "2, one of them empty": ((16, 0), 1),
+    "4 unequal, 4 micro-batches": ((7, 1, 5, 3), 4),
+}
+
+State = dict[str, Tensor]
+
+
+class Masked(nn.Sequential):
+    """Hands the mask on to the quantizer."""
+
+    def forward(self, x: Tensor, mask: Tensor):
+        linear, quantizer = self
+        return quantizer(linear(x), mask)
+
+
+class Training:
+    """A linear layer, a quantizer and Adam, on this rank's part of global batches of 16 samples."""
+
+    def __init__(self, config: QuantizerConfig, split: Sequence[int], micro_batches: int = 1):
+        torch.manual_seed(0)
+        self.quantizer: Quantizer = config.build().double()
+        self.quantizer.set_seed(3)
+        # Kept away from the quantizer's own generator: some of them draw their first codes, some do not.
+        torch.manual_seed(1)
+        self.model = Masked(nn.Linear(6, self.quantizer.dim).double(), self.quantizer)
+        self.parallel = dist.wrap_ddp(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.split, self.micro_batches = list(split), micro_batches
+
+    def step(self, number: int) -> Stats:
+        x, mask, target = (part.split(self.split)[dist.rank()] for part in self._batch(number))
+        parts = [part.tensor_split(self.micro_batches) for part in (x, mask, target)]
+        stats, misfit = None, torch.zeros((), dtype=torch.float64)
+        for some, theirs, wanted in zip(*parts, strict=True):
+            out = self.parallel(some, theirs)
+            stats = out.stats if stats is None else stats + out.stats
+            misfit = misfit + (out.vectors * wanted).sum()
+        assert stats is not None
+        stats = stats.synced(self._order())
+        losses = self.quantizer.losses(stats)
+        weighted = sum((self.quantizer.loss_weights[k] * v for k, v in losses.items()), torch.zeros(()))
+        self.optimizer.zero_grad()
+        (dist.world_size() * misfit / 16 + weighted).backward()  # the convention of `vqclip.dist`
+        self.optimizer.step()
+        self.quantizer.update(stats)
+        return stats
+
+    def _batch(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(16, 5, 6, generator=generator, dtype=torch.float64)
+        mask = torch.rand(16, 5, generator=generator) > 0.3
+        return x, mask, torch.randn(16, 5, self.quantizer.dim, generator=generator, dtype=torch.float64)
+
+    def _order(self) -> Order:
+        start = sum(self.split[: dist.rank()])
+        return Order(torch.arange(start, start + self.split[dist.rank()]), 16)
+
+
+def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int = 1, steps: int = 50) -> list[State]:
+    training = Training(config, split, micro_batches)
+    states = []
+    for number in range(steps):
+        training.step(number)
+        states.append({name: value.clone() for name, value in training.model.state_dict().items()})
+    return states
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[State]]:
+    return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
+
+
+@pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_one_process(
+    ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
+) -> None:
+    first, *others = ranks(len(split), trajectory, FAMILIES[name], split, micro_batches)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    for mine, theirs in zip(first, alone[name], strict=True):
+        for key in mine:
+            torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_something_happens(alone: dict[str, list[State]], name: str) -> None:
+    """The comparison above is worth something: k-means starts, codes are replaced, dropout has several depths."""
+    states = alone[name]
+    tables = [key for key in states[0] if key.endswith("codebook")]
+    for key in tables:
+        steps = [(b[key] - a[key]).norm(dim=-1) for a, b in itertools.pairwise(states)]
+        assert "simvq" in name or torch.stack(steps).amax() > 0.3, "no code was replaced"
+    started = [key for key in states[0] if key.endswith("started")]
+    assert all(states[0][key] for key in started)
+
+
+def replacement_rounds(rounds: int) -> list[float]:
+    """Rounds of different token counts on every rank; each draws its own, so counts are never the same."""
+    config = ResidualConfig(layer=VQConfig(dim=4, codebook_size=32, decay=0.5, dead_below=0.9), depth=4, dropout=True)
+    torch.manual_seed(0)
+    quantizer = config.build()
+    generator = torch.Generator().manual_seed(dist.rank())
+    for _ in range(rounds):
+        tokens = int(torch.randint(0, 40, (), generator=generator))
+        x = torch.randn(tokens, 4, generator=generator)
+        mask = torch.rand(tokens, generator=generator) > 0.3
+        quantizer.update(quantizer(x, mask).stats.synced())
+    return [float(value.double().sum()) for value in quantizer.state_dict().values()]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dead_codes_with_dropout_never_meet_a_shape_mismatch(ranks: RankPool, world_size: int) -> None:
+    """Bug report 2: replacement per process met dropout that drew differently on every rank."""
+    first, *others = ranks(world_size, replacement_rounds, 200)
+    assert all(other == first for other in others)
+
+
+def vq_under_ddp(sync_codebook: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    training = Training(VQConfig(dim=4, codebook_size=16, sync_codebook=sync_codebook, **BUSY), (12, 4))
+    for number in range(20):
+        stats = training.step(number)
+    # Whatever the last update needs, it has: no rank waits for another here.
+    collectives = count_collectives(lambda: training.quantizer.update(stats))
+    return [p.detach() for p in training.model.parameters()], list(training.model.buffers()), collectives
+
+
+def count_collectives(call: Callable[[], None]) -> int:
+    calls, originals = [], {}
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor"):
+        originals[name] = getattr(c10d, name)
+        setattr(
+            c10d, name, lambda *args, _name=name, **kwargs: calls.append(_name) or originals[_name](*args, **kwargs)
+        )
+    try:
+        call()
+    finally:
+        for name, original in originals.items():
+            setattr(c10d, name, original)
+    return len(calls)
+
+
+@pytest.mark.parametrize("sync_codebook", [True, False])
+def test_vq_trains_under_ddp(ranks: RankPool, sync_codebook: bool) -> None:
+    """Bug report 3: synchronisation of the codebook met DDP's own; both settings train, and off is off."""
+    (weights, codes, collectives), (other_weights, other_codes, _) = ranks(2, vq_under_ddp, sync_codebook)
+    assert collectives == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(codes, other_codes, strict=True)) == sync_codebook
+
+
+def update_alone() -> int:
+    """Rank 0 updates an unsynchronised codebook while rank 1 has left."""
+    if dist.rank() == 1:
+        return 0
+    quantizer = VQConfig(dim=4, codebook_size=8, sync_codebook=False).build()
+    quantizer.update(quantizer(torch.randn(30, 4)).stats)
+    return int(quantizer.step)
+
+
+def test_an_unsynchronised_update_waits_for_no_one(ranks: RankPool, caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks(2, update_alone, timeout=20.0) == [1, 0]
+    VQConfig(dim=4, codebook_size=8, sync_codebook=False).build()
+    assert "sync_codebook is false" in caplog.text
