@@ -232,7 +232,12 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, 1 for an error, 2 for a configuration that cannot be used."""
+    """The command line.
+
+    Returns:
+        The exit status: 0, 1 for an error, 2 for a configuration that cannot be used, 130 for Ctrl-C before the first
+        step or pressed twice.
+    """
     parser = argparse.ArgumentParser(prog="vqclip.train", description="Train image and text tokenizers together.")
     # torchrun takes any option that begins like one of its own (--log..., --n..., --max...), so ours do not.
     parser.add_argument("--config", type=Path, help="YAML file, such as configs/base.yaml")
@@ -260,6 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = train(config)
     except VqclipError as error:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:  # between steps, the first one is a `StopSignals` flag
+        print("vqclip.train: interrupted; what is not in a checkpoint is not kept", file=sys.stderr)
+        return 130
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0

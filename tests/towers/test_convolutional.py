@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vqclip.config import load_config
+from vqclip.errors import ConfigError
 from vqclip.towers.convolutional import ConvolutionalTowerConfig
 
 CONFIG = ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24])
@@ -52,3 +54,8 @@ def test_groups_that_do_not_divide_the_channels_are_refused():
 
 def test_more_stages_than_the_picture_has_halves_still_give_one_token():
     assert ConvolutionalTowerConfig(image_size=8, channels=[8] * 5).build().num_tokens == 1
+
+
+def test_a_stage_has_a_channel_at_least():
+    with pytest.raises(ConfigError, match=r"channels\[1\]: got 0 \(int\); expected an integer >= 1"):
+        load_config(ConvolutionalTowerConfig, overrides=["image_size=32", "channels=[8, 0]"])
