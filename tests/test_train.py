@@ -644,6 +644,18 @@ def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
     assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
 
 
+def test_an_interrupt_before_the_first_step_is_one_line(tmp_path, shards, capsys, monkeypatch):
+    def interrupt(*args, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    monkeypatch.setattr("vqclip.train.prepare", interrupt)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
+    assert [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line] == [
+        "vqclip.train: interrupted; what is not in a checkpoint is not kept"
+    ]
+
+
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
     with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):

@@ -251,7 +251,12 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, 1 for an error, 2 for a configuration that cannot be used."""
+    """The command line.
+
+    Returns:
+        The exit status: 0, 1 for an error, 2 for a configuration that cannot be used, 130 for Ctrl-C before the first
+        step or pressed twice.
+    """
     options = command_line().parse_intermixed_args(arguments)
     if options.json_schema:
         print(json.dumps(json_schema(TrainConfig), indent=2))
@@ -275,6 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
+    except KeyboardInterrupt:  # between steps, the first one is a `StopSignals` flag
+        print("vqclip.train: interrupted; what is not in a checkpoint is not kept", file=sys.stderr)
+        return 130
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vqclip.config import load_config
+from vqclip.errors import ConfigError
 from vqclip.towers.convolutional import ConvolutionalTowerConfig
 
 CONFIG = ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24])
@@ -64,3 +66,8 @@ def test_a_group_of_one_number_is_refused():
     for size, per_group in ((16, 2), (32, 1)):
         config = ConvolutionalTowerConfig(image_size=size, channels=[8] * 4, channels_per_group=per_group)
         assert config.build().num_tokens == (size // 16) ** 2
+
+
+def test_a_stage_has_a_channel_at_least():
+    with pytest.raises(ConfigError, match=r"channels\[1\]: got 0 \(int\); expected an integer >= 1"):
+        load_config(ConvolutionalTowerConfig, overrides=["image_size=32", "channels=[8, 0]"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -54,14 +54,14 @@ class ConvolutionalTowerConfig(Config):
     kind: Literal["convolutional"] = "convolutional"
     image_size: int = Field(ge=8, le=4096)
     """Height and width of the input in pixels; a multiple of 2^stages."""
-    channels: list[int] = Field([32, 64, 128, 192], min_length=1, max_length=8)
+    channels: list[Annotated[int, Field(ge=1)]] = Field([32, 64, 128, 192], min_length=1, max_length=8)
     """Channels of each stage; there are (image_size / 2^stages)² tokens."""
     channels_per_group: int = Field(4, ge=1)
     """Channels that are normalised together; must divide every entry of `channels`."""
 
     @model_validator(mode="after")
     def _groups_divide_channels(self) -> ConvolutionalTowerConfig:
-        if any(width < 1 or width % self.channels_per_group for width in self.channels):
+        if any(width % self.channels_per_group for width in self.channels):
             raise ValueError(
                 f"got channels {self.channels} and channels_per_group {self.channels_per_group}; expected channels "
                 "that are multiples of channels_per_group"

@@ -170,6 +170,14 @@ def test_config_refuses_nonsense() -> None:
             ScenesConfig.model_validate(wrong)
 
 
+def test_a_sheet_in_no_folder_is_refused_before_anything_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path / "cache"), "--contact-sheet", str(tmp_path / "none" / "sheet.png")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_command_draws_and_makes_a_contact_sheet(
     paths: ScenesPaths, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,14 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. image_size=224 train=500 seed=1")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    sheet = options.contact_sheet
+    if sheet and not sheet.absolute().parent.is_dir():  # told now, not when all is drawn
+        print(f"--contact-sheet: got {sheet}, but there is no folder {sheet.absolute().parent}", file=sys.stderr)
+        return 2
     try:
         paths = make_scenes(options.out, load_config(ScenesConfig, None, options.overrides))
         for split in ("train", "val", "test", "heldout"):
             print(f"{split:8} {getattr(paths, split)}")
-        if options.contact_sheet:
-            contact_sheet(getattr(paths, options.split)).save(options.contact_sheet)
-            print(f"sheet    {options.contact_sheet}")
-    except VqclipError as error:
+        if sheet:
+            contact_sheet(getattr(paths, options.split)).save(sheet, format="PNG")
+            print(f"sheet    {sheet}")
+    except (VqclipError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
