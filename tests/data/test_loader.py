@@ -95,6 +95,17 @@ def test_more_ranks_than_samples(folder: Path) -> None:
     assert batch.images.shape == (0, 3, SIZE, SIZE)
     assert batch.texts.shape == (0, 40)
     assert batch.sample_ids.dtype == torch.int64
+    assert batch.places.shape == (0,)
+
+
+def test_places_in_the_global_batch(folder: Path) -> None:
+    data = open_data(folder)
+    (whole,) = data.batches(3, 4)
+    assert whole.places.tolist() == list(range(G))
+    for rank in range(3):
+        (part,) = data.batches(3, 4, rank=rank, world_size=3)
+        assert part.global_size == G
+        assert torch.equal(whole.sample_ids[part.places], part.sample_ids)
 
 
 def test_coverage(folder: Path) -> None:

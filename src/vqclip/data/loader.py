@@ -115,7 +115,7 @@ class BatchMaker:
             texts=self._tokenize(captions) if captions else self._tokenize([""])[:0],
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             labels=torch.tensor(labels, dtype=torch.int64),
-            places=torch.arange(self._rank, self._batch_size, self._world_size),
+            places=torch.arange(self._batch_size)[self._rank :: self._world_size],
             global_size=self._batch_size,
             bad=tuple(bad),
         )
