@@ -144,8 +144,8 @@ class Tokenizer(nn.Module):
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        mask = self.ids_mask(ids)
-        vectors = self._project_out(self._lookup(ids), mask)
+        codes, mask = self._lookup(ids), self.ids_mask(ids)
+        vectors = self._project_out(codes, mask)
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def _open_clip_refusals_named(model: str) -> Iterator[None]:
     except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError) as error:
         raise ConfigError(
             f"tower.model: the vision half of {model!r} does not give features of patches ({type(error).__name__}: "
-            f"{error}); expected one that is open_clip's own ViT without attentional pooling (such as ViT-B-16)"
+            f"{error}); expected open_clip's own ViT without attentional pooling, or a timm model (such as ViT-B-16)"
         ) from error
 
 
