@@ -40,7 +40,8 @@ class Row:
     name: str
     shape: tuple[int, int, int]
     ours: Callable[[], Step]
-    theirs: Callable[[], Step]
+    theirs: Callable[[], Step] | None = None
+    """None: the peer would need more memory than the machine has."""
 
 
 class PeakMemory(TorchDispatchMode):
@@ -152,6 +153,7 @@ ROWS = [
     Row("lfq 2^10", (16, 256, 10), lambda: lfq(10), lambda: peer_lfq(10)),
     Row("lfq 2^14", (16, 256, 14), lambda: lfq(14), lambda: peer_lfq(14)),
     Row("lfq 2^16", (16, 256, 16), lambda: lfq(16), lambda: peer_lfq(16)),
+    Row("lfq 2^18", (16, 256, 18), lambda: lfq(18)),
     Row("vq 1024 codes", (16, 256, 256), lambda: vq(256, 1024), lambda: peer_vq(256, 1024)),
     Row("vq 8192 codes", (16, 256, 32), lambda: vq(32, 8192), lambda: peer_vq(32, 8192)),
     Row("residual vq, 4 x 1024", (16, 256, 256), lambda: vq(256, 1024, 4), lambda: peer_vq(256, 1024, 4)),
@@ -177,7 +179,7 @@ def peak_bytes(step: Step, shape: tuple[int, ...]) -> int:
 
 def measure(row: Row, rounds: int) -> dict[str, Any]:
     """Interleaved rounds of both libraries."""
-    steps = {"ours": row.ours(), "theirs": row.theirs()}
+    steps = {"ours": row.ours()} | ({"theirs": row.theirs()} if row.theirs else {})
     peaks = {name: peak_bytes(step, row.shape) for name, step in steps.items()}  # also the warm-up
     times: dict[str, list[float]] = {name: [] for name in steps}
     for seed in range(rounds):
@@ -189,9 +191,23 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
         "shape": row.shape,
         "ms": {name: 1e3 * value for name, value in seconds.items()},
         "mib": {name: value / 2**20 for name, value in peaks.items()},
-        "time_ratio": seconds["ours"] / seconds["theirs"],
-        "memory_ratio": peaks["ours"] / peaks["theirs"],
+        "time_ratio": seconds["ours"] / seconds["theirs"] if row.theirs else None,
+        "memory_ratio": peaks["ours"] / peaks["theirs"] if row.theirs else None,
     }
+
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table."""
+    ms, mib = result["ms"], result["mib"]
+    shape = "x".join(map(str, result["shape"]))
+    if result["time_ratio"] is None:
+        theirs = f"{'-':>11}{'-':>9}", f"{'-':>12}{'-':>9}"
+    else:
+        theirs = (
+            f"{ms['theirs']:8.1f} ms{1 / result['time_ratio']:8.1f}x",
+            f"{mib['theirs']:8.1f} MiB{1 / result['memory_ratio']:8.1f}x",
+        )
+    return f"{result['row']:28}{shape:>16}{ms['ours']:8.1f} ms{theirs[0]}{mib['ours']:7.1f} MiB{theirs[1]}"
 
 
 def main() -> None:
@@ -213,13 +229,7 @@ def main() -> None:
             continue
         result = measure(row, args.rounds)
         results.append(result)
-        ms, mib = result["ms"], result["mib"]
-        print(
-            f"{row.name:28}{'x'.join(map(str, row.shape)):>16}{ms['ours']:8.1f} ms{ms['theirs']:8.1f} ms"
-            f"{1 / result['time_ratio']:8.1f}x{mib['ours']:7.1f} MiB{mib['theirs']:8.1f} MiB"
-            f"{1 / result['memory_ratio']:8.1f}x",
-            flush=True,
-        )
+        print(line(result), flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=2)
