@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.models import LFQ
+from tests.models import BUSY_RESIDUAL
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
@@ -32,10 +32,10 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def tree(tmp_path, shards):
-    """A run in fp32 with workers that ends in the middle of an epoch and saves every five steps."""
+    """A run in fp32 with workers and much state that ends in the middle of an epoch and saves every five steps."""
     changes = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
     return lambda name: run_tree(
-        tmp_path / name, shards, LFQ, train__precision="fp32", data__workers=2, **(changes | {})
+        tmp_path / name, shards, BUSY_RESIDUAL, train__precision="fp32", data__workers=2, **(changes | {})
     )
 
 

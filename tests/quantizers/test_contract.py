@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -60,7 +61,6 @@ CONFIGS = {
     "simvq": SimVQConfig(dim=6, codebook_size=32),
     "identity": IdentityConfig(dim=6),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3),
-    "residual of fsq, original": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3)), depth=2),
     "residual of lfq": ResidualConfig(layer=LFQConfig(bits=5, **SOFT), depth=3),
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=5, **SOFT), depth=3),
     "residual of vq": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3),
@@ -161,8 +161,6 @@ class TestOutput:
         columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in quantizer.codebook_sizes]
         ids = torch.stack(columns, dim=-1)
         vectors = quantizer.decode(ids)
-        if any(getattr(module, "layout", None) == "original" for module in getattr(quantizer, "layers", [])):
-            return  # the stages of the original layout overlap
         assert len(vectors.unique(dim=0)) == len(ids.unique(dim=0))
 
     def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
@@ -206,6 +204,12 @@ class TestGradient:
         if not any(getattr(module, "gradient", None) == "rotation" for module in quantizer.modules()):
             torch.testing.assert_close(through, plain, rtol=1e-12, atol=1e-15)
         assert (through != 0).all()
+
+    def test_a_vector_without_length_has_an_ordinary_one(self, quantizer: Quantizer) -> None:
+        x = torch.zeros(3, quantizer.dim, dtype=torch.float64, requires_grad=True)
+        out = quantizer(x)
+        (out.vectors.sum() + total_loss(quantizer, out.stats)).backward()
+        assert x.grad.abs().max() < 1e4
 
     def test_losses_reach_the_input(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
@@ -316,8 +320,11 @@ class TestStatistics:
             each = torch.stack([metrics[name] for name in leaves])
             torch.testing.assert_close(each.sort().values, torch.stack(usages).sort().values)
 
-    def test_update_takes_them(self, quantizer: Quantizer) -> None:
-        assert quantizer.update(quantizer(vectors_for(quantizer, 4)).stats) is None
+    def test_in_evaluation_mode_nothing_changes(self, quantizer: Quantizer) -> None:
+        quantizer.eval()
+        before = copy.deepcopy(quantizer.state_dict())
+        quantizer.update(quantizer(vectors_for(quantizer, 4)).stats)
+        assert all(torch.equal(value, before[name]) for name, value in quantizer.state_dict().items())
 
 
 class TestPrecision:
@@ -435,6 +442,8 @@ class TestErrors:
         ids = quantizer(vectors_for(quantizer, 3)).ids
         with pytest.raises(ShapeError, match=r"torch\.float32, expected integers"):
             quantizer.decode(ids.float())
+        for dtype in (torch.int8, torch.uint8, torch.int16):
+            assert torch.equal(quantizer.decode(torch.zeros_like(ids, dtype=dtype)), quantizer.decode(ids * 0))
         with pytest.raises(ShapeError, match=r"expected \(\.\.\., \d+\): one id per codebook"):
             quantizer.decode(torch.cat((ids, ids), dim=-1))
         for wrong in (-2, quantizer.codebook_sizes[-1]):
@@ -449,10 +458,18 @@ class TestErrors:
 def test_configuration_and_state(config: QuantizerConfig, tmp_path) -> None:
     assert TypeAdapter(QuantizerConfig).validate_python(config.model_dump()) == config
     a, b = config.build(), config.build()
+    for seed in range(3):
+        a.update(a(vectors_for(a, 10, 3, seed=seed)).stats)
     torch.save(a.state_dict(), tmp_path / "state.pt")
     b.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
-    x = vectors_for(a, 10, 3)
-    assert torch.equal(a(x).ids, b(x).ids)
+    x = vectors_for(a, 10, 3, seed=3)
+    outputs = [quantizer(x) for quantizer in (a, b)]
+    assert torch.equal(outputs[0].ids, outputs[1].ids)
+    for quantizer, out in zip((a, b), outputs, strict=True):
+        quantizer.update(out.stats)
+    for name, value in a.state_dict().items():
+        assert torch.equal(value, b.state_dict()[name])
+    assert torch.equal(pickle.loads(pickle.dumps(a))(x).ids, a(x).ids)
 
 
 def test_codebooks_beyond_int64_are_refused() -> None:

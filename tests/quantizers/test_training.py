@@ -56,9 +56,10 @@ FAMILIES: dict[str, QuantizerConfig] = {
 }
 
 SPLITS = {
-    "2 equal": ((8, 8), 1),
-    "2 unequal, 4 micro-batches": ((12, 4), 4),
-    "2, one of them empty": ((16, 0), 1),
+    "2 equal, 4 micro-batches": ((8, 8), 4),
+    "2 unequal": ((12, 4), 1),
+    "2, one of them empty, 4 micro-batches": ((16, 0), 4),
+    "4 equal": ((4, 4, 4, 4), 1),
     "4 unequal, 4 micro-batches": ((7, 1, 5, 3), 4),
 }
 
@@ -153,7 +154,7 @@ def test_something_happens(alone: dict[str, list[State]], name: str) -> None:
         steps = [(b[key] - a[key]).norm(dim=-1) for a, b in itertools.pairwise(states)]
         assert "simvq" in name or torch.stack(steps).amax() > 0.3, "no code was replaced"
     started = [key for key in states[0] if key.endswith("started")]
-    assert all(states[0][key] for key in started)
+    assert all(states[-1][key] for key in started)
 
 
 def replacement_rounds(rounds: int) -> list[float]:

@@ -21,6 +21,9 @@ from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, usage
 from vqclip.seeds import derive_seed
 
+SHORT = 1e-6
+"""A vector of less than this length has no direction."""
+
 
 class QuantizerOutput(NamedTuple):
     """What a quantizer returns."""
@@ -131,7 +134,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
         self._check_ids(ids)
-        grouped = ids.reshape(-1, 1, len(self.codebook_sizes)).long()
+        grouped = ids.long().reshape(-1, 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
 
@@ -163,23 +166,30 @@ class Quantizer(nn.Module, ABC):
         """Codebook health, name → detached scalar; never a collective.
 
         It describes the tokens in ``stats``, of this rank or of all: ``tokens`` is their number, ``usage`` the share of
-        codes among them and ``perplexity`` the exponential of the entropy of the code histogram. With several codebooks
-        these are means and ``0/usage``, ``1/usage``, ... those of each. Codebooks of more than
-        `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted: ``tokens`` is then the only entry.
+        codes among them, ``perplexity`` the exponential of the entropy of the code histogram and ``bits_used`` that
+        entropy in bits. With several codebooks these are means (the sum of the bits), and ``0/usage``, ``1/usage``, ...
+        those of each. Codebooks of more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted:
+        ``tokens`` is then the only entry.
         """
         metrics = {"tokens": stats["tokens"]}
         if "codes" not in stats:
             return metrics
-        for name, each in {"usage": usage(stats["codes"]), "perplexity": perplexity(stats["codes"])}.items():
-            metrics[name] = each.mean()
+        spread = perplexity(stats["codes"])
+        for name, each in {"usage": usage(stats["codes"]), "perplexity": spread, "bits_used": spread.log2()}.items():
+            metrics[name] = summary(name, each)
             if len(each) > 1:
                 metrics.update({f"{codebook}/{name}": value for codebook, value in enumerate(each)})
         return metrics
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: Stats, start: bool = True) -> None:
         """Adapt codebooks after an optimizer step, once, on the statistics of all its micro-batches.
 
-        A collective like `losses` where a quantizer has something to adapt; most have not.
+        A collective like `losses` where a quantizer has something to adapt; most have not. In evaluation mode nothing
+        changes.
+
+        Args:
+            stats: of forwards in training mode.
+            start: whether codes that wait for their first tokens may be set from these.
         """
 
     def spawn(self, groups: int = 1) -> Quantizer:
@@ -197,9 +207,17 @@ class Quantizer(nn.Module, ABC):
                 module.key = derive_seed(seed, path)
 
     @property
-    def refinement(self) -> Tensor | float:
-        """How many times finer than this quantizer's a next stage's codes should lie, number or ``(D,)``; >= 1."""
-        return 1.0
+    def refinement(self) -> Tensor | float | None:
+        """How many times finer than this quantizer's a next stage's codes should lie, a number or ``(D,)``, >= 1.
+
+        None: no scaling of its codes refines what it leaves, so that it cannot be a stage of `Residual`.
+        """
+        return None
+
+    @property
+    def started(self) -> bool:
+        """Whether its codes stand for something already; see `update`."""
+        return True
 
     @abstractmethod
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,13 +299,28 @@ class Quantizer(nn.Module, ABC):
             raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
         if torch.compiler.is_compiling():  # the check below looks at values, which a graph cannot
             return
-        for codebook, size in enumerate(self.codebook_sizes):
-            column = ids[..., codebook]
-            wrong = column[(column < -1) | (column > size - 1)]
-            if len(wrong):
-                raise ShapeError(
-                    f"{name}: id {int(wrong[0])} in codebook {codebook}, expected 0 to {size - 1}, or -1 for none"
-                )
+        largest = torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
+        wide = ids.long()  # a narrow type could not hold what it is compared with
+        wrong = (wide < -1) | (wide > largest)
+        if bool(wrong.any()):
+            *_, codebook = (int(index) for index in wrong.nonzero()[0])
+            raise ShapeError(
+                f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
+                "-1 for none"
+            )
+
+
+def summary(name: str, each: Tensor) -> Tensor:
+    """One number for several codebooks' or stages' ``(C,)``: their sum, largest or mean, as the metric's name says."""
+    if name == "bits_used":
+        return each.sum()
+    return each.max() if name == "oldest" else each.mean()
+
+
+def unit(x: Tensor) -> Tensor:
+    """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes."""
+    length = x.norm(dim=-1, keepdim=True)
+    return x / length.masked_fill(length < SHORT, torch.inf)
 
 
 def straight_through(quantized: Tensor, x: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
+from vqclip.quantizers.base import unit
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, checked_weights
 
 
@@ -34,7 +34,7 @@ class BSQ(BinaryQuantizer):
         super().__init__(bits, bits**-0.5, entropy_temperature, loss_weights)
 
     def _bound(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1)
+        return unit(x)
 
 
 class BSQConfig(Config):

@@ -60,9 +60,9 @@ class FSQ(Quantizer):
         self._bases = tuple(levels)
 
     @property
-    def refinement(self) -> Tensor:
-        """``(D,)``: what rounding leaves is that much smaller than the range of the levels."""
-        return self.levels if self.layout == "uniform" else self.levels - 1
+    def refinement(self) -> Tensor | None:
+        """``(D,)``: what rounding leaves is that much smaller than the range; None where it does not fit the levels."""
+        return self.levels if self.layout == "uniform" else None
 
     def _bound(self, x: Tensor) -> Tensor:
         return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vqclip.quantizers.base import unit
 from vqclip.quantizers.nearest import nearest
 
-ROWS = 4096
-"""Vectors that are added up at a time."""
+MEMBERSHIPS = 2**22
+"""Vectors × centres that are held at a time: 16 MiB in float32."""
 
 
 def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> 
         ids = nearest(x.transpose(0, 1), centres).T
         sums, members = _sums(x, ids, size)
         moved = sums / members.clamp(min=1)[..., None]
-        centres = torch.where(members[..., None] > 0, F.normalize(moved, dim=-1) if cosine else moved, centres)
+        centres = torch.where(members[..., None] > 0, unit(moved) if cosine else moved, centres)
     return centres, members
 
 
@@ -41,8 +41,9 @@ def _sums(x: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """``(G, M, D)``, ``(G, M)`` → sums ``(G, K, D)`` and counts ``(G, K)``."""
     sums = x.new_zeros(x.shape[0], size, x.shape[2])
     counts = x.new_zeros(x.shape[0], size)
-    for some, theirs in zip(x.split(ROWS, dim=1), ids.split(ROWS, dim=1), strict=True):
-        chosen = F.one_hot(theirs, size).to(x.dtype)
+    rows = max(64, MEMBERSHIPS // (len(x) * size))
+    for some, theirs in zip(x.split(rows, dim=1), ids.split(rows, dim=1), strict=True):
+        chosen = x.new_zeros(*theirs.shape, size).scatter_(2, theirs[..., None], 1)
         sums += chosen.mT @ some
         counts += chosen.sum(dim=1)
     return sums, counts

@@ -51,6 +51,7 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
 def _vq(module: Any) -> Quantizer:
     book = module._codebook
     _refuse(module, affine_param=book.affine_param, vq_bridge=book.vq_bridge is not None)
+    _refuse(module, channel_last_off=not module.channel_last, freeze_codebook=module.freeze_codebook)
     _refuse(module, kmeans_init_not_done=not bool(book.initted))
     heads, size, dim = book.embed.shape
     _refuse(module, heads_that_share_a_codebook=module.heads > 1 and heads == 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, straight_through
+from vqclip.quantizers.base import SHORT, Quantizer, straight_through, unit
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
@@ -75,12 +75,23 @@ class TableQuantizer(Quantizer):
         count = stats["tokens"].clamp(min=1)
         return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of what AdamW must not pull to 0: codes lie where the vectors are."""
+        return {"codebook", "transform"}
+
+    @property
+    def refinement(self) -> float | None:
+        """A stage of its own learns how large what is left is."""
+        return 1.0
+
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
         """As of any quantizer, and ``oldest``: steps since the least recently used code was last used."""
         return {**super().metrics(stats), "oldest": self.age.max()}
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: Stats, start: bool = True) -> None:
         """Count the step, and the steps since each code was used."""
+        if not self.training:
+            return
         with torch.no_grad():
             counts = stats.synced()["codes"]
             waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
@@ -121,14 +132,17 @@ def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:
 def nearest(x: Tensor, codes: Tensor) -> Tensor:
     """The code of the least Euclidean distance, the first of several: ``(T, G, D)``, ``(G, K, D)`` → ``(T, G)`` int64.
 
-    ``argmax <x, c> - |c|² / 2`` takes one matrix product, and a bounded number of scores is held at a time. A vector
-    with NaN gets some code in range.
+    ``argmax <x, c> - |c|² / 2`` takes one matrix product, and but for a compiled graph, a bounded number of scores is
+    held at a time. A vector with NaN gets some code in range.
     """
+    # From the middle of the codes, or those far from 0 would differ in their last digits only.
+    middle = codes.mean(dim=1, keepdim=True)
+    x, codes = x - middle.transpose(0, 1), codes - middle
     half_norm = codes.square().sum(dim=-1).div_(2)[:, None]
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
     # A graph takes them all at once: the number of parts would be part of it.
-    parts = (x,) if torch.compiler.is_compiling() else x.split(max(1, CHUNK // (groups * size)))
+    parts = (x,) if torch.compiler.is_compiling() else x.split(max(64, CHUNK // (groups * size)))
     found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -137,7 +151,7 @@ def look_up(codes: Tensor, ids: Tensor) -> Tensor:
     """``(G, K, D)``, ``(T, G)`` → ``(T, G, D)``."""
     groups, size, _ = codes.shape
     rows = ids + size * torch.arange(groups, device=ids.device)
-    return F.embedding(rows, codes.flatten(0, 1))
+    return F.embedding(rows, codes.flatten(0, 1)) + 0.0  # -0.0 would not come back from a sum
 
 
 class _Rotation(torch.autograd.Function):
@@ -156,12 +170,13 @@ class _Rotation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, q = ctx.saved_tensors
-        u, v = F.normalize(x, dim=-1), F.normalize(q, dim=-1)
-        w = F.normalize(u + v, dim=-1)
+        u, v = unit(x), unit(q)
+        w = unit(u + v)
         # The transpose of 1 - 2 w wᵀ + 2 v uᵀ.
         turned = grad - 2 * (grad * w).sum(-1, keepdim=True) * w + 2 * (grad * v).sum(-1, keepdim=True) * u
-        scale = q.norm(dim=-1, keepdim=True) / x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        return turned * scale, None
+        length = x.norm(dim=-1, keepdim=True)
+        turned = turned * q.norm(dim=-1, keepdim=True) / length.clamp(min=SHORT)
+        return torch.where(length < SHORT, grad, turned), None  # what has no direction cannot be turned
 
 
 def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:

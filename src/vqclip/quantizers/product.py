@@ -50,9 +50,14 @@ class Product(Quantizer):
         """Those of the layer: means over codebooks, and of each as ``0/usage``, ``1/usage``, ..."""
         return self.layer.metrics(stats)
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: Stats, start: bool = True) -> None:
         """The layer's own."""
-        self.layer.update(stats)
+        self.layer.update(stats, start)
+
+    @property
+    def started(self) -> bool:
+        """Whether the layer is."""
+        return self.layer.started
 
     def decode(self, ids: Tensor) -> Tensor:
         """Decode every codebook's part; a part whose id is -1 is 0. See `Quantizer.decode`."""
@@ -61,7 +66,7 @@ class Product(Quantizer):
         return super().decode(ids)
 
     @property
-    def refinement(self) -> Tensor | float:
+    def refinement(self) -> Tensor | float | None:
         """The layer's, for every part."""
         ratio = self.layer.refinement
         return ratio.repeat(self.codebooks) if isinstance(ratio, Tensor) else ratio

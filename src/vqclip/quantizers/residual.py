@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.base import Quantizer, summary
 from vqclip.quantizers.draws import keyed_integers
 from vqclip.quantizers.stats import Stats
 
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
     from vqclip.quantizers import QuantizerConfig
 
 
+FINEST = 2.0**24
+"""How many times finer than the first stage's codes the last one's may lie, for float32 to add them up."""
+
+
 class Residual(Quantizer):
     """Several stages of one quantizer (residual VQ: SoundStream, Zeghidour et al. 2021, arXiv 2107.03312).
 
     The vector is brought to the range of the codes once, as the layer does. Stage i then takes the codes nearest to
-    what is left, its own codes being ``refinement^i`` times finer: half for LFQ and BSQ, a level's width for FSQ, as
-    they are for VQ and SimVQ, which learn the scale. The vector is the sum of the stages' codes; its gradient passes
-    once.
+    what is left, its own codes being ``refinement^i`` times finer: half for LFQ and BSQ, a level's width for FSQ (with
+    the uniform layout), as they are for VQ and SimVQ, which learn the scale. The vector is the sum of the stages'
+    codes; its gradient passes once. Stages that start with k-means do so one step after another, each on what stages
+    with codes have left.
 
     Ids stand stage after stage: stage i of a layer with C codebooks has columns ``i C`` to ``(i + 1) C - 1``.
 
@@ -45,18 +51,15 @@ class Residual(Quantizer):
         groups: G, how many of it; more than 1 in a `Product`.
 
     Raises:
-        ConfigError: a number out of range, or a layer without codes.
+        ConfigError: a number out of range, a layer whose codes do not refine what it leaves (cosine VQ, other layouts
+            of FSQ, Identity), or more stages than float32 has digits for.
     """
 
     step: Tensor
 
     def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
-        if depth < 1 or not 1 <= least <= depth:
-            raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
-        if not layer.codebook_sizes:
-            raise ConfigError(
-                f"Residual: {type(layer).__name__} has no codes, so that nothing is left for a next stage"
-            )
+        _check_least(depth, least)
+        _check_refinement(layer, depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
         self.dropout = dropout
@@ -71,9 +74,15 @@ class Residual(Quantizer):
         return len(self.layers)
 
     @property
-    def refinement(self) -> Tensor | float:
+    def refinement(self) -> Tensor | float | None:
         """That of all stages together."""
-        return self.stages[0].refinement ** self.depth
+        ratio = self.stages[0].refinement
+        return None if ratio is None else ratio**self.depth
+
+    @property
+    def started(self) -> bool:
+        """Whether all stages are."""
+        return all(stage.started for stage in self.stages)
 
     @property
     def stages(self) -> list[Quantizer]:
@@ -91,17 +100,23 @@ class Residual(Quantizer):
         return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
-        """Those of every stage i as ``i/...``, and their means; ``tokens`` once."""
+        """Those of every stage i as ``i/...``, and over the stages that have tokens; ``tokens`` is of the first one."""
         each = [stage.metrics(stats.under(str(i))) for i, stage in enumerate(self.stages)]
-        means = {name: torch.stack([m[name].double() for m in each]).mean() for name in each[0] if "/" not in name}
+        used = torch.stack([m["tokens"] > 0 for m in each])
+        used[0] = True  # so that there is something to take the mean of
+        whole = {n: summary(n, torch.stack([m[n].double() for m in each])[used]) for n in each[0] if "/" not in n}
         nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
-        return {**means, "tokens": each[0]["tokens"], **nested}
+        return {**whole, "tokens": each[0]["tokens"], **nested}
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: Stats, start: bool = True) -> None:
         """Every stage's own, and the number of the step by which dropout draws."""
         for i, stage in enumerate(self.stages):
-            stage.update(stats.under(str(i)))
-        self.step.add_(1)
+            already = stage.started
+            stage.update(stats.under(str(i)), start)
+            # What this stage leaves has just changed: the next one starts on what it leaves from now on.
+            start = start and already
+        if self.training:
+            self.step.add_(1)
 
     def _bound(self, x: Tensor) -> Tensor:
         return self.stages[0]._bound(x)
@@ -146,7 +161,10 @@ class Residual(Quantizer):
         return [every & (i < depth) for i in range(self.depth)]
 
     def _fineness(self, stage: int) -> Tensor | float:
-        return self.stages[0].refinement ** stage
+        """How many times finer the codes of a stage lie: a number, or ``(D,)`` in float32, of which all are exact."""
+        ratio = self.stages[0].refinement
+        assert ratio is not None
+        return (ratio.double() ** stage).float() if isinstance(ratio, Tensor) else ratio**stage
 
 
 def depth_of(module: nn.Module) -> int:
@@ -175,6 +193,24 @@ def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
             part.limit = limit
 
 
+def _check_least(depth: int, least: int) -> None:
+    if depth < 1 or not 1 <= least <= depth:
+        raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
+
+
+def _check_refinement(layer: Quantizer, depth: int) -> None:
+    ratio = layer.refinement
+    if ratio is None:
+        raise ConfigError(
+            f"Residual: the codes of this {type(layer).__name__} do not refine what it leaves; expected FSQ with the "
+            "layout uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
+        )
+    largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
+    if largest ** (depth - 1) > FINEST:
+        useful = 1 + int(math.log(FINEST) / math.log(largest))
+        raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}: float32 has no digits for more")
+
+
 class ResidualConfig(Config):
     """Residual quantization: several stages of one quantizer, each for what the ones before it left."""
 
@@ -187,6 +223,11 @@ class ResidualConfig(Config):
     """In training, let only the first few stages count, a number drawn for every step."""
     least: Annotated[int, Field(ge=1)] = 1
     """Stages that dropout always leaves."""
+
+    @model_validator(mode="after")
+    def _least_is_a_depth(self) -> ResidualConfig:
+        _check_least(self.depth, self.least)
+        return self
 
     def build(self) -> Residual:
         """Make the quantizer."""

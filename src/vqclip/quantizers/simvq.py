@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.config import Config
+from vqclip.errors import ConfigError
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
@@ -24,7 +25,7 @@ class SimVQ(TableQuantizer):
         dim: D, at least 1.
         codebook_size: K, at least 2.
         gradient: ``rotation`` or ``straight_through``.
-        loss_weights: of ``commitment`` and ``codebook``; one that is left out weighs 0. Without any: 0.25 and 1.
+        loss_weights: of ``commitment`` and ``codebook``; 0.25 and 1 without any; only the first may be 0.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
@@ -41,7 +42,10 @@ class SimVQ(TableQuantizer):
         loss_weights: Mapping[str, float] | None = None,
         groups: int = 1,
     ):
-        weights = checked_weights("SimVQ", SimVQLossWeights().model_dump(), loss_weights)
+        given = loss_weights if loss_weights is None else {"codebook": 1.0, **loss_weights}
+        weights = checked_weights("SimVQ", SimVQLossWeights().model_dump(), given)
+        if not weights["codebook"] > 0:
+            raise ConfigError("SimVQ: loss_weights.codebook is 0, expected more: only that loss moves the codes")
         super().__init__(dim, codebook_size, groups, gradient, weights)
         self.register_buffer("codebook", torch.randn(groups, codebook_size, dim) * dim**-0.5)
         self.transform = nn.Parameter(torch.eye(dim).repeat(groups, 1, 1))
@@ -61,7 +65,7 @@ class SimVQLossWeights(Config):
 
     commitment: Annotated[float, Field(ge=0)] = 0.25
     """Of the mean squared distance that pulls vectors to their codes."""
-    codebook: Annotated[float, Field(ge=0)] = 1.0
+    codebook: Annotated[float, Field(gt=0)] = 1.0
     """Of the same distance, pulling the codes to their vectors."""
 
 

@@ -149,15 +149,19 @@ def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) 
 
 
 OWN = "own/"
-"""What begins with this is a rank's own and never summed over ranks."""
+"""An entry with this in its path is a rank's own and never summed over ranks."""
+
+
+def _is_own(name: str) -> bool:
+    return OWN.removesuffix("/") in name.split("/")[:-1]
 
 
 def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What travels, and what stays on this rank."""
     shared = {name: draw for name, draw in entry.draws.items() if draw.shared}
     alone = {name: draw for name, draw in entry.draws.items() if not draw.shared}
-    travels = {name: total for name, total in entry.sums.items() if OWN not in name}
-    stays = {name: total for name, total in entry.sums.items() if OWN in name}
+    travels = {name: total for name, total in entry.sums.items() if not _is_own(name)}
+    stays = {name: total for name, total in entry.sums.items() if _is_own(name)}
     here = order and Order(torch.arange(len(order.places), device=order.places.device), len(order.places))
     return travels | _drawn(shared, order), stays | _drawn(alone, here)
 
@@ -197,7 +201,10 @@ def _drawn(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
 def _rows(draw: Draw, order: Order) -> Tensor:
     """``(M,)``: the row of ``draw.vectors`` that each draw means, -1 where another rank has it, or no one."""
     samples, device = len(order.places), draw.numbers.device
-    tokens = len(draw.vectors) // samples
+    tokens, left = divmod(len(draw.vectors), samples)
+    assert not left, (
+        f"{len(draw.vectors)} tokens of {samples} samples: statistics of other forwards than of the order's"
+    )
     keep = torch.ones(samples, tokens, dtype=torch.bool, device=device) if draw.keep is None else draw.keep
     keep = keep.view(samples, tokens)
     rows = torch.full((order.size,), -1, device=device)

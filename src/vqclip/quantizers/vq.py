@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
+from vqclip.quantizers.base import unit
 from vqclip.quantizers.draws import keyed_integers
 from vqclip.quantizers.entropy import entropy
 from vqclip.quantizers.kmeans import kmeans
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 Learning = Literal["ema", "gradient"]
 """How codes follow the vectors: a moving mean of those they stand for, or the codebook loss."""
+
+TRAINED = "tokens_to_follow"
+"""Entry of the statistics that says that they were taken in training mode."""
 
 KMEANS_VECTORS = 8
 """Vectors drawn for every code to start from."""
@@ -70,7 +73,7 @@ class VQ(TableQuantizer):
     codebook: Tensor
     sizes: Tensor
     totals: Tensor
-    started: Tensor
+    has_started: Tensor
 
     def __init__(
         self,
@@ -104,10 +107,10 @@ class VQ(TableQuantizer):
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros(groups, codebook_size, dim))
         self.register_buffer("sizes", torch.zeros(groups, codebook_size))
-        self.register_buffer("started", torch.tensor(not kmeans))
+        self.register_buffer("has_started", torch.tensor(not kmeans))
         # What forward may ask without waiting for the device.
         self._is_started = not kmeans
-        self.register_load_state_dict_post_hook(lambda module, keys: module._look_whether_started())
+        self.register_load_state_dict_post_hook(_look_whether_started)
         if not sync_codebook:
             log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
 
@@ -132,17 +135,36 @@ class VQ(TableQuantizer):
             losses["diversity"] = torch.where(stats["tokens"] > 0, full - entropy(mean), 0.0).clamp(min=0).mean()
         return losses
 
-    def update(self, stats: Stats) -> None:
+    @property
+    def refinement(self) -> float | None:
+        """None with cosine: what is left of a unit vector is shorter than any code."""
+        return None if self.cosine else 1.0
+
+    @property
+    def started(self) -> bool:
+        """Whether k-means has set the codes, or does not."""
+        return self._is_started
+
+    def update(self, stats: Stats, start: bool = True) -> None:
         """Move the codes after the tokens of the global batch, replace dead ones, count the step.
 
-        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is off.
+        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is off. In
+        evaluation mode nothing changes.
+
+        Raises:
+            ConfigError: the statistics are those of a forward in evaluation mode.
         """
+        if not self.training:
+            return
+        if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
+            raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
+        _look_whether_started(self)  # buffers may have been filled by other means than load_state_dict
         stats = stats.synced() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
         with torch.no_grad():
             if self._is_started:
-                self._follow(stats[f"{own}codes"], stats.get(f"{own}vectors"))
-            else:
+                self._follow(stats[f"{own}codes"], stats[f"{own}vectors"] if self.learning == "ema" else None)
+            elif start:
                 self._start(stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
             if self.dead_below > 0:
                 self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
@@ -152,7 +174,7 @@ class VQ(TableQuantizer):
         return self._normalized(x)
 
     def _normalized(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) if self.cosine else x
+        return unit(x) if self.cosine else x
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         sums = {**super()._statistics(bounded, values, ids, keep)}
@@ -161,6 +183,7 @@ class VQ(TableQuantizer):
         if not self.training:
             return Stats(sums)
         own = "" if self.sync_codebook else OWN
+        sums[f"{own}{TRAINED}"] = sums["tokens"]
         if own:
             sums[f"{own}codes"] = sums["codes"]
         if self.learning == "ema":
@@ -212,7 +235,7 @@ class VQ(TableQuantizer):
         centres, members = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
         sizes = members.to(self.sizes.dtype) * (counts.sum(dim=-1, keepdim=True) / len(found))
         self._put(torch.ones_like(sizes).bool(), centres, sizes)
-        self.started.fill_(True)
+        self.has_started.fill_(True)
         self._is_started = True
 
     def _replace_dead(self, vectors: Tensor, present: Tensor) -> None:
@@ -228,9 +251,6 @@ class VQ(TableQuantizer):
         self.sizes.copy_(torch.where(where, sizes, self.sizes))
         if self.learning == "ema":
             self.totals.copy_(torch.where(where[..., None], codes * sizes[..., None], self.totals))
-
-    def _look_whether_started(self) -> None:
-        self._is_started = bool(self.started)
 
 
 class VQLossWeights(Config):
@@ -300,8 +320,17 @@ def _weights(learning: Learning, weights: Mapping[str, float] | None) -> dict[st
             f"VQ: loss_weights has {sorted(wrong)}, but with learning: ema no gradient moves the codes; "
             "leave it out, or set learning: gradient"
         )
+    if learning == "gradient" and given is not None and given.get("codebook", 1.0) == 0:
+        raise ConfigError("VQ: loss_weights.codebook is 0, so that nothing would move the codes; set learning: ema")
+    if given is not None and learning == "gradient":
+        given = {"codebook": 1.0, **given}
     checked = checked_weights("VQ", always | dict.fromkeys(optional, 0.0), given)
     return {name: weight for name, weight in checked.items() if weight > 0 or name in always}
+
+
+def _look_whether_started(module: nn.Module, keys: object = None) -> None:
+    assert isinstance(module, VQ)
+    module._is_started = bool(module.has_started)
 
 
 def _check_range(name: str, value: float) -> None:
@@ -320,6 +349,5 @@ def _sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
 
 def _mean_squared_cosine(codes: Tensor) -> Tensor:
     """Between different codes: ``(G, K, D)`` → ``(G,)``; by the Gram matrix of the channels, whose norm is the same."""
-    unit = F.normalize(codes, dim=-1)
-    size = codes.shape[1]
-    return ((unit.mT @ unit).square().sum(dim=(1, 2)) - size) / (size * (size - 1))
+    directions, size = unit(codes), codes.shape[1]
+    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - size) / (size * (size - 1))

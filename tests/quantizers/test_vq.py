@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vqclip.errors import ConfigError
+from vqclip.optim import parameter_groups
+from vqclip.quantizers import VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers.kmeans import kmeans
+from vqclip.quantizers.nearest import _Rotation, nearest
+
+
+def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens around 8 corners of a cube of side 20, with a spread of 0.1; and the corners."""
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.cartesian_prod(*[torch.tensor([-10.0, 10.0])] * 3)
+    which = torch.randint(0, 8, (tokens,), generator=generator)
+    return corners[which] + 0.1 * torch.randn(tokens, 3, generator=generator), corners
+
+
+@pytest.mark.parametrize("learning", ["ema", "gradient"])
+def test_codes_go_where_the_tokens_are(learning: str) -> None:
+    torch.manual_seed(0)
+    quantizer = VQ(3, 32, learning=learning, dead_below=0.3, decay=0.8)
+    optimizer = torch.optim.Adam(quantizer.parameters(), 0.1) if learning == "gradient" else None
+    for step in range(60):
+        x, corners = clusters(400, step)
+        out = quantizer(x)
+        if optimizer:
+            optimizer.zero_grad()
+            sum(quantizer.loss_weights[k] * v for k, v in quantizer.losses(out.stats).items()).backward()
+            optimizer.step()
+        quantizer.update(out.stats)
+    assert torch.cdist(corners, quantizer.codebook[0]).min(dim=1).values.max() < 0.5
+
+
+def test_moving_means_are_those_of_the_definition() -> None:
+    torch.manual_seed(0)
+    quantizer = VQ(2, 4, decay=0.9, kmeans=False, dead_below=0).double()
+    codes = quantizer.codebook[0].clone()
+    x = torch.randn(30, 2, dtype=torch.float64)
+    ids = quantizer(x).ids[:, 0]
+    quantizer.update(quantizer(x).stats)
+    for code in range(4):
+        mine = x[ids == code]
+        size = 0.9 * 30 / 4 + 0.1 * len(mine)
+        total = 0.9 * 30 / 4 * codes[code] + 0.1 * mine.sum(dim=0)
+        torch.testing.assert_close(quantizer.codebook[0, code], total / size)
+
+
+def test_a_dead_code_becomes_a_token_of_the_batch() -> None:
+    quantizer = VQ(2, 4, kmeans=False, dead_below=0.5, decay=0.5)
+    with torch.no_grad():
+        quantizer.codebook[0, 3] = 1000
+    x = torch.randn(50, 2)
+    for _ in range(2):  # after two steps its moving count is a quarter of the average
+        quantizer.update(quantizer(x).stats)
+    assert (quantizer.codebook[0, 3] == x).all(dim=-1).any()
+    assert quantizer.age[0, 3] == 2
+
+
+def test_without_tokens_nothing_moves_and_no_code_grows_old() -> None:
+    quantizer = VQ(2, 4)
+    quantizer.update(quantizer(torch.randn(50, 2)).stats)
+    before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+    quantizer.update(quantizer(torch.zeros(0, 2)).stats)
+    for name, value in quantizer.state_dict().items():
+        assert torch.equal(value, before[name] + (name == "step"))
+
+
+def test_kmeans_waits_for_tokens() -> None:
+    quantizer = VQ(2, 4)
+    quantizer.update(quantizer(torch.zeros(0, 2)).stats)
+    assert not quantizer.started
+    quantizer.update(quantizer(torch.randn(50, 2)).stats)
+    assert quantizer.started
+
+
+def test_a_loaded_codebook_is_not_started_again() -> None:
+    trained, other = VQ(2, 4), VQ(2, 4)
+    trained.update(trained(torch.randn(50, 2)).stats)
+    for mine, theirs in zip(other.buffers(), trained.buffers(), strict=True):
+        mine.copy_(theirs)  # not by load_state_dict
+    before = other.codebook.clone()
+    other.update(other(torch.randn(50, 2)).stats)
+    assert (other.codebook - before).abs().max() < 1
+
+
+def test_statistics_of_evaluation_are_refused() -> None:
+    quantizer = VQ(2, 4, kmeans=False, dead_below=0)
+    stats = quantizer.eval()(torch.randn(9, 2)).stats
+    with pytest.raises(ConfigError, match="forward in evaluation mode, expected training mode"):
+        quantizer.train().update(stats)
+
+
+def test_nearest_far_from_the_origin() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = 100 + 0.1 * torch.randn(1, 64, 32, generator=generator)
+    x = 100 + 0.1 * torch.randn(2000, 1, 32, generator=generator)
+    exact = torch.cdist(x[:, 0].double(), codes[0].double()).argmin(dim=1)
+    assert (nearest(x, codes)[:, 0] != exact).double().mean() < 1e-3
+
+
+def test_the_rotation_turns_gradients_with_the_vector() -> None:
+    x, q = torch.randn(2, 20, 1, 5, dtype=torch.float64)
+    x.requires_grad_()
+    upstream = torch.randn(20, 1, 5, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(_Rotation.apply(x, q), x, upstream)
+    scale = (q.norm(dim=-1) / x.norm(dim=-1)).squeeze(-1)
+    # Its angle to the vector is what the upstream gradient's to the code is, and so is its length, but for the scale.
+    torch.testing.assert_close((gradient * x).sum(-1), (upstream * q).sum(-1))
+    torch.testing.assert_close(gradient.norm(dim=-1).squeeze(-1), upstream.norm(dim=-1).squeeze(-1) * scale)
+
+
+def test_kmeans_finds_clusters() -> None:
+    x, corners = clusters(2000)
+    centres, members = kmeans(x[None], 32)
+    assert members.sum() == 2000
+    assert torch.cdist(corners, centres[0]).min(dim=1).values.max() < 0.5
+    few, _ = kmeans(x[None, :3], 8)
+    assert few.shape == (1, 8, 3)
+
+
+def test_codes_do_not_decay() -> None:
+    module = torch.nn.ModuleDict(
+        {"vq": VQ(3, 8, learning="gradient"), "sim": SimVQ(3, 8), "linear": torch.nn.Linear(3, 3)}
+    )
+    decayed = [name for group in parameter_groups(module, 0.1) if group["weight_decay"] for name, _ in group["params"]]
+    assert decayed == ["linear.weight"]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: VQ(3, 8, decay=1.0), "decay is 1.0, expected a number from 0 to less than 1"),
+        (lambda: VQ(3, 8, dead_below=-1.0), "dead_below is -1.0"),
+        (lambda: VQ(3, 1), "codebook_size 1"),
+        (lambda: VQ(3, 8, learning="both"), "learning is 'both'"),
+        (lambda: VQ(3, 8, gradient="none"), "gradient is 'none'"),
+        (lambda: VQ(3, 8, diversity_temperature=0.0), "diversity_temperature is 0.0"),
+        (lambda: VQ(3, 8, loss_weights={"codebook": 1.0}), r"\['codebook'\], but with learning: ema"),
+        (lambda: VQ(3, 8, loss_weights={"nonsense": 1.0}), "no loss is named"),
+        (lambda: VQ(3, 8, learning="gradient", loss_weights={"codebook": 0.0}), "nothing would move the codes"),
+        (lambda: SimVQ(3, 8, loss_weights={"codebook": 0.0}), "only that loss moves the codes"),
+    ],
+)
+def test_wrong_settings(build, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_weights_of_the_configuration() -> None:
+    assert VQConfig(dim=3).build().loss_weights == {"commitment": 0.25}
+    learned = VQConfig(dim=3, learning="gradient", loss_weights=VQLossWeights(diversity=0.5))
+    assert learned.build().loss_weights == {"commitment": 0.25, "codebook": 1.0, "diversity": 0.5}
+    assert VQ(3, 8, learning="gradient", loss_weights={"commitment": 0.5}).loss_weights["codebook"] == 1
+    assert SimVQConfig(dim=3).build().loss_weights == {"commitment": 0.25, "codebook": 1.0}
