@@ -35,9 +35,9 @@ def test_stored_ids_give_the_training_embedding(into: str, back: str, normalize:
         ids = loaded._encode(inputs)
         assert torch.equal(ids, out.ids)
         assert torch.equal(loaded.embed(ids), out.embedding)
-        out.embedding.square().sum().backward()
+        (out.embedding * torch.randn(16)).sum().backward()
         for part in (tokenizer.project_in, tokenizer.project_out):
-            assert all(parameter.grad is not None for parameter in part.parameters())
+            assert all(parameter.grad.any() for parameter in part.parameters() if parameter.ndim > 1)
 
 
 def test_attention_mixes_tokens_but_not_padding() -> None:

@@ -650,7 +650,11 @@ def test_an_interrupt_before_the_first_step_is_one_line(tmp_path, shards, capsys
         time.sleep(10)
 
     monkeypatch.setattr("vqclip.train.prepare", interrupt)
-    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line] == [
         "vqclip.train: interrupted; what is not in a checkpoint is not kept"
     ]

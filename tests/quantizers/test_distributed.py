@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as c10d
 from torch import Tensor
 
 from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.quantizers import FSQConfig, LFQConfig, Quantizer, QuantizerConfig, Stats, sync
+from vqclip.quantizers import FSQConfig, LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
 
 OF_THE_CODES = {"codebook", "orthogonality"}
 """Losses whose gradient moves the codes; `test_two_forwards_before_one_backward_under_ddp` looks at it."""
@@ -32,6 +34,21 @@ def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
     x = torch.randn(samples, 5, dim, generator=generator, dtype=torch.float64)
     mask = torch.rand(samples, 5, generator=generator) > 0.3
     return x, mask
+
+
+@contextmanager
+def collectives() -> Iterator[list[str]]:
+    """The names of torch's collectives that are called within the block."""
+    calls: list[str] = []
+    names = ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor", "barrier")
+    originals = {name: getattr(c10d, name) for name in names}
+    for name, original in originals.items():
+        setattr(c10d, name, lambda *args, _n=name, _f=original, **kwargs: calls.append(_n) or _f(*args, **kwargs))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(c10d, name, original)
 
 
 def built(config: QuantizerConfig) -> Quantizer:
@@ -132,28 +149,24 @@ def test_rank_zero_alone_never_waits(ranks: RankPool, config: QuantizerConfig) -
     assert ranks(2, forwards_alone, config, timeout=20.0) == [[True, False], []]
 
 
-def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], int]:
-    calls = []
-    original = dist.replicated_sum
-    dist.replicated_sum = lambda *args: calls.append(None) or original(*args)
-    try:
-        stats = []
-        for config in CONFIGS.values():
-            quantizer = config.build()
-            x, mask = global_batch(quantizer.dim)
-            stats.append(quantizer(x[dist.rank() :: 2], mask[dist.rank() :: 2]).stats)
-        together = sync(stats)
-        fused = len(calls)
-        assert all(a is b for a, b in zip(sync(together), together, strict=True))
-        assert len(calls) == fused, "statistics of all ranks are reduced again"
-    finally:
-        dist.replicated_sum = original
-    return [dict(entry) for entry in together], [dict(entry.synced()) for entry in stats], fused
+def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[str]]:
+    stats = []
+    for config in CONFIGS.values():
+        quantizer = built(config)
+        x, mask = global_batch(quantizer.dim)
+        stats.append(quantizer(x[dist.rank() :: 2], mask[dist.rank() :: 2]).stats)
+    order = Order(torch.arange(dist.rank(), 16, 2), 16)
+    with collectives() as first:
+        together = sync(stats, order)
+    with collectives() as second:
+        assert all(a is b for a, b in zip(sync(together, order), together, strict=True))
+    assert second == [], "statistics of all ranks are reduced again"
+    return [dict(entry) for entry in together], [dict(entry.synced(order)) for entry in stats], first
 
 
 def test_all_statistics_travel_in_one_collective(ranks: RankPool) -> None:
-    for together, apart, collectives in ranks(2, synced_together):
-        assert collectives == 1
+    for together, apart, calls in ranks(2, synced_together):
+        assert calls == ["all_reduce"]
         for a, b in zip(together, apart, strict=True):
             assert a.keys() == b.keys()
             for name in a:

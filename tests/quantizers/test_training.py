@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as c10d
 from torch import Tensor, nn
 
+from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.quantizers import (
@@ -178,35 +178,20 @@ def test_dead_codes_with_dropout_never_meet_a_shape_mismatch(ranks: RankPool, wo
     assert all(other == first for other in others)
 
 
-def vq_under_ddp(sync_codebook: bool) -> tuple[list[Tensor], list[Tensor], int]:
+def vq_under_ddp(sync_codebook: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
     training = Training(VQConfig(dim=4, codebook_size=16, sync_codebook=sync_codebook, **BUSY), (12, 4))
     for number in range(20):
         stats = training.step(number)
-    # Whatever the last update needs, it has: no rank waits for another here.
-    collectives = count_collectives(lambda: training.quantizer.update(stats))
-    return [p.detach() for p in training.model.parameters()], list(training.model.buffers()), collectives
-
-
-def count_collectives(call: Callable[[], None]) -> int:
-    calls, originals = [], {}
-    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor"):
-        originals[name] = getattr(c10d, name)
-        setattr(
-            c10d, name, lambda *args, _name=name, **kwargs: calls.append(_name) or originals[_name](*args, **kwargs)
-        )
-    try:
-        call()
-    finally:
-        for name, original in originals.items():
-            setattr(c10d, name, original)
-    return len(calls)
+    with collectives() as calls:  # whatever the last update needs, it has: no rank waits for another here
+        training.quantizer.update(stats)
+    return [p.detach() for p in training.model.parameters()], list(training.model.buffers()), calls
 
 
 @pytest.mark.parametrize("sync_codebook", [True, False])
 def test_vq_trains_under_ddp(ranks: RankPool, sync_codebook: bool) -> None:
     """Bug report 3: synchronisation of the codebook met DDP's own; both settings train, and off is off."""
-    (weights, codes, collectives), (other_weights, other_codes, _) = ranks(2, vq_under_ddp, sync_codebook)
-    assert collectives == 0
+    (weights, codes, calls), (other_weights, other_codes, _) = ranks(2, vq_under_ddp, sync_codebook)
+    assert calls == []
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(codes, other_codes, strict=True)) == sync_codebook
 

@@ -13,7 +13,7 @@ MEMBERSHIPS = 2**22
 
 
 def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm from the first ``size`` vectors; a centre that loses all its vectors stays where it is.
+    """Lloyd's algorithm from the first ``size`` different vectors; a centre without vectors stays where it is.
 
     Sums are matrix products, not scattered additions: on a GPU those come in any order, and ranks would differ.
 
@@ -26,8 +26,7 @@ def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> 
     Returns:
         Centres ``(G, K, D)`` and how many vectors each has ``(G, K)``.
     """
-    count = x.shape[1]
-    centres = x[:, torch.arange(size, device=x.device) % count]
+    centres = torch.stack([_seeds(each, size) for each in x])
     members = x.new_zeros(centres.shape[:2])
     for _ in range(iterations):
         ids = nearest(x.transpose(0, 1), centres).T
@@ -35,6 +34,17 @@ def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> 
         moved = sums / members.clamp(min=1)[..., None]
         centres = torch.where(members[..., None] > 0, unit(moved) if cosine else moved, centres)
     return centres, members
+
+
+def _seeds(x: Tensor, size: int) -> Tensor:
+    """The first ``size`` different rows of ``(M, D)``, repeated where there are fewer: ``(size, D)``.
+
+    Of two equal centres one would get all their vectors, and rounding alone would say which.
+    """
+    _, which = torch.unique(x, dim=0, return_inverse=True)
+    first = torch.full((int(which.max()) + 1,), len(x), device=x.device)
+    first = first.scatter_reduce(0, which, torch.arange(len(x), device=x.device), "amin").sort().values
+    return x[first[torch.arange(size, device=x.device) % len(first)]]
 
 
 def _sums(x: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -174,7 +174,7 @@ def depth_of(module: nn.Module) -> int:
 
 @contextmanager
 def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
-    """Within the block, let only the first ``depth`` stages of every `Residual` in ``module`` count.
+    """Within the block, let only the first ``depth`` stages of every `Residual` in ``module`` count, nested ones alike.
 
     The others' ids are -1, so that a token costs fewer bits.
 
