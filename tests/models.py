@@ -13,8 +13,7 @@ PRODUCT = {"kind": "product", "layer": FSQ, "codebooks": 2}
 VQ = {"kind": "vq", "dim": 6, "codebook_size": 16}
 BUSY_VQ = {"kind": "vq", "dim": 6, "codebook_size": 16, "decay": 0.8, "dead_below": 0.5}
 """Whose codes come and go all the time."""
-BUSY_RESIDUAL_FSQ = {"kind": "residual", "layer": FSQ | {"layout": "uniform"}, "depth": 3, "dropout": True}
-RESIDUAL = {"kind": "residual", "layer": BUSY_VQ, "depth": 3, "dropout": True}
+BUSY_RESIDUAL = {"kind": "residual", "layer": BUSY_VQ, "depth": 3, "dropout": True}
 RESIDUAL_FSQ = {"kind": "residual", "layer": FSQ | {"layout": "uniform"}, "depth": 3, "dropout": True}
 RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
 
