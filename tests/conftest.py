@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -35,3 +37,8 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.kill()
+
+
+def pytest_unconfigure() -> None:
+    """Say where the process hangs should it not end within two minutes, and end it: no wait is without a limit."""
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)

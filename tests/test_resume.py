@@ -30,13 +30,18 @@ def shards(tmp_path_factory):
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
-@pytest.fixture
-def tree(tmp_path, shards):
+def busy_tree(folder, shards, **changes):
     """A run in fp32 with workers and much state that ends in the middle of an epoch and saves every five steps."""
-    changes = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
-    return lambda name: run_tree(
-        tmp_path / name, shards, BUSY_RESIDUAL, train__precision="fp32", data__workers=2, **(changes | {})
-    )
+    every = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
+    return run_tree(folder, shards, BUSY_RESIDUAL, train__precision="fp32", **({"data__workers": 2} | every | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards):
+    """A run that nothing interrupts: its folder, its configuration, the samples of its steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    tree = busy_tree(folder, shards)
+    return folder, tree, run(tree, str(folder / "cache"))["sample_ids"]
 
 
 def start(tree, cache):
@@ -78,38 +83,35 @@ def assert_same_run(one, other):
     assert timeless[0] == timeless[1]
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, tree):
-    cache = str(tmp_path / "cache")
-    whole = run(tree("whole"), cache)
-    assert len(whole["sample_ids"]) == STEPS
-
-    process = start(tree("killed"), cache)
-    checkpoint = tmp_path / "killed" / "tiny" / "checkpoints" / "step-00000010"
-    wait_for(checkpoint.exists, process)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
+    folder, _, sample_ids = whole
+    assert len(sample_ids) == STEPS
+    cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
+    process = start(tree, cache)
+    wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
-    assert not (tmp_path / "killed" / "tiny" / "summary.json").exists()
+    assert not (tmp_path / "tiny" / "summary.json").exists()
 
-    rest = run(tree("killed"), cache)
+    rest = run(tree, cache)
     done = STEPS - len(rest["sample_ids"])
     assert 10 <= done < STEPS
-    assert rest["sample_ids"] == whole["sample_ids"][done:]
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert rest["sample_ids"] == sample_ids[done:]
+    assert_same_run(folder, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_and_goes_on(tmp_path, tree, number):
-    cache = str(tmp_path / "cache")
-    run(tree("whole"), cache)
-    process = start(tree("stopped") | {}, cache)
-    log = tmp_path / "stopped" / "tiny" / "metrics.jsonl"
+def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
+    cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
+    process = start(tree, cache)
+    log = tmp_path / "tiny" / "metrics.jsonl"
     wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 3, process)
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == 0, process.stderr.read()
-    saved = sorted(path.name for path in (tmp_path / "stopped" / "tiny" / "checkpoints").iterdir())
+    saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
     assert saved, "nothing was saved"
-    run(tree("stopped"), cache)
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    run(tree, cache)
+    assert_same_run(whole[0], tmp_path)
 
 
 def test_two_ranks_stop_at_the_same_step(tmp_path, shards, ranks):
@@ -139,11 +141,11 @@ def run_with_one_signal(tree, cache):
         TrainStep.__call__ = step
 
 
-def test_four_ranks_go_on_bit_for_bit(tmp_path, tree, ranks):
+def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
     """On three ranks or more the order of summing gradients matters, and DDP must not change it on the way."""
     cache = str(tmp_path / "cache")
-    ranks(4, run, tree("whole") | {"data": tree("whole")["data"] | {"workers": 0}}, cache, init=False)
-    stopped = tree("stopped") | {"data": tree("stopped")["data"] | {"workers": 0}}
+    whole, stopped = (busy_tree(tmp_path / name, shards, data__workers=0) for name in ("whole", "stopped"))
+    ranks(4, run, whole, cache, init=False)
     parts = ranks(4, run_with_one_signal, stopped, cache, init=False)
     done = len(parts[0]["sample_ids"])
     assert 4 < done < STEPS
@@ -212,10 +214,9 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
         train(TrainConfig.model_validate(tree))
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path, tree):
-    cache = str(tmp_path / "cache")
-    run(tree("whole"), cache)
-    again = run(tree("whole"), cache)
+def test_a_finished_run_is_not_trained_again(whole):
+    folder, tree, _ = whole
+    again = run(tree, str(folder / "cache"))
     assert again == {"sample_ids": [], "finished": True}
 
 

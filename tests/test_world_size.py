@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.data.making import caption_shards
-from tests.models import FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
+from tests.models import BUSY_RESIDUAL, FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 
 SIGLIP = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
@@ -25,6 +25,7 @@ CASES = {
     "lfq with entropy loss, sigmoid loss": (ENTROPY_LFQ, SIGLIP),
     "product": (PRODUCT, {}),
     "residual of fsq with dropout": (RESIDUAL_FSQ, {}),
+    "residual of vq with dropout": (BUSY_RESIDUAL, {}),
     "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
 }
 

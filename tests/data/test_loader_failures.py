@@ -96,7 +96,7 @@ def die(captions: list[str]) -> torch.Tensor:
 
 
 def sleep(captions: list[str]) -> torch.Tensor:
-    time.sleep(30)
+    time.sleep(4)
     raise AssertionError
 
 
@@ -162,7 +162,7 @@ def test_workers_outlive_stop_signals(folder: Path) -> None:
     assert len(list(batches)) == 29
 
 
-KEPT = """
+FAILED_READER = """
 from vqclip.data.workers import ordered_map
 
 results = ordered_map(str, range(1000), workers=2)  # a name that lives as long as the process
@@ -170,10 +170,28 @@ print(next(results), flush=True)
 raise RuntimeError("of the one who reads")
 """
 
+STUCK_WORKER = """
+import time
+from vqclip.data.workers import ordered_map
 
-def test_the_process_ends_while_workers_run(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(KEPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+def answer(number):
+    time.sleep(4 * number)
+    return number
+
+for number in ordered_map(answer, range(1000), workers=1, timeout_s=1.0):
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "last_line"),
+    [(FAILED_READER, "RuntimeError: of the one who reads"), (STUCK_WORKER, "is the storage stuck? (data.timeout_s)")],
+    ids=["failed reader", "stuck worker"],
+)
+def test_the_process_ends_while_workers_run(tmp_path: Path, script: str, last_line: str) -> None:
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (1, "0\n")
-    assert done.stderr.strip().endswith("RuntimeError: of the one who reads")
+    assert done.stderr.strip().endswith(last_line)

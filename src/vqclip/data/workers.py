@@ -128,16 +128,32 @@ def _end_workers() -> None:
 
 def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generator[Any, None, None]:
     results = iter(loader)
-    while True:
-        try:
-            result = next(results)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            raise DataError(_explain(error, timeout_s, section)) from error
-        if isinstance(result, _Failure):
-            raise DataError(f"{result.message}\n{result.details}".rstrip())
-        yield result
+    try:
+        while True:
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise DataError(_explain(error, timeout_s, section)) from error
+            if isinstance(result, _Failure):
+                raise DataError(f"{result.message}\n{result.details}".rstrip())
+            yield result
+    finally:
+        if loader.num_workers:
+            _end(results)
+
+
+def _end(results: Any) -> None:
+    """End the workers now: torch waits until the iterator is collected, which a kept traceback puts off for ever.
+
+    Each that is stuck gets ten seconds of grace from torch.
+    """
+    try:
+        results._shutdown_workers()  # DataLoader has no public way to end them
+    finally:
+        for worker in results._workers:
+            worker.kill()
 
 
 def _unchanged(result: T) -> T:

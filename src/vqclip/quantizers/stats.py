@@ -26,8 +26,8 @@ class Draw:
     """Tokens to be drawn from the global batch, when the ranks meet: forward knows only this rank's part of it."""
 
     numbers: Tensor
-    """``(M,)`` int64, at least 0, equal on all ranks: ``numbers[m]`` modulo G is the sample, and what is left of it,
-    modulo the sample's number of real tokens, its token."""
+    """``(M,)`` random int64, at least 0, equal on all ranks. No token is drawn twice: draws are spread evenly over the
+    samples, and a sample's over its real tokens. Of few tokens some may be left out, and some draws yield nothing."""
     vectors: Tensor
     """``(T, G, D)`` this rank's tokens, without gradient; referred to, not copied."""
     keep: Tensor | None
@@ -207,12 +207,30 @@ def _rows(draw: Draw, order: Order) -> Tensor:
     )
     keep = torch.ones(samples, tokens, dtype=torch.bool, device=device) if draw.keep is None else draw.keep
     keep = keep.view(samples, tokens)
-    rows = torch.full((order.size,), -1, device=device)
-    sample = rows.scatter(0, order.places, torch.arange(samples, device=device))[draw.numbers % order.size]
-    count = keep.sum(dim=1)[sample]
+    # In every round each draw takes a sample of its own; a sample's draws share its tokens out among the rounds.
+    index = torch.arange(len(draw.numbers), device=device)
+    rounds, turn = index // order.size, index % order.size
+    of_round = (len(index) - rounds * order.size).clamp(max=order.size)
+    number, place = _part(draw.numbers, turn, of_round, order.size)
+    sample = torch.full((order.size,), -1, device=device)
+    sample = sample.scatter(0, order.places, torch.arange(samples, device=device))[place]
+    parts = -(-len(index) // order.size)
+    part = (rounds + (draw.numbers[place % len(index)] >> 32)) % parts  # from a random part of the sample on
+    number, token = _part(number, part, parts, keep.sum(dim=1)[sample])
     # The real tokens of a sample, in their order: padding changes none of their numbers.
-    token = (~keep).byte().argsort(dim=1, stable=True)[sample, draw.numbers // order.size % count.clamp(min=1)]
-    return torch.where((sample >= 0) & (count > 0), sample * tokens + token, -1)
+    token = (~keep).byte().argsort(dim=1, stable=True)[sample, token]
+    return torch.where((sample >= 0) & (number >= 0), sample * tokens + token, -1)
+
+
+def _part(numbers: Tensor, part: Tensor, parts: Tensor | int, size: Tensor | int) -> tuple[Tensor, Tensor]:
+    """One of ``range(size)`` from its ``part``-th of ``parts`` parts: (what is left of the numbers, the chosen ones).
+
+    Where a part is empty, what is left is -1 and the chosen one 0.
+    """
+    start, end = part * size // parts, (part + 1) * size // parts
+    width = (end - start).clamp(min=1)
+    found = end > start
+    return torch.where(found, numbers // width, -1), torch.where(found, start + numbers % width, 0)
 
 
 def _joined(a: Draw, b: Draw) -> Draw:

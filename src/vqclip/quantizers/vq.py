@@ -19,6 +19,7 @@ from vqclip.quantizers.draws import keyed_integers
 from vqclip.quantizers.entropy import entropy
 from vqclip.quantizers.kmeans import kmeans
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
+from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
@@ -42,9 +43,9 @@ class VQ(TableQuantizer):
     statistics of the whole global batch: forward changes nothing.
 
     - Dead codes: one whose moving count falls below ``dead_below`` of the average code's is replaced by a token of the
-      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer). A draw that meets padding leaves
-      the code for the next step.
-    - ``kmeans``: the first `update` sets the codes by k-means over 8 K tokens of the global batch, drawn alike.
+      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer). No two codes take the same token,
+      and none one that equals a code: a batch with fewer tokens leaves codes for the next step.
+    - ``kmeans``: the first `update` sets the codes by k-means over up to 8 K tokens of the global batch, drawn alike.
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
     (`TableQuantizer`) and, where it has a weight, ``orthogonality``: mean squared cosine between different codes (Shin
@@ -222,13 +223,14 @@ class VQ(TableQuantizer):
         totals = torch.where(seen, torch.lerp(vectors.to(totals.dtype), totals, self.decay), totals)
         self.totals.copy_(totals)
         # A code that nothing has chosen for very long keeps its place instead of becoming 0 / 0.
-        known = moved > 1e-6 * moved.mean(dim=-1, keepdim=True)
+        known = seen & (moved > 1e-6 * moved.mean(dim=-1, keepdim=True))
         mean = totals / torch.where(known, moved, 1)[..., None]
         self.codebook.copy_(self._normalized(torch.where(known[..., None], mean, self.codebook)))
 
     def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
         """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none."""
-        found = vectors[present.flatten() > 0].to(self.codebook.dtype)
+        shuffled = keyed_integers(self.key, self.step, len(vectors)).argsort()
+        found = vectors[shuffled][present[shuffled].flatten() > 0].to(self.codebook.dtype)
         if not len(found):
             return
         size = self.codebook_sizes[0]
@@ -239,11 +241,12 @@ class VQ(TableQuantizer):
         self._is_started = True
 
     def _replace_dead(self, vectors: Tensor, present: Tensor) -> None:
-        size = self.codebook_sizes[0]
         average = self.sizes.mean(dim=-1, keepdim=True)
-        dead = (self.sizes < self.dead_below * average) & (present[:size].flatten() > 0)
-        candidates = rearrange(vectors[:size], "k g d -> g k d").to(self.codebook.dtype)
-        self._put(dead, candidates, average.expand_as(self.sizes))
+        dead = self.sizes < self.dead_below * average
+        tokens = rearrange(vectors, "m g d -> g m d").to(self.codebook.dtype)
+        shuffle = keyed_integers(self.key, self.step, len(vectors))
+        codes, replaced = replacements(self.codes(), dead, tokens, present.flatten() > 0, shuffle)
+        self._put(replaced, codes, average.expand_as(self.sizes))
 
     def _put(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
         """New codes ``(G, K, D)`` where ``where`` ``(G, K)``, counting as used ``sizes`` times a step."""
