@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_RESIDUAL, FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
+from vqclip.step import TrainStep
 
 SIGLIP = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
 # At the default temperature of 0.01 the entropy looks at so few tokens that training itself amplifies rounding by 10^8
@@ -55,3 +58,32 @@ def test_one_two_and_four_processes_train_the_same_model(ranks, tmp_path, shards
             for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
                 assert other[name] == pytest.approx(line[name], rel=1e-6), (world_size, line["step"], name)
         assert largest_difference(model, other_model) < 1e-6
+
+
+def codes_at_evaluation(tree, cache):
+    """This rank's codebooks whenever the loop evaluates, and right before it made ranks agree."""
+    shown, apart, agree = [], [], TrainStep.agree
+
+    def codes(step):
+        return [q.codes().detach().clone() for q in step.model.quantizers().values()]
+
+    def agreeing(step):
+        apart.append(codes(step))
+        agree(step)
+        shown.append(codes(step))
+
+    with mock.patch.object(TrainStep, "agree", agreeing):
+        run(tree, cache)
+    return shown, apart
+
+
+def test_without_synchronisation_ranks_agree_for_checkpoints_and_evaluations(ranks, tmp_path, shards):
+    """They would else share an evaluation out among different models, and go on from rank 0's after a stop only."""
+    tree = run_tree(
+        tmp_path, shards, BUSY_VQ | {"sync_codebook": False}, train__evaluate_every=8, train__checkpoint_every=7
+    )
+    (shown, apart), (also_shown, also_apart) = ranks(2, codes_at_evaluation, tree, str(tmp_path / "cache"), init=False)
+    assert len(shown) == 2 + 3 + 1  # evaluations after 8, 16 and 20 steps, checkpoints after 7, 14 and 20
+    for mine, theirs in zip(itertools.chain(*shown), itertools.chain(*also_shown), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(apart[0][0], also_apart[0][0])

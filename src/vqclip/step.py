@@ -127,6 +127,16 @@ class TrainStep:
         stats = {name: each.detach() for name, each in stats.items()}
         return StepResult(terms, grad_norm, out.scale.detach(), lr, stats)
 
+    def agree(self) -> None:
+        """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
+
+        A collective, where there are such.
+        """
+        for quantizer in self.model.quantizers().values():
+            if quantizer.rank_local:
+                for tensor in quantizer.state_dict().values():
+                    dist.broadcast_(tensor)
+
     def _update_scaler(self, step: int) -> None:
         before = self.scaler.get_scale()
         self.scaler.update()

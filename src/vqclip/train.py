@@ -156,6 +156,7 @@ def _loop(
                 clock.pause()
                 if log:
                     log.flush()
+                step.agree()
                 snapshots.save(done, bad)
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 clock.pause()
@@ -171,6 +172,7 @@ def _loop(
 
 def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> Attempt:
     """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
+    step.agree()
     attempt = try_all(step.model, config.evaluation, precision=config.train.precision)
     if log and attempt.results:
         scalars = {f"eval/{name}": value for result in attempt.results for name, value in result.scalars().items()}

@@ -279,6 +279,27 @@ def test_reduce_in_place(ranks):
         assert strided.tolist() == [3, 3]
 
 
+def broadcast_all():
+    r = dist.rank()
+    strided = torch.zeros(2, 2).add(r + 1)[:, 0]
+    values = [torch.tensor(r == 0), torch.tensor([r, 3 - r]), torch.nn.Parameter(torch.tensor([-0.0, r + 0.5]))]
+    same = dist.broadcast_(strided) is strided
+    return [dist.broadcast_(value, 1).detach() for value in values], same, strided
+
+
+def test_broadcast_in_place(ranks):
+    for (flag, integers, numbers), same, strided in ranks(3, broadcast_all):
+        assert not flag
+        assert integers.tolist() == [1, 2]
+        assert numbers.tolist() == [0, 1.5]
+        assert numbers.signbit().tolist() == [True, False]
+        assert same
+        assert strided.tolist() == [1, 1]
+    assert dist.broadcast_(torch.ones(2)).tolist() == [1, 1]
+    with pytest.raises(DistributedError, match="src is 1, expected a rank from 0 to 0"):
+        dist.broadcast_(torch.ones(2), 1)
+
+
 def test_reduce_refuses_a_tensor_that_requires_a_gradient():
     with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
         dist.reduce_(torch.ones(2, requires_grad=True) * 2)

@@ -55,6 +55,18 @@ FAMILIES: dict[str, QuantizerConfig] = {
     ),
 }
 
+NESTINGS: dict[str, QuantizerConfig] = {
+    "residual of bsq": ResidualConfig(layer=BSQConfig(bits=4, entropy_temperature=1.0), depth=2, dropout=True),
+    "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=4, codebook_size=8), depth=2, dropout=True),
+    "residual of product of vq": ResidualConfig(
+        layer=ProductConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), codebooks=2), depth=2, dropout=True
+    ),
+    "product of fsq": ProductConfig(layer=FSQConfig(levels=(5, 4)), codebooks=2),
+    "product of bsq": ProductConfig(layer=BSQConfig(bits=3, entropy_temperature=1.0), codebooks=2),
+    "product of simvq": ProductConfig(layer=SimVQConfig(dim=2, codebook_size=8), codebooks=2),
+}
+"""More of them, for one split."""
+
 SPLITS = {
     "2 equal, 4 micro-batches": ((8, 8), 4),
     "2 unequal": ((12, 4), 1),
@@ -128,7 +140,7 @@ def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[State]]:
-    return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
+    return {name: trajectory(config, (16,)) for name, config in (FAMILIES | NESTINGS).items()}
 
 
 @pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
@@ -136,16 +148,28 @@ def alone() -> dict[str, list[State]]:
 def test_equals_one_process(
     ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
 ) -> None:
-    first, *others = ranks(len(split), trajectory, FAMILIES[name], split, micro_batches)
+    compare(ranks, alone[name], FAMILIES[name], split, micro_batches)
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_nestings_equal_one_process(ranks: RankPool, alone: dict[str, list[State]], name: str) -> None:
+    compare(ranks, alone[name], NESTINGS[name], (9, 0, 7), 2)
+
+
+def compare(
+    ranks: RankPool, alone: list[State], config: QuantizerConfig, split: Sequence[int], micro_batches: int
+) -> None:
+    """Ranks hold the same bits after every step, and up to rounding what one process does."""
+    first, *others = ranks(len(split), trajectory, config, split, micro_batches)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    for mine, theirs in zip(first, alone[name], strict=True):
+    for mine, theirs in zip(first, alone, strict=True):
         for key in mine:
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | NESTINGS)
 def test_something_happens(alone: dict[str, list[State]], name: str) -> None:
     """The comparison above is worth something: k-means starts, codes are replaced, dropout has several depths."""
     states = alone[name]

@@ -24,7 +24,15 @@ A peer that died, or a wait longer than the timeout given to `init`, ends in a `
 collective. (NCCL enforces its timeout in a thread of its own, which ends the process with NCCL's message instead.)
 """
 
-from vqclip.dist._collectives import all_gather, all_reduce, gather_sizes, global_mean, reduce_, replicated_sum
+from vqclip.dist._collectives import (
+    all_gather,
+    all_reduce,
+    broadcast_,
+    gather_sizes,
+    global_mean,
+    reduce_,
+    replicated_sum,
+)
 from vqclip.dist._control import any_rank, barrier, broadcast_json, gather_json, shared_seed
 from vqclip.dist._ddp import unwrap_ddp, wrap_ddp
 from vqclip.dist._state import (
@@ -45,6 +53,7 @@ __all__ = [
     "all_reduce",
     "any_rank",
     "barrier",
+    "broadcast_",
     "broadcast_json",
     "gather_json",
     "gather_sizes",

@@ -170,6 +170,30 @@ def reduce_(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     return x
 
 
+def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
+    """Give every rank rank `src`'s values, in place.
+
+    Args:
+        x: Any shape and dtype, equal on every rank; what the other ranks hold is overwritten. Carries no gradient.
+        src: Rank within `group`.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        `x`, the same on every rank.
+
+    Raises:
+        DistributedError: `src` is no rank of the group.
+    """
+    if not 0 <= src < world_size(group):
+        raise DistributedError(f"broadcast_: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
+    if is_distributed(group) and x.numel():
+        dense = x.detach().contiguous()
+        source = src if group is None else c10d.get_global_rank(group, src)
+        run_collective("broadcast_", c10d.broadcast, dense, source, group=group)
+        x.detach().copy_(dense)
+    return x
+
+
 def _summed(x: Tensor, name: str, group: Group) -> Tensor:
     """A new tensor with the sum over ranks; half precision is summed in fp32."""
     total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)

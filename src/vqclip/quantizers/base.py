@@ -219,6 +219,11 @@ class Quantizer(nn.Module, ABC):
         """Whether its codes stand for something already; see `update`."""
         return True
 
+    @property
+    def rank_local(self) -> bool:
+        """Whether ranks hold different codes, each its own tokens'."""
+        return any(part.rank_local for part in self.modules() if isinstance(part, Quantizer) and part is not self)
+
     @abstractmethod
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         """The codes: what `_bound` gave, ``(T, G, D)`` → values ``(T, G, D)`` without gradient and ids ``(T, G, C)``.

@@ -63,7 +63,7 @@ class VQ(TableQuantizer):
         gradient: ``rotation`` or ``straight_through``.
         diversity_temperature: > 0.
         sync_codebook: False: every rank follows its own tokens and `update` communicates nothing. Codebooks then drift
-            apart, and a checkpoint holds rank 0's.
+            apart; the training loop gives every rank rank 0's for each checkpoint and evaluation.
         loss_weights: by the names above; one that is left out weighs 0. Without any: commitment 0.25, codebook 1.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
@@ -145,6 +145,11 @@ class VQ(TableQuantizer):
     def started(self) -> bool:
         """Whether k-means has set the codes, or does not."""
         return self._is_started
+
+    @property
+    def rank_local(self) -> bool:
+        """With ``sync_codebook`` off."""
+        return not self.sync_codebook
 
     def update(self, stats: Stats, start: bool = True) -> None:
         """Move the codes after the tokens of the global batch, replace dead ones, count the step.
@@ -292,7 +297,7 @@ class VQConfig(Config):
     diversity_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Of the soft assignment in the diversity loss."""
     sync_codebook: bool = True
-    """Follow the tokens of all ranks. False: each rank its own, and codebooks drift apart."""
+    """Follow the tokens of all ranks. False: each rank its own; for a checkpoint or an evaluation all take rank 0's."""
     loss_weights: VQLossWeights = VQLossWeights()
     """Weights of the losses."""
 
