@@ -4,9 +4,10 @@
     python benchmarks/families.py --config configs/captions.yaml --steps 300 --families fsq vq --seeds 0 1
 
 Both modalities get the same quantizer; all else is the configuration's, with the same number of steps for all. Each
-run is a process of its own with one thread, under runs/families/CONFIG/; one that is done is not run again, so that the
-command can be stopped and repeated. Prints a Markdown table: means over the seeds, and the range of the codes-only
-figure. Usage and perplexity are those of the pictures' codes over the evaluation set, means over codebooks.
+run is a process of its own with one thread, under runs/families/CONFIG/; one that is done is not run again (delete its
+folder after a change of code), so that the command can be stopped and repeated. Prints a Markdown table of the first
+evaluation: means over the seeds, and the range of the codes-only figure. Usage and perplexity are those of the
+pictures' codes over the evaluation set, means over codebooks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run(config: Path, family: str, seed: int, steps: int, folder: Path) -> dict[
             status = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
             )
-        if status.returncode:
+        if status.returncode or not done.exists():  # a run that was interrupted ends with 0
             print(f"{name}: status {status.returncode}, see {log.name}", file=sys.stderr)
             return None
     return json.loads(done.read_text())
@@ -66,7 +67,7 @@ def run(config: Path, family: str, seed: int, steps: int, folder: Path) -> dict[
 def table(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Lines of Markdown, one for each family and figure of merit."""
     result = next(iter(summaries.values()))[0]["results"][0]
-    names = [name for name in result["figures"]["continuous"] if name.endswith("1")]
+    names = [name for name in ("top1", "i2t_r1", "t2i_r1") if name in result["figures"]["continuous"]]
     yield (
         "| family | bits a token | bits used | "
         + " | ".join(f"{name}: continuous | {name}: codes only (range)" for name in names)
@@ -80,21 +81,18 @@ def table(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 def _cells(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
     usage = [result["usage"]["image"] for result in results]
     yield f"{usage[0]['bits_per_token']:g}"
-    yield f"{_mean(one['bits_used_per_token'] for one in usage):.1f}"
+    yield f"{statistics.fmean(one['bits_used_per_token'] for one in usage):.1f}"
     for name in names:
         codes = [100 * result["figures"]["codes_only"][name] for result in results]
-        yield f"{_mean(100 * result['figures']['continuous'][name] for result in results):.1f}"
-        yield f"{_mean(codes):.1f} ({min(codes):.1f}–{max(codes):.1f})"
+        yield f"{statistics.fmean(100 * result['figures']['continuous'][name] for result in results):.1f}"
+        yield f"{statistics.fmean(codes):.1f} ({min(codes):.1f}–{max(codes):.1f})"
     if not usage[0]["codebook_sizes"]:
         yield from ("", "")
     else:
-        yield f"{100 * _mean(_mean(one['usage']) for one in usage):.0f} %"
-        yield f"{_mean(_mean(one['perplexity']) for one in usage):.0f} of {_mean(usage[0]['codebook_sizes']):.0f}"
+        yield f"{100 * statistics.fmean(statistics.fmean(one['usage']) for one in usage):.0f} %"
+        spread = statistics.fmean(statistics.fmean(one["perplexity"]) for one in usage)
+        yield f"{spread:.0f} of {statistics.fmean(usage[0]['codebook_sizes']):.0f}"
     yield f"{usage[0]['tokens']:,}"
-
-
-def _mean(values: Any) -> float:
-    return statistics.fmean(values)
 
 
 def main() -> None:
@@ -108,13 +106,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/families"))
     options = parser.parse_args()
     folder = options.folder / options.config.stem
-    with ThreadPoolExecutor(options.jobs) as pool:  # seed by seed, so that a part of it can be looked at
-        jobs = {
-            (family, seed): pool.submit(run, options.config, family, seed, options.steps, folder)
-            for seed in options.seeds
-            for family in options.families
-        }
-    found = {key: summary for key, job in jobs.items() if (summary := job.result()) is not None}
+    pool = ThreadPoolExecutor(options.jobs)
+    jobs = {  # seed by seed, so that a part of it can be looked at
+        (family, seed): pool.submit(run, options.config, family, seed, options.steps, folder)
+        for seed in options.seeds
+        for family in options.families
+    }
+    try:
+        found = {key: summary for key, job in jobs.items() if (summary := job.result()) is not None}
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if not found:
+        sys.exit("no run succeeded")
     by_family = {f: [found[f, s] for s in options.seeds if (f, s) in found] for f in options.families}
     print("\n".join(table({family: each for family, each in by_family.items() if each})))
     sys.exit(len(found) < len(jobs))

@@ -31,7 +31,10 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off on any device that has it; for what bf16 has no digits for, such as codes and logits of 100."""
+    """Autocast off on any device that has it; for what bf16 has no digits for, such as codes and logits of 100.
+
+    TF32 stays as the caller has set it (`torch.set_float32_matmul_precision`; off by default): that is for the process.
+    """
     if device.type == "meta":  # not is_autocast_available(): torch 2.6 cannot compile that
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -102,9 +102,9 @@ class TrainStep:
 
         images = batch.images.to(self.device, non_blocking=True)
         tokens = batch.texts.to(self.device, non_blocking=True)
+        order = Order(batch.places.to(self.device, non_blocking=True), batch.global_size)
         with autocast(self.device, self.precision):
             out: CLIPOutput = self.parallel(images, tokens)
-        order = Order(batch.places.to(self.device), batch.global_size)
         image_stats, text_stats = sync([out.image.stats, out.text.stats], order)
         stats = {"image": image_stats, "text": text_stats}
         terms = self._losses(out, stats)
@@ -134,8 +134,8 @@ class TrainStep:
         """
         for quantizer in self.model.quantizers().values():
             if quantizer.rank_local:
-                for tensor in quantizer.state_dict().values():
-                    dist.broadcast_(tensor)
+                state = {name: tensor.clone() for name, tensor in quantizer.state_dict().items()}
+                quantizer.load_state_dict({name: dist.broadcast_(tensor) for name, tensor in state.items()})
 
     def _update_scaler(self, step: int) -> None:
         before = self.scaler.get_scale()
@@ -187,7 +187,7 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 def _require_finite(values: dict[str, Tensor], step: int) -> None:
     """Every rank holds the same global losses and averaged gradients, so all of them raise or none does."""
-    found = torch.stack([value.double() for value in values.values()]).tolist()  # the one wait for the device in a step
+    found = torch.stack([value.double() for value in values.values()]).tolist()  # waits for the device
     bad = [f"{name} = {value}" for name, value in zip(values, found, strict=True) if not math.isfinite(value)]
     if bad:
         raise NonFiniteError(

@@ -80,7 +80,17 @@ def test_goes_on_training(name: str) -> None:
         (lambda: peer.VectorQuantize(dim=4, codebook_size=8, affine_param=True), "affine param"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=(8, 4), num_quantizers=2), "codebook sizes that differ"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, use_cosine_sim=True), "use cosine sim"),
+        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, accept_image_fmap=True), "channels before positions"),
+        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, ema_update=False), "codebook that does not learn"),
+        (
+            lambda: peer.ResidualVQ(
+                dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_multiple_of=2
+            ),
+            "quantize dropout multiple of",
+        ),
         (lambda: peer.FSQ([4, 4], orthogonal_rotation=True), "orthogonal rotation"),
+        (lambda: peer.FSQ([4, 4], channel_first=True), "channels before positions"),
+        (lambda: peer.LFQ(codebook_size=16, dim=4, channel_first=True), "channels before positions"),
         (lambda: peer.ResidualFSQ(levels=[4, 4], num_quantizers=2, dim=2, bound_hard_clamp=False), "hard clamp off"),
         (lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True), "spherical"),
     ],
@@ -88,3 +98,17 @@ def test_goes_on_training(name: str) -> None:
 def test_what_has_no_counterpart_is_refused(module: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_vector_quantize_pytorch(module())
+
+
+def test_quantize_dropout_leaves_as_many_stages() -> None:
+    module = peer.ResidualVQ(
+        dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_cutoff_index=2
+    )
+    assert from_vector_quantize_pytorch(module).least == 3
+
+
+def test_one_cosine_stage() -> None:
+    torch.manual_seed(0)
+    module = peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=1, use_cosine_sim=True).eval()
+    x = inputs(4, 50)
+    assert torch.equal(from_vector_quantize_pytorch(module)(x).ids, module(x)[1])

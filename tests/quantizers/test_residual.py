@@ -130,12 +130,39 @@ def test_what_cannot_be_refined_is_refused(layer: Quantizer, name: str) -> None:
 
 
 def test_more_stages_than_float32_has_digits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="depth is 23, expected at most 9"):
+    with pytest.raises(ConfigError, match="depth is 23, expected at most 8"):
         Residual(FSQ((8, 8), "uniform"), 23)
-    assert errors_by_depth(Residual(FSQ((8, 8), "uniform"), 9), torch.randn(100, 2))[-1] < 1e-12
-    with pytest.raises(ConfigError, match="at most 25"):
-        Residual(LFQ(3), 26)
+    assert errors_by_depth(Residual(FSQ((8, 8), "uniform"), 8), torch.randn(100, 2))[-1] < 1e-12
+    with pytest.raises(ConfigError, match="at most 24"):
+        Residual(LFQ(3), 25)
+    with pytest.raises(ConfigError, match="depth is 2, expected at most 1"):
+        Residual(Residual(FSQ((8, 8), "uniform"), 5), 2)
     Residual(SimVQ(3, 4), 100)
+
+
+def test_different_ids_are_different_vectors_at_the_last_depth() -> None:
+    quantizer = Residual(LFQ(1), 24)
+    ids = torch.randint(0, 2, (20_000, 24), generator=torch.Generator().manual_seed(0))
+    assert len(quantizer.decode(ids).unique()) == len(ids.unique(dim=0))
+
+
+@pytest.mark.parametrize("layer", [FSQ((4, 4)), VQ(4, 8, cosine=True)], ids=["fsq", "vq, cosine"])
+def test_one_stage_is_the_layer(layer: Quantizer) -> None:
+    quantizer = Residual(layer, 1)
+    quantizer.layers[0].load_state_dict(layer.state_dict())
+    x = torch.randn(30, layer.dim)
+    assert torch.equal(quantizer(x).vectors, layer(x).vectors)
+
+
+def test_stages_that_start_one_by_one_compile_twice() -> None:
+    torch._dynamo.reset()
+    quantizer = Residual(VQ(4, 8), 10)
+    frames = CompileCounter()
+    compiled = torch.compile(quantizer, fullgraph=True, backend=frames)
+    for _ in range(12):
+        quantizer.update(compiled(torch.randn(200, 4)).stats)
+    assert quantizer.started
+    assert frames.frame_count == 2
 
 
 def test_wrong_numbers() -> None:

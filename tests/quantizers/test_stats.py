@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from vqclip.quantizers import LFQ, Stats, sync
+from vqclip.errors import ShapeError
+from vqclip.quantizers import LFQ, VQ, Order, Stats, sync
 
 
 def test_immutable_mapping_of_sums() -> None:
@@ -23,9 +24,9 @@ def test_addition() -> None:
     a, b = Stats({"tokens": torch.tensor(3)}), Stats({"tokens": torch.tensor(4)})
     assert (a + b)["tokens"] == 7
     assert a["tokens"] == 3
-    with pytest.raises(AssertionError, match="different quantizers"):
+    with pytest.raises(ShapeError, match="different quantizers"):
         a + Stats({"other": torch.tensor(1)})
-    with pytest.raises(AssertionError, match="all ranks"):
+    with pytest.raises(ShapeError, match="all ranks"):
         a + b.local()
     with pytest.raises(TypeError):
         a + 3
@@ -43,3 +44,10 @@ def test_one_process_is_all_ranks() -> None:
     assert synced.is_global
     assert all(synced[name] is stats[name] for name in stats)
     assert stats.synced().is_global
+
+
+def test_an_order_of_other_samples_is_refused() -> None:
+    quantizer = VQ(3, 4)
+    stats = quantizer(torch.randn(1, 5, 3)).stats + quantizer(torch.randn(1, 6, 3)).stats
+    with pytest.raises(ShapeError, match="11 tokens with an order of 2 samples"):
+        stats.synced(Order(torch.arange(2), 2))

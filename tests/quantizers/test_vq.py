@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.optim import parameter_groups
 from vqclip.quantizers import VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.kmeans import kmeans
@@ -102,6 +102,48 @@ def test_nearest_far_from_the_origin() -> None:
     assert (nearest(x, codes)[:, 0] != exact).double().mean() < 1e-3
 
 
+@pytest.mark.parametrize("far", [3e3, 1e5])
+def test_nearest_beside_a_code_far_out(far: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(1, 64, 8, generator=generator)
+    codes[0, 0] = far
+    x = torch.randn(4000, 1, 8, generator=generator)
+    expected = torch.cdist(x[:, 0].double(), codes[0].double()).argmin(dim=1)
+    assert torch.equal(nearest(x, codes)[:, 0], expected)
+
+
+def test_orthogonality_of_codes_without_direction() -> None:
+    quantizer = VQ(4, 4, learning="gradient", kmeans=False, loss_weights={"orthogonality": 1.0})
+    with torch.no_grad():
+        quantizer.codebook.copy_(torch.eye(4).index_fill(0, torch.tensor([0]), 0.0))
+    assert quantizer.losses(quantizer(torch.randn(9, 4)).stats)["orthogonality"] == 0
+
+
+def test_codes_are_float32_whatever_the_default() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        made = [VQ(3, 8), VQ(3, 8, learning="gradient"), SimVQ(3, 8)]
+    finally:
+        torch.set_default_dtype(before)
+    for quantizer in made:
+        assert all(t.dtype == torch.float32 for t in quantizer.state_dict().values() if t.is_floating_point())
+
+
+def test_statistics_from_before_another_state_are_refused() -> None:
+    quantizer = VQ(3, 8, dead_below=0.0)
+    before = quantizer(torch.randn(50, 3)).stats
+    fresh = quantizer.state_dict()
+    fresh = {name: value.clone() for name, value in fresh.items()}
+    quantizer.update(before)
+    after = quantizer(torch.randn(50, 3)).stats
+    with pytest.raises(ShapeError, match="before and after an update"):
+        before + after
+    quantizer.load_state_dict(fresh)
+    with pytest.raises(ConfigError, match="without drawn tokens"):
+        quantizer.update(after)
+
+
 def test_the_rotation_turns_gradients_with_the_vector() -> None:
     x, q = torch.randn(2, 20, 1, 5, dtype=torch.float64)
     x.requires_grad_()
@@ -115,11 +157,13 @@ def test_the_rotation_turns_gradients_with_the_vector() -> None:
 
 def test_kmeans_finds_clusters() -> None:
     x, corners = clusters(2000)
-    centres, members = kmeans(x[None], 32)
+    centres, members, placed = kmeans(x[None], 32)
+    assert placed.all()
     assert members.sum() == 2000
     assert torch.cdist(corners, centres[0]).min(dim=1).values.max() < 0.5
-    few, _ = kmeans(x[None, :3], 8)
+    few, _, placed = kmeans(x[None, :3], 8)
     assert few.shape == (1, 8, 3)
+    assert placed[0].tolist() == [True] * 3 + [False] * 5
 
 
 def test_codes_do_not_decay() -> None:
@@ -143,6 +187,8 @@ def test_codes_do_not_decay() -> None:
         (lambda: VQ(3, 8, loss_weights={"nonsense": 1.0}), "no loss is named"),
         (lambda: VQ(3, 8, learning="gradient", loss_weights={"codebook": 0.0}), "nothing would move the codes"),
         (lambda: SimVQ(3, 8, loss_weights={"codebook": 0.0}), "only that loss moves the codes"),
+        (lambda: VQ(3, 8, learning="gradient", sync_codebook=False), "DDP averages the gradients of codes"),
+        (lambda: VQ(3, 8, sync_codebook=False, loss_weights={"diversity": 1.0}), "a weight for diversity"),
     ],
 )
 def test_wrong_settings(build, message: str) -> None:

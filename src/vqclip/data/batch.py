@@ -56,6 +56,7 @@ class Batch:
             texts=self.texts.pin_memory(),
             sample_ids=self.sample_ids.pin_memory(),
             labels=self.labels.pin_memory(),
+            places=self.places.pin_memory(),
         )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.precision import full_precision
@@ -72,7 +73,10 @@ class Quantizer(nn.Module, ABC):
         self.codebook_sizes = tuple(codebook_sizes)
         self.loss_weights = dict(loss_weights or {})
         self.key = 0
-        """Stream of this quantizer's draws; see `set_seed`."""
+        """Stream of this quantizer's draws; see `set_seed`, without which all quantizers draw alike."""
+        self.waiting = False
+        """Whether a quantizer beside this one, another stage of a `Residual`, has yet to start. As long as any has,
+        forward draws tokens for a start: compiled, it then changes once and not at the start of every stage."""
 
     @property
     def bits(self) -> float:
@@ -222,7 +226,11 @@ class Quantizer(nn.Module, ABC):
     @property
     def rank_local(self) -> bool:
         """Whether ranks hold different codes, each its own tokens'."""
-        return any(part.rank_local for part in self.modules() if isinstance(part, Quantizer) and part is not self)
+        return any(part.rank_local for part in self.parts() if part is not self)
+
+    def parts(self) -> list[Quantizer]:
+        """This quantizer and all inside it."""
+        return [part for part in self.modules() if isinstance(part, Quantizer)]
 
     @abstractmethod
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,3 +354,7 @@ def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
     for digit, base in zip(reversed(lower), reversed(bases[:-1]), strict=True):
         ids.mul_(base).add_(digit)
     return ids
+
+
+# So that a quantizer that was exported can be saved.
+_register_namedtuple(QuantizerOutput, serialized_type_name="vqclip.quantizers.QuantizerOutput")

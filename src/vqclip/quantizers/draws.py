@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+LAST = 2**63 - 1
+"""What is sorted behind every random number."""
 
-def keyed_integers(key: int, step: Tensor, count: int) -> Tensor:
-    """``(count,)`` int64, uniform over ``[0, 2^62)``, keyed by (key, step, index).
 
-    The finaliser of SplitMix64 (Steele et al. 2014) over a counter: any two of them are as good as independent. It
-    needs int64 arithmetic only, so it compiles, runs on the device of ``step`` and never waits for it.
+def stream(key: int, step: Tensor) -> Tensor:
+    """() int64 that names the stream of one layer in one step.
 
     Args:
-        key: names the stream, such as one layer's in one run.
+        key: names the layer in the run.
         step: () int64, number of the optimizer step.
-        count: how many numbers.
     """
-    index = torch.arange(count, device=step.device)
-    return _mix(_mix(_mix(step + key) + index)) & (2**62 - 1)
+    return _mix(_mix(step + key))
+
+
+def random_integers(stream: Tensor, index: Tensor) -> Tensor:
+    """One number of a stream for every entry of ``index``, int64, uniform over ``[0, 2^62)``.
+
+    The finaliser of SplitMix64 (Steele et al. 2014) over a counter: any two of them are as good as independent. It
+    needs int64 arithmetic only, so it compiles, runs on the device of ``index`` and never waits for it.
+    """
+    return _mix(stream + index) & (2**62 - 1)
+
+
+def random_order(stream: Tensor, index: Tensor, keep: Tensor) -> Tensor:
+    """Random permutation of the last dimension, in which what is not kept comes last.
+
+    Args:
+        stream: broadcast against ``index``.
+        index: ``(..., n)`` int64, by which the entries are known: another arrangement of them is the same permutation.
+        keep: ``(..., n)`` bool.
+    """
+    return random_integers(stream, index).masked_fill(~keep, LAST).argsort(dim=-1, stable=True)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
 
     Taken over are codebooks, their moving averages and what decides about ids; of the training, the decay, the way of
     learning and quantize dropout. Losses and replacement of dead codes are ours: see `VQ`. Ids are equal in evaluation,
-    up to vectors that lie between two codes within a rounding error.
+    up to vectors that lie between two codes within a rounding error: of a ResidualFSQ, the last stages are hardly more
+    than that once the product of a channel's levels over the stages passes 10^6.
 
     Args:
         module: a ``VectorQuantize``, ``ResidualVQ``, ``FSQ``, ``ResidualFSQ`` or ``LFQ`` (version 1.22 and later).
@@ -51,7 +52,12 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
 def _vq(module: Any) -> Quantizer:
     book = module._codebook
     _refuse(module, affine_param=book.affine_param, vq_bridge=book.vq_bridge is not None)
-    _refuse(module, channel_last_off=not module.channel_last, freeze_codebook=module.freeze_codebook)
+    _refuse(
+        module,
+        channels_before_positions=not module.channel_last or module.accept_image_fmap or module.accept_3d_fmap,
+        freeze_codebook=module.freeze_codebook,
+        a_codebook_that_does_not_learn=not (book.ema_update or book.learnable_codebook),
+    )
     _refuse(module, kmeans_init_not_done=not bool(book.initted))
     heads, size, dim = book.embed.shape
     _refuse(module, heads_that_share_a_codebook=module.heads > 1 and heads == 1)
@@ -87,7 +93,7 @@ def _residual_vq(module: Any) -> Quantizer:
         use_cosine_sim=isinstance(first, VQ) and first.cosine and len(stages) > 1,
         beam_search=(module.eval_beam_size or 1) > 1,
     )
-    quantizer = Residual(first, len(stages), dropout=bool(module.quantize_dropout))
+    quantizer = Residual(first, len(stages), bool(module.quantize_dropout), _least(module))
     for mine, theirs in zip(quantizer.stages, stages, strict=True):
         mine.load_state_dict(theirs.state_dict())
     return quantizer
@@ -95,6 +101,7 @@ def _residual_vq(module: Any) -> Quantizer:
 
 def _fsq(module: Any) -> Quantizer:
     _refuse(module, orthogonal_rotation=module.orthogonal_rotation, bound_hard_clamp=module.bound_hard_clamp)
+    _refuse(module, channels_before_positions=module.channel_first)
     layer = FSQ(_integers(module._levels), "symmetric" if module.preserve_symmetry else "original")
     return _repeated(layer, module.num_codebooks)
 
@@ -102,15 +109,24 @@ def _fsq(module: Any) -> Quantizer:
 def _residual_fsq(module: Any) -> Quantizer:
     first = module.layers[0]
     _refuse(module, bound_hard_clamp_off=not first.bound_hard_clamp, several_codebooks=first.num_codebooks > 1)
-    _refuse(module, orthogonal_rotation=first.orthogonal_rotation)
+    _refuse(module, orthogonal_rotation=first.orthogonal_rotation, channels_before_positions=module.is_channel_first)
     layer = FSQ(_integers(first._levels), "uniform")
-    return Residual(layer, module.num_quantizers, dropout=bool(module.quantize_dropout))
+    return Residual(layer, module.num_quantizers, bool(module.quantize_dropout), _least(module))
+
+
+def _least(module: Any) -> int:
+    """Stages that quantize dropout always leaves."""
+    if not module.quantize_dropout:
+        return 1
+    _refuse(module, quantize_dropout_multiple_of=module.quantize_dropout_multiple_of > 1)
+    return module.quantize_dropout_cutoff_index + 1
 
 
 def _lfq(module: Any) -> Quantizer:
     _refuse(
         module,
         spherical=module.spherical,
+        channels_before_positions=module.channel_first,
         orthogonal_rotation=getattr(module, "orthogonal_rotation", False),
         codebook_scale=module.codebook_scale != 1,
     )

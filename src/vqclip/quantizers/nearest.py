@@ -90,13 +90,15 @@ class TableQuantizer(Quantizer):
 
     def update(self, stats: Stats, start: bool = True) -> None:
         """Count the step, and the steps since each code was used."""
-        if not self.training:
-            return
-        with torch.no_grad():
-            counts = stats.synced()["codes"]
-            waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
-            self.age.copy_(torch.where(counts > 0, 0, waited))
-            self.step.add_(1)
+        if self.training:
+            with torch.no_grad():
+                self._count_step(stats.synced()["codes"])
+
+    def _count_step(self, counts: Tensor) -> None:
+        """``(G, K)`` how often each code was used in it."""
+        waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
+        self.age.copy_(torch.where(counts > 0, 0, waited))
+        self.step.add_(1)
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -129,16 +131,21 @@ def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:
     return error.sum(dim=0)
 
 
-def nearest(x: Tensor, codes: Tensor) -> Tensor:
+def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
     """The code of the least Euclidean distance, the first of several: ``(T, G, D)``, ``(G, K, D)`` → ``(T, G)`` int64.
+
+    ``among`` ``(G, K)`` bool restricts it to some of the codes.
 
     ``argmax <x, c> - |c|² / 2`` takes one matrix product, and but for a compiled graph, a bounded number of scores is
     held at a time. A vector with NaN gets some code in range.
     """
-    # From the middle of the codes, or those far from 0 would differ in their last digits only.
-    middle = codes.mean(dim=1, keepdim=True)
+    # From the middle of the codes, or those far from 0 would differ in their last digits only. Not from their mean,
+    # which a single code far out takes along.
+    middle = codes.median(dim=1, keepdim=True).values
     x, codes = x - middle.transpose(0, 1), codes - middle
     half_norm = codes.square().sum(dim=-1).div_(2)[:, None]
+    if among is not None:
+        half_norm = half_norm.masked_fill(~among[:, None], torch.inf)
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
     # A graph takes them all at once: the number of parts would be part of it.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer, summary
-from vqclip.quantizers.draws import keyed_integers
+from vqclip.quantizers.draws import random_integers, stream
 from vqclip.quantizers.stats import Stats
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Residual(Quantizer):
         self.limit: int | None = None
         """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self._look_whether_all_started()
 
     @property
     def depth(self) -> int:
@@ -115,8 +116,14 @@ class Residual(Quantizer):
             stage.update(stats.under(str(i)), start)
             # What this stage leaves has just changed: the next one starts on what it leaves from now on.
             start = start and already
+        self._look_whether_all_started()
         if self.training:
             self.step.add_(1)
+
+    def _look_whether_all_started(self) -> None:
+        waiting = not self.started
+        for part in self.parts():
+            part.waiting = waiting
 
     def _bound(self, x: Tensor) -> Tensor:
         return self.stages[0]._bound(x)
@@ -154,7 +161,8 @@ class Residual(Quantizer):
         if self.limit is not None:
             depth = self.limit
         elif self.dropout and self.training:
-            depth = self.least + keyed_integers(self.key, self.step, 1) % (self.depth - self.least + 1)
+            number = random_integers(stream(self.key, self.step), torch.zeros_like(self.step))
+            depth = self.least + number % (self.depth - self.least + 1)
         else:
             return [keep] * self.depth
         every = torch.ones(len(bounded), dtype=torch.bool, device=bounded.device) if keep is None else keep
@@ -162,6 +170,8 @@ class Residual(Quantizer):
 
     def _fineness(self, stage: int) -> Tensor | float:
         """How many times finer the codes of a stage lie: a number, or ``(D,)`` in float32, of which all are exact."""
+        if stage == 0:
+            return 1.0
         ratio = self.stages[0].refinement
         assert ratio is not None
         return (ratio.double() ** stage).float() if isinstance(ratio, Tensor) else ratio**stage
@@ -199,6 +209,8 @@ def _check_least(depth: int, least: int) -> None:
 
 
 def _check_refinement(layer: Quantizer, depth: int) -> None:
+    if depth == 1:
+        return
     ratio = layer.refinement
     if ratio is None:
         raise ConfigError(
@@ -206,8 +218,8 @@ def _check_refinement(layer: Quantizer, depth: int) -> None:
             "layout uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
         )
     largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
-    if largest ** (depth - 1) > FINEST:
-        useful = 1 + int(math.log(FINEST) / math.log(largest))
+    if largest**depth > FINEST:
+        useful = int(math.log(FINEST) / math.log(largest))
         raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}: float32 has no digits for more")
 
 

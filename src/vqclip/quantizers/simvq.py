@@ -47,8 +47,8 @@ class SimVQ(TableQuantizer):
         if not weights["codebook"] > 0:
             raise ConfigError("SimVQ: loss_weights.codebook is 0, expected more: only that loss moves the codes")
         super().__init__(dim, codebook_size, groups, gradient, weights)
-        self.register_buffer("codebook", torch.randn(groups, codebook_size, dim) * dim**-0.5)
-        self.transform = nn.Parameter(torch.eye(dim).repeat(groups, 1, 1))
+        self.register_buffer("codebook", torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
+        self.transform = nn.Parameter(torch.eye(dim, dtype=torch.float32).repeat(groups, 1, 1))
 
     def spawn(self, groups: int = 1) -> SimVQ:
         """See `Quantizer.spawn`."""

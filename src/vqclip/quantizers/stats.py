@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
+from vqclip.errors import ShapeError
+from vqclip.quantizers.draws import random_integers, random_order
 
 
 class Order(NamedTuple):
@@ -23,15 +25,20 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """Tokens to be drawn from the global batch, when the ranks meet: forward knows only this rank's part of it."""
+    """Tokens to be drawn from the global batch, when the ranks meet: forward knows only this rank's part of it.
 
-    numbers: Tensor
-    """``(M,)`` random int64, at least 0, equal on all ranks. No token is drawn twice: draws are spread evenly over the
-    samples, and a sample's over its real tokens. Of few tokens some may be left out, and some draws yield nothing."""
+    No token is drawn twice. The draws go through all samples in random order, then through them again; a sample gives
+    another of its real tokens every time, in random order. Without samples (see `sync`), every real token is one.
+    """
+
+    stream: Tensor
+    """() int64, the stream of random numbers, equal on all ranks; see `vqclip.quantizers.draws`."""
+    count: int
+    """M, how many. Those beyond the tokens that there are yield nothing."""
     vectors: Tensor
     """``(T, G, D)`` this rank's tokens, without gradient; referred to, not copied."""
     keep: Tensor | None
-    """``(T,)`` bool, True = real token; all by default. A sample without any yields nothing."""
+    """``(T,)`` bool, True = real token; all by default."""
     shared: bool = True
     """From the tokens of all ranks; else each rank draws from its own."""
 
@@ -70,9 +77,14 @@ class Stats(Mapping[str, Tensor]):
         """Statistics of both batches together, e.g. of two micro-batches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
-        assert self.sums.keys() == other.sums.keys(), f"different quantizers: {set(self)} and {set(other)}"
-        assert not self.is_global, "what covers all ranks already cannot be added to"
-        assert not other.is_global, "what covers all ranks already cannot be added"
+        drawn, also_drawn = ({name: draw.count for name, draw in stats.draws.items()} for stats in (self, other))
+        if self.sums.keys() != other.sums.keys() or drawn != also_drawn:
+            raise ShapeError(
+                f"statistics of different quantizers, or from before and after an update: of {sorted(self)} and of "
+                f"{sorted(other)}, with draws {drawn} and {also_drawn}"
+            )
+        if self.is_global or other.is_global:
+            raise ShapeError("statistics that cover all ranks already cannot be added: reduce the sum of the batches")
         return Stats(
             {name: total + other.sums[name] for name, total in self.sums.items()},
             {name: _joined(draw, other.draws[name]) for name, draw in self.draws.items()},
@@ -126,12 +138,14 @@ def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) 
 
     Args:
         stats: any number of statistics; those that are global already are returned as they are.
-        order: where this rank's samples stand in the global batch; rank after rank by default, for which the ranks
-            tell each other their token counts, one small collective more, where there is anything to draw.
+        order: where this rank's samples stand in the global batch, for draws. By default every real token counts as a
+            sample, rank after rank, for which the ranks tell each other their numbers of tokens where there is
+            anything to draw: one small collective more.
         group: the process group, all ranks by default.
 
     Returns:
-        One global `Stats` for each given one: floating-point sums as float64, counts in their integer dtype.
+        One global `Stats` for each given one: counts in their integer dtype, and floating-point sums as float64 (in
+        one process without an order as they are).
     """
     if dist.world_size(group) == 1 and order is None:
         return [entry.local() for entry in stats]
@@ -167,29 +181,27 @@ def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[s
 
 
 def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Order | None]:
-    """The order of the tokens of each of the statistics: that of the samples, or rank after rank."""
+    """The order for each of the statistics: that of the samples, or all real tokens, rank after rank."""
     waiting = [any(draw.shared for draw in entry.draws.values()) and not entry.is_global for entry in stats]
     if order is not None or not any(waiting):
         return [order] * len(stats)
-    vectors = [next(iter(e.draws.values())).vectors if waits else None for e, waits in zip(stats, waiting, strict=True)]
-    device = next(each.device for each in vectors if each is not None)
-    mine = torch.tensor([[0 if each is None else len(each) for each in vectors]], device=device)
-    counts = dist.all_gather(mine, group).tolist()
-    rank = dist.rank(group)
-    orders: list[Order | None] = []
-    for waits, column in zip(waiting, zip(*counts, strict=True), strict=True):
-        start = sum(column[:rank])
-        places = torch.arange(start, start + column[rank], device=device)
-        orders.append(Order(places, sum(column)) if waits else None)
-    return orders
+    draws = [next(iter(entry.draws.values())) if waits else None for entry, waits in zip(stats, waiting, strict=True)]
+    device = next(draw.vectors.device for draw in draws if draw is not None)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    counts = dist.all_gather(torch.stack([zero if draw is None else _keep(draw).sum() for draw in draws])[None], group)
+    before = counts[: dist.rank(group)].sum(dim=0)
+    total = counts.sum(dim=0).tolist()
+    return [
+        None if draw is None else Order(_numbered(_keep(draw), begin), size)
+        for draw, begin, size in zip(draws, before, total, strict=True)
+    ]
 
 
 def _drawn(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
     """``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 where the token is not on this rank."""
     found = {}
     for name, draw in draws.items():
-        here = order or Order(torch.arange(len(draw.vectors), device=draw.numbers.device), len(draw.vectors))
-        row = _rows(draw, here) if len(draw.vectors) else torch.full_like(draw.numbers, -1)
+        row = _rows(draw, order) if len(draw.vectors) else draw.stream.new_full((draw.count,), -1)
         present = (row >= 0)[:, None, None]
         # One row more, for what is elsewhere: an empty rank has no other to point at.
         vectors = torch.cat((draw.vectors, draw.vectors.new_zeros(1, *draw.vectors.shape[1:])))[row]
@@ -198,46 +210,47 @@ def _drawn(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
     return found
 
 
-def _rows(draw: Draw, order: Order) -> Tensor:
+def _rows(draw: Draw, order: Order | None) -> Tensor:
     """``(M,)``: the row of ``draw.vectors`` that each draw means, -1 where another rank has it, or no one."""
-    samples, device = len(order.places), draw.numbers.device
-    tokens, left = divmod(len(draw.vectors), samples)
-    assert not left, (
-        f"{len(draw.vectors)} tokens of {samples} samples: statistics of other forwards than of the order's"
+    keep = _keep(draw)
+    # Without an order every real token is a sample; their number stays on the device.
+    places, size = (_numbered(keep, 0), len(keep)) if order is None else order
+    filled = keep.sum().clamp(min=1) if order is None else size
+    tokens, left = divmod(len(keep), len(places))
+    if left:
+        raise ShapeError(
+            f"statistics of {len(keep)} tokens with an order of {len(places)} samples; expected those of the forward's "
+            "samples, each with the same number of tokens, padding included"
+        )
+    device, keep = keep.device, keep.view(-1, tokens)
+    turn, index = torch.arange(draw.count, device=device), torch.arange(size, device=device)
+    place = random_order(draw.stream, index, index < filled)[turn % filled]
+    here = torch.full((size + 1,), -1, device=device)  # the last one for tokens that have no place
+    here = here.scatter(0, places.where(places >= 0, size), torch.arange(len(places), device=device))[:size]
+    sample, again = here[place], turn // filled
+    # Negative indices: numbers of the stream that the samples have not used. By their number among the real ones, so
+    # that padding changes nothing.
+    own = random_integers(draw.stream, -1 - places)[:, None]
+    token = random_order(own, keep.cumsum(dim=1) - 1, keep)[sample, again.clamp(max=tokens - 1)]
+    found = (sample >= 0) & (again < keep.sum(dim=1)[sample])
+    return torch.where(found, sample * tokens + token, -1)
+
+
+def _keep(draw: Draw) -> Tensor:
+    """``(T,)`` bool."""
+    return (
+        torch.ones(len(draw.vectors), dtype=torch.bool, device=draw.vectors.device) if draw.keep is None else draw.keep
     )
-    keep = torch.ones(samples, tokens, dtype=torch.bool, device=device) if draw.keep is None else draw.keep
-    keep = keep.view(samples, tokens)
-    # In every round each draw takes a sample of its own; a sample's draws share its tokens out among the rounds.
-    index = torch.arange(len(draw.numbers), device=device)
-    rounds, turn = index // order.size, index % order.size
-    of_round = (len(index) - rounds * order.size).clamp(max=order.size)
-    number, place = _part(draw.numbers, turn, of_round, order.size)
-    sample = torch.full((order.size,), -1, device=device)
-    sample = sample.scatter(0, order.places, torch.arange(samples, device=device))[place]
-    parts = -(-len(index) // order.size)
-    part = (rounds + (draw.numbers[place % len(index)] >> 32)) % parts  # from a random part of the sample on
-    number, token = _part(number, part, parts, keep.sum(dim=1)[sample])
-    # The real tokens of a sample, in their order: padding changes none of their numbers.
-    token = (~keep).byte().argsort(dim=1, stable=True)[sample, token]
-    return torch.where((sample >= 0) & (number >= 0), sample * tokens + token, -1)
 
 
-def _part(numbers: Tensor, part: Tensor, parts: Tensor | int, size: Tensor | int) -> tuple[Tensor, Tensor]:
-    """One of ``range(size)`` from its ``part``-th of ``parts`` parts: (what is left of the numbers, the chosen ones).
-
-    Where a part is empty, what is left is -1 and the chosen one 0.
-    """
-    start, end = part * size // parts, (part + 1) * size // parts
-    width = (end - start).clamp(min=1)
-    found = end > start
-    return torch.where(found, numbers // width, -1), torch.where(found, start + numbers % width, 0)
+def _numbered(keep: Tensor, begin: Tensor | int) -> Tensor:
+    """``(T,)`` the number of every real token, -1 for padding."""
+    return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
 
 
 def _joined(a: Draw, b: Draw) -> Draw:
-    keep = None
-    if a.keep is not None or b.keep is not None:
-        keep = torch.cat([d.vectors.new_ones(len(d.vectors)).bool() if d.keep is None else d.keep for d in (a, b)])
-    return Draw(a.numbers, torch.cat((a.vectors, b.vectors)), keep, a.shared)
+    keep = None if a.keep is None and b.keep is None else torch.cat((_keep(a), _keep(b)))
+    return Draw(a.stream, a.count, torch.cat((a.vectors, b.vectors)), keep, a.shared)
 
 
 def _rebuilt(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_COUNTED_CODES = 2**20
@@ -25,6 +26,26 @@ def histogram(ids: Tensor, size: int) -> Tensor:
     bins = ids.clamp(min=0) + size * torch.arange(codebooks, device=ids.device)
     counts = torch.zeros(codebooks * size, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(0, bins.flatten(), (ids >= 0).long().flatten()).view(codebooks, size)
+
+
+def sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
+    """Sum of the vectors of each code, always added in their order, on a GPU as well (`index_add` takes any).
+
+    Args:
+        x: ``(T, C, D)`` vectors.
+        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens that do not count.
+        size: K, the codes in each codebook.
+
+    Returns:
+        ``(C, K, D)``.
+    """
+    codebooks, dim = x.shape[1:]
+    # One more code in each codebook takes up what does not count.
+    bins = ids.where(ids >= 0, size) + (size + 1) * torch.arange(codebooks, device=ids.device)
+    counts = histogram(bins.reshape(-1, 1), codebooks * (size + 1)).flatten()
+    rows = bins.flatten().argsort(stable=True)
+    sums = F.embedding_bag(rows, x.reshape(-1, dim), counts.cumsum(0) - counts, mode="sum")
+    return sums.view(codebooks, size + 1, dim)[:, :size]
 
 
 def usage(counts: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,13 +17,13 @@ from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
 from vqclip.quantizers.base import unit
-from vqclip.quantizers.draws import keyed_integers
+from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy
 from vqclip.quantizers.kmeans import kmeans
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
 from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES
+from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +45,8 @@ class VQ(TableQuantizer):
     statistics of the whole global batch: forward changes nothing.
 
     - Dead codes: one whose moving count falls below ``dead_below`` of the average code's is replaced by a token of the
-      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer). No two codes take the same token,
-      and none one that equals a code: a batch with fewer tokens leaves codes for the next step.
+      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer), at most a quarter of the codes in
+      one step (or 64). No two codes take the same token, and none one that equals a code.
     - ``kmeans``: the first `update` sets the codes by k-means over up to 8 K tokens of the global batch, drawn alike.
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
@@ -101,19 +103,20 @@ class VQ(TableQuantizer):
         super().__init__(dim, codebook_size, groups, gradient, _weights(learning, loss_weights))
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
-        codebook = self._normalized(torch.randn(groups, codebook_size, dim) * dim**-0.5)
+        codebook = self._normalized(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         if learning == "gradient":
             self.codebook = nn.Parameter(codebook)
         else:
             self.register_buffer("codebook", codebook)
-            self.register_buffer("totals", torch.zeros(groups, codebook_size, dim))
-        self.register_buffer("sizes", torch.zeros(groups, codebook_size))
+            self.register_buffer("totals", torch.zeros_like(codebook))
+        self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
         self.register_buffer("has_started", torch.tensor(not kmeans))
         # What forward may ask without waiting for the device.
         self._is_started = not kmeans
         self.register_load_state_dict_post_hook(_look_whether_started)
         if not sync_codebook:
-            log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
+            _check_unsynchronised(learning, self.loss_weights)
+            _say_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""
@@ -132,8 +135,8 @@ class VQ(TableQuantizer):
                 losses["orthogonality"] = _mean_squared_cosine(self.codes()).mean()
         if "diversity" in self.loss_weights:
             mean = stats["soft_counts"].double() / stats["tokens"].clamp(min=1)
-            full = torch.tensor(float(mean.shape[-1])).log()
-            losses["diversity"] = torch.where(stats["tokens"] > 0, full - entropy(mean), 0.0).clamp(min=0).mean()
+            gap = math.log(mean.shape[-1]) - entropy(mean)
+            losses["diversity"] = torch.where(stats["tokens"] > 0, gap, 0.0).clamp(min=0).mean()
         return losses
 
     @property
@@ -164,9 +167,14 @@ class VQ(TableQuantizer):
             return
         if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
-        _look_whether_started(self)  # buffers may have been filled by other means than load_state_dict
+        if not self._is_started:
+            _look_whether_started(self)  # buffers may have been filled by other means than load_state_dict
         stats = stats.synced() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
+        if f"{own}drawn/vectors" not in stats and self._draws_wanted():
+            raise ConfigError(
+                "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
+            )
         with torch.no_grad():
             if self._is_started:
                 self._follow(stats[f"{own}codes"], stats[f"{own}vectors"] if self.learning == "ema" else None)
@@ -174,7 +182,7 @@ class VQ(TableQuantizer):
                 self._start(stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
             if self.dead_below > 0:
                 self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
-            super().update(stats)
+            self._count_step(stats[f"{own}codes"])
 
     def _bound(self, x: Tensor) -> Tensor:
         return self._normalized(x)
@@ -193,15 +201,17 @@ class VQ(TableQuantizer):
         if own:
             sums[f"{own}codes"] = sums["codes"]
         if self.learning == "ema":
-            sums[f"{own}vectors"] = _sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
+            sums[f"{own}vectors"] = sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
         if not (wanted := self._draws_wanted()):
             return Stats(sums)
-        numbers = keyed_integers(self.key, self.step, wanted)
-        return Stats(sums, {f"{own}drawn": Draw(numbers, bounded.detach(), keep, shared=self.sync_codebook)})
+        draw = Draw(stream(self.key, self.step), wanted, bounded.detach(), keep, shared=self.sync_codebook)
+        return Stats(sums, {f"{own}drawn": draw})
 
     def _draws_wanted(self) -> int:
         size = self.codebook_sizes[0]
-        return size * KMEANS_VECTORS if not self._is_started else size if self.dead_below > 0 else 0
+        if self.waiting or not self._is_started:
+            return size * KMEANS_VECTORS
+        return min(size, max(size // 4, 64)) if self.dead_below > 0 else 0
 
     def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
         """Sum over tokens of their soft assignment: ``(T, G, D)`` → ``(G, K)``."""
@@ -233,15 +243,18 @@ class VQ(TableQuantizer):
         self.codebook.copy_(self._normalized(torch.where(known[..., None], mean, self.codebook)))
 
     def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
-        """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none."""
-        shuffled = keyed_integers(self.key, self.step, len(vectors)).argsort()
-        found = vectors[shuffled][present[shuffled].flatten() > 0].to(self.codebook.dtype)
+        """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none.
+
+        Where there are fewer different ones than codes, the others stay where they are.
+        """
+        found = vectors[present.flatten() > 0].to(self.codebook.dtype)
         if not len(found):
             return
         size = self.codebook_sizes[0]
-        centres, members = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
+        log.info("VQ: k-means of %d vectors of %d channels into %d codes", len(found), self.dim, size)
+        centres, members, placed = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
         sizes = members.to(self.sizes.dtype) * (counts.sum(dim=-1, keepdim=True) / len(found))
-        self._put(torch.ones_like(sizes).bool(), centres, sizes)
+        self._put(placed, centres, sizes)
         self.has_started.fill_(True)
         self._is_started = True
 
@@ -249,8 +262,7 @@ class VQ(TableQuantizer):
         average = self.sizes.mean(dim=-1, keepdim=True)
         dead = self.sizes < self.dead_below * average
         tokens = rearrange(vectors, "m g d -> g m d").to(self.codebook.dtype)
-        shuffle = keyed_integers(self.key, self.step, len(vectors))
-        codes, replaced = replacements(self.codes(), dead, tokens, present.flatten() > 0, shuffle)
+        codes, replaced = replacements(self.codes(), dead, tokens, present.flatten() > 0)
         self._put(replaced, codes, average.expand_as(self.sizes))
 
     def _put(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
@@ -302,8 +314,10 @@ class VQConfig(Config):
     """Weights of the losses."""
 
     @model_validator(mode="after")
-    def _losses_exist(self) -> VQConfig:
-        _weights(self.learning, self._given_weights())
+    def _fits_together(self) -> VQConfig:
+        weights = _weights(self.learning, self._given_weights())
+        if not self.sync_codebook:
+            _check_unsynchronised(self.learning, weights)
         return self
 
     def build(self) -> VQ:
@@ -341,21 +355,33 @@ def _look_whether_started(module: nn.Module, keys: object = None) -> None:
     module._is_started = bool(module.has_started)
 
 
+def _check_unsynchronised(learning: Learning, loss_weights: Mapping[str, float]) -> None:
+    if learning == "gradient":
+        raise ConfigError(
+            "VQ: sync_codebook is false with learning: gradient, but DDP averages the gradients of codes, which must "
+            "then be the same everywhere; expected learning: ema"
+        )
+    if "diversity" in loss_weights:
+        raise ConfigError(
+            "VQ: sync_codebook is false with a weight for diversity, a loss over the codes that all ranks share; leave "
+            "it out"
+        )
+
+
+@functools.cache
+def _say_unsynchronised() -> None:
+    """Once, for however many layers."""
+    log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
+
+
 def _check_range(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(f"VQ: {name} is {value}, expected a number from 0 to less than 1")
 
 
-def _sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Sum of the vectors of each code: ``(T, G, D)``, ids ``(T, G)`` (-1: none) → ``(G, K, D)``."""
-    groups, dim = x.shape[1:]
-    # One more row for each group takes up the masked tokens.
-    rows = torch.where(ids < 0, size, ids) + (size + 1) * torch.arange(groups, device=ids.device)
-    sums = x.new_zeros(groups * (size + 1), dim).index_add(0, rows.flatten(), x.reshape(-1, dim))
-    return sums.view(groups, size + 1, dim)[:, :size]
-
-
 def _mean_squared_cosine(codes: Tensor) -> Tensor:
     """Between different codes: ``(G, K, D)`` → ``(G,)``; by the Gram matrix of the channels, whose norm is the same."""
     directions, size = unit(codes), codes.shape[1]
-    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - size) / (size * (size - 1))
+    # A code of length 0 has no direction, and its cosine with itself is 0.
+    own = directions.square().sum(dim=-1).square().sum(dim=-1)
+    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - own) / (size * (size - 1))
