@@ -9,8 +9,9 @@ PIP_FLAGS ?=
 CONFIG ?= configs/base.yaml
 PROCS ?= 2
 ARGS ?=
-# make test TESTS='tests/quantizers -k fsq'
+# make test TESTS='tests/quantizers -k fsq' JOBS=4
 TESTS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,13 +28,13 @@ export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
-	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS)'
+	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS) JOBS=$(JOBS)'
 
 train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS='section.key=value ...'
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
 
-test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest'
-	$(BIN)/python -m pytest $(TESTS)
+test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)

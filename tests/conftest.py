@@ -13,6 +13,8 @@
   pick their share by `dist.rank()`. Arguments and results are pickled (tensors are copied).
 - The process group is formed before `fn` and taken down after it; with `init=False` the function finds torchrun's
   environment variables only. Each rank starts with `torch.manual_seed(0)` and one thread.
+- The processes start with the first test that needs them and serve all others; `make test` shares the files of tests
+  out among two processes, each of which has such a pool.
 - A failing rank raises `tests.ranks.RankError` with its traceback in the test; `error.value.results` holds what the
   other ranks returned. A rank that dies or hangs costs a restart of the pool, never a hang of pytest.
 - The test folders are packages (each has an `__init__.py`), so modules in different folders may share a name.

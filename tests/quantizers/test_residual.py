@@ -156,10 +156,10 @@ def test_one_stage_is_the_layer(layer: Quantizer) -> None:
 
 def test_stages_that_start_one_by_one_compile_twice() -> None:
     torch._dynamo.reset()
-    quantizer = Residual(VQ(4, 8), 10)
+    quantizer = Residual(VQ(4, 8), 5)
     frames = CompileCounter()
     compiled = torch.compile(quantizer, fullgraph=True, backend=frames)
-    for _ in range(12):
+    for _ in range(7):
         quantizer.update(compiled(torch.randn(200, 4)).stats)
     assert quantizer.started
     assert frames.frame_count == 2
