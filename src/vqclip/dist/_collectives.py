@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -168,6 +169,36 @@ def reduce_(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
         if dense is not x:
             x.copy_(dense)
     return x
+
+
+def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group = None) -> Tensor:
+    """Sum `x` over ranks and give each rank its own rows of the sum: `all_gather` the other way round. No gradient.
+
+    Args:
+        x: `(ΣB_r, ...)`, equal in shape on every rank; half precision is summed in fp32.
+        sizes: All B_r in rank order.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        `(B_r, ...)`.
+
+    Raises:
+        ShapeError: `sizes` do not fit.
+    """
+    if len(sizes) != world_size(group) or sum(sizes) != x.shape[0]:
+        raise ShapeError(
+            f"reduce_scatter: sizes {list(sizes)} do not fit {world_size(group)} ranks and {x.shape[0]} rows; pass "
+            "every rank's number of rows, in rank order"
+        )
+    if not is_distributed(group) or x.numel() == 0:
+        return x[: sizes[rank(group)]]
+    longest, wide = max(sizes), x.detach().to(_sum_dtype(x))
+    if min(sizes) < longest:
+        parts = [F.pad(part.flatten(1), (0, 0, 0, longest - len(part))) for part in wide.split(list(sizes))]
+        wide = torch.cat(parts).view(-1, *x.shape[1:])
+    mine = wide.new_empty(longest, *x.shape[1:])
+    run_collective("reduce_scatter", c10d.reduce_scatter_tensor, mine, wide.contiguous(), group=group)
+    return mine[: sizes[rank(group)]].to(x.dtype)
 
 
 def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:

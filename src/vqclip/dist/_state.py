@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vqclip.errors import DistributedError
 
@@ -129,6 +130,16 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
         collective(*args, **kwargs)
     except RuntimeError as error:
         raise _lost_peer(name, error) from error
+
+
+def group_name(group: Group = None) -> str:
+    """The name by which an operator, whose arguments are numbers and strings, can be told of a group; "" for None."""
+    return "" if group is None else group.group_name
+
+
+def named_group(name: str) -> Group:
+    """The group of that name; see `group_name`."""
+    return None if not name else _resolve_process_group(name)
 
 
 def control_device(group: Group) -> torch.device:

@@ -8,19 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import gathered
+from vqclip.losses.features import Implementation, check_implementation, gathered, precise
+from vqclip.losses.tiled import tiled_sigmoid
 from vqclip.precision import full_precision
 
 
 class SigmoidLoss(nn.Module):
     """Every pair of an image and a text is a yes-no question of its own: do they belong together?
 
-    The readable reference, like `ContrastiveLoss`: one ``(G, G)`` matrix of logits on every rank.
+    Args:
+        impl: as of `ContrastiveLoss`.
+        group: the ranks whose batches make the global one; all of them by default.
+
+    Raises:
+        ConfigError: there is no such implementation.
     """
 
     name = "sigmoid"
+
+    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
+        super().__init__()
+        check_implementation(impl)
+        self.impl, self.group = impl, group
 
     def forward(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """The sum over all pairs of the global batch, divided by the number of images G.
@@ -40,8 +52,11 @@ class SigmoidLoss(nn.Module):
         """
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
+        image, text = precise(image, text)
         with full_precision(image.device):
-            images, texts = gathered(image, text)
+            if self.impl == "tiled":
+                return tiled_sigmoid(image, text, scale, bias, self.group)
+            images, texts = gathered(image, text, self.group)
             logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
             answers = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
             return -F.logsigmoid(answers * logits).sum() / len(logits)
@@ -52,9 +67,11 @@ class SigmoidConfig(Config):
 
     kind: Literal["sigmoid"] = "sigmoid"
     """The sigmoid loss."""
+    impl: Implementation = "tiled"
+    """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
     needs_bias: ClassVar[bool] = True
     """Whether the model must have `temperature.bias`."""
 
     def build(self) -> SigmoidLoss:
         """Make the loss."""
-        return SigmoidLoss()
+        return SigmoidLoss(self.impl)
