@@ -1,0 +1,184 @@
+"""What the tiled implementation promises beyond the contract of all losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.quantizers.test_distributed import collectives
+from vqclip import dist
+from vqclip.errors import ConfigError
+from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
+
+KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
+
+
+def pairs(count, width=16, likeness=1.0, dtype=torch.float64, seed=0):
+    """Image and text features of `count` pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    image, noise = torch.randn(2, count, width, dtype=torch.float64, generator=generator)
+    return F.normalize(image, dim=1).to(dtype), F.normalize(likeness * image + noise, dim=1).to(dtype)
+
+
+def value_and_gradients(loss_fn, image, text, numbers):
+    inputs = [t.detach().clone().requires_grad_() for t in (image, text)]
+    inputs += [torch.tensor(number, dtype=image.dtype, requires_grad=True) for number in numbers]
+    loss = loss_fn(*inputs)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+@contextmanager
+def tile_bytes(tile, kept) -> Iterator[None]:
+    before = tiles.TILE_BYTES, tiled.KEPT_BYTES
+    tiles.TILE_BYTES, tiled.KEPT_BYTES = tile, kept
+    try:
+        yield
+    finally:
+        tiles.TILE_BYTES, tiled.KEPT_BYTES = before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tile", "kept"), [(1, 0), (2000, 0), (2000, 4000), (2000, 10**9), (10**9, 0)])
+def test_the_size_of_a_tile_does_not_matter(kind, tile, kept):
+    loss, numbers = KINDS[kind]
+    expected = value_and_gradients(loss("gather"), *pairs(41), numbers)
+    with tile_bytes(tile, kept):
+        torch.testing.assert_close(value_and_gradients(loss(), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14)
+
+
+def on_a_rank(kind, sizes, tile, members):
+    group = None if members is None else dist_group(members)
+    if members is not None and dist.rank() not in members:
+        return None
+    loss, numbers = KINDS[kind]
+    mine = [t.split(sizes)[dist.rank(group)] for t in pairs(sum(sizes))]
+    with tile_bytes(tile, 1000):
+        return value_and_gradients(loss(group=group), *mine, numbers)
+
+
+def dist_group(members):
+    import torch.distributed as c10d
+
+    return c10d.new_group(members)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "members"), [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2])]
+)
+def test_many_tiles_on_many_ranks(ranks, kind, sizes, world_size, members):
+    loss, numbers = KINDS[kind]
+    value, image, text, *others = value_and_gradients(loss("gather"), *pairs(sum(sizes)), numbers)
+    results = [r for r in ranks(world_size, on_a_rank, kind, sizes, 500, members) if r is not None]
+    for each in results:
+        torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
+    for k, whole in ((1, image), (2, text)):
+        torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nearly_converged_batch_keeps_its_digits(kind):
+    """Where every softmax is nearly 1, its difference from 1 has few digits left, unless pairs are kept apart."""
+    image, text = pairs(256, width=64, likeness=20.0)
+    loss, numbers = KINDS[kind]
+    numbers = (100.0, *[-50.0 for _ in numbers[1:]])
+    exact = value_and_gradients(loss("gather"), image, text, numbers)
+    assert exact[0] <= 0.01
+    found = value_and_gradients(loss(), image.float(), text.float(), numbers)
+    for a, b in zip(found[1:], value_and_gradients(loss(), image.float().double(), text.float().double(), numbers)[1:], strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_temperature_100_with_all_cosines_alike(kind, sign):
+    image, noise = pairs(32, width=8)
+    image = F.normalize(image[:1] + 1e-3 * image, dim=1)
+    text = F.normalize(sign * image[:1] + 1e-3 * noise, dim=1)
+    loss, numbers = KINDS[kind]
+    numbers = (100.0, *numbers[1:])
+    exact = value_and_gradients(loss("gather"), image.float().double(), text.float().double(), numbers)
+    found = value_and_gradients(loss(), image.float(), text.float(), numbers)
+    for a, b in zip(found, exact, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers of the largest tensor that is made in the context."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.size = max(self.size, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_square_of_logits(kind):
+    loss, numbers = KINDS[kind]
+    image, text = pairs(200, dtype=torch.float32)
+    with tile_bytes(4 * 200 * 20, 0), LargestTensor() as largest:
+        value_and_gradients(loss(), image, text, numbers)
+    assert 200 * 20 <= largest.size < 200 * 200 // 2
+
+
+def backward_of_a_step(kind):
+    loss, numbers = KINDS[kind]
+    inputs = [t.split([5, 6])[dist.rank()].clone().requires_grad_() for t in pairs(11)]
+    inputs += [torch.tensor(number, dtype=torch.float64, requires_grad=True) for number in numbers]
+    with collectives() as forward:
+        value = loss()(*inputs)
+    with collectives() as backward:
+        value.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_holds_no_collective(ranks, kind):
+    for forward, backward in ranks(2, backward_of_a_step, kind):
+        assert "reduce_scatter_tensor" in forward
+        assert backward == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_to_one_graph(kind):
+    torch._dynamo.reset()
+    loss, numbers = KINDS[kind]
+    loss = loss()
+
+    def scaled(image, text, *others):
+        return 2 * loss(F.normalize(image, dim=1), F.normalize(text, dim=1), *others)
+
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    expected = value_and_gradients(scaled, *pairs(12), numbers)
+    torch.testing.assert_close(value_and_gradients(compiled, *pairs(12), numbers), expected, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        others = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        torch.testing.assert_close(compiled(*pairs(12), *others), expected[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operators_are_sound(kind):
+    image, text = pairs(6, dtype=torch.float32)
+    inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), "")
+    op = {"contrastive": torch.ops.vqclip.tiled_softmax, "sigmoid": torch.ops.vqclip.tiled_sigmoid}[kind]
+    for wants_grad in (True, False):
+        torch.library.opcheck(op.default, (*inputs, wants_grad), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_unknown_implementations_are_refused():
+    for loss, _ in KINDS.values():
+        with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, gather"):
+            loss("square")
