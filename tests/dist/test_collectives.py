@@ -300,6 +300,25 @@ def test_broadcast_in_place(ranks):
         dist.broadcast_(torch.ones(2), 1)
 
 
+def scatter_uneven(sizes):
+    x = torch.arange(sum(sizes) * 2, dtype=torch.bfloat16).view(-1, 2) * (1 + dist.rank())
+    return dist.reduce_scatter(x, sizes)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 0, 1], [0, 0, 0]], ids=str)
+def test_reduce_scatter_is_the_other_way_round(ranks, sizes):
+    mine = ranks(3, scatter_uneven, sizes)
+    assert [len(rows) for rows in mine] == sizes
+    expected = 6 * torch.arange(sum(sizes) * 2, dtype=torch.bfloat16).view(-1, 2)
+    assert torch.equal(torch.cat(mine), expected)
+    assert torch.equal(dist.reduce_scatter(expected, [len(expected)]), expected)
+
+
+def test_reduce_scatter_refuses_sizes_that_do_not_fit():
+    with pytest.raises(ShapeError, match=r"sizes \[1, 2\] do not fit 1 ranks and 3 rows"):
+        dist.reduce_scatter(torch.ones(3, 2), [1, 2])
+
+
 def test_reduce_refuses_a_tensor_that_requires_a_gradient():
     with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
         dist.reduce_(torch.ones(2, requires_grad=True) * 2)

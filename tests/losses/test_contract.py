@@ -50,9 +50,9 @@ class Case(NamedTuple):
 
 LOSSES = {
     "contrastive": Case(ContrastiveConfig(), softmax_by_hand, "ClipLoss", 14.0, None),
-    "contrastive, gather": Case(ContrastiveConfig(impl="gather"), softmax_by_hand, "ClipLoss", 14.0, None),
+    "contrastive, tiled": Case(ContrastiveConfig(impl="tiled"), softmax_by_hand, "ClipLoss", 14.0, None),
     "sigmoid": Case(SigmoidConfig(), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
-    "sigmoid, gather": Case(SigmoidConfig(impl="gather"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
+    "sigmoid, tiled": Case(SigmoidConfig(impl="tiled"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
 }
 
 SPLITS = [(12,), (6, 6), (12, 9), (5, 0), (4, 4, 4), (7, 4, 9), (0, 3, 2), (3, 3, 3, 3), (2, 5, 0, 4)]

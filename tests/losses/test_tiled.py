@@ -49,7 +49,9 @@ def test_the_size_of_a_tile_does_not_matter(kind, tile, kept):
     loss, numbers = KINDS[kind]
     expected = value_and_gradients(loss("gather"), *pairs(41), numbers)
     with tile_bytes(tile, kept):
-        torch.testing.assert_close(value_and_gradients(loss(), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            value_and_gradients(loss("tiled"), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14
+        )
 
 
 def on_a_rank(kind, sizes, tile, members):
@@ -59,7 +61,7 @@ def on_a_rank(kind, sizes, tile, members):
     loss, numbers = KINDS[kind]
     mine = [t.split(sizes)[dist.rank(group)] for t in pairs(sum(sizes))]
     with tile_bytes(tile, 1000):
-        return value_and_gradients(loss(group=group), *mine, numbers)
+        return value_and_gradients(loss("tiled", group), *mine, numbers)
 
 
 def dist_group(members):
@@ -70,7 +72,8 @@ def dist_group(members):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "members"), [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2])]
+    ("sizes", "world_size", "members"),
+    [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2])],
 )
 def test_many_tiles_on_many_ranks(ranks, kind, sizes, world_size, members):
     loss, numbers = KINDS[kind]
@@ -90,8 +93,12 @@ def test_a_nearly_converged_batch_keeps_its_digits(kind):
     numbers = (100.0, *[-50.0 for _ in numbers[1:]])
     exact = value_and_gradients(loss("gather"), image, text, numbers)
     assert exact[0] <= 0.01
-    found = value_and_gradients(loss(), image.float(), text.float(), numbers)
-    for a, b in zip(found[1:], value_and_gradients(loss(), image.float().double(), text.float().double(), numbers)[1:], strict=True):
+    found = value_and_gradients(loss("tiled"), image.float(), text.float(), numbers)
+    for a, b in zip(
+        found[1:],
+        value_and_gradients(loss("tiled"), image.float().double(), text.float().double(), numbers)[1:],
+        strict=True,
+    ):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
@@ -104,10 +111,10 @@ def test_temperature_100_with_all_cosines_alike(kind, sign):
     loss, numbers = KINDS[kind]
     numbers = (100.0, *numbers[1:])
     exact = value_and_gradients(loss("gather"), image.float().double(), text.float().double(), numbers)
-    found = value_and_gradients(loss(), image.float(), text.float(), numbers)
+    found = value_and_gradients(loss("tiled"), image.float(), text.float(), numbers)
     for a, b in zip(found, exact, strict=True):
-        assert torch.isfinite(a).all()
-        assert (a - b).norm() <= 1e-4 * b.norm()
+        # Features of one direction: gradients are small differences of terms of the size of the scale.
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6 * (100.0 if a.ndim else 1.0))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -127,10 +134,11 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_square_of_logits(kind):
-    loss, numbers = KINDS[kind]
     image, text = pairs(200, dtype=torch.float32)
+    numbers = [torch.tensor(number) for number in KINDS[kind][1]]
+    inside = {"contrastive": tiled._softmax, "sigmoid": tiled._sigmoid}[kind]  # no mode sees into the operator
     with tile_bytes(4 * 200 * 20, 0), LargestTensor() as largest:
-        value_and_gradients(loss(), image, text, numbers)
+        inside(image, text, *numbers, None, True)
     assert 200 * 20 <= largest.size < 200 * 200 // 2
 
 
@@ -139,7 +147,7 @@ def backward_of_a_step(kind):
     inputs = [t.split([5, 6])[dist.rank()].clone().requires_grad_() for t in pairs(11)]
     inputs += [torch.tensor(number, dtype=torch.float64, requires_grad=True) for number in numbers]
     with collectives() as forward:
-        value = loss()(*inputs)
+        value = loss("tiled")(*inputs)
     with collectives() as backward:
         value.backward()
     return forward, backward
@@ -156,7 +164,7 @@ def test_backward_holds_no_collective(ranks, kind):
 def test_compiles_to_one_graph(kind):
     torch._dynamo.reset()
     loss, numbers = KINDS[kind]
-    loss = loss()
+    loss = loss("tiled")
 
     def scaled(image, text, *others):
         return 2 * loss(F.normalize(image, dim=1), F.normalize(text, dim=1), *others)

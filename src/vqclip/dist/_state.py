@@ -139,7 +139,8 @@ def group_name(group: Group = None) -> str:
 
 def named_group(name: str) -> Group:
     """The group of that name; see `group_name`."""
-    return None if not name else _resolve_process_group(name)
+    resolve: Callable[[Any], c10d.ProcessGroup] = _resolve_process_group  # later versions have a type for names
+    return None if not name else resolve(name)
 
 
 def control_device(group: Group) -> torch.device:

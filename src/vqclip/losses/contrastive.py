@@ -22,8 +22,8 @@ class ContrastiveLoss(nn.Module):
     Every rank returns the same value; see `vqclip.dist` for how its gradients are scaled.
 
     Args:
-        impl: ``tiled``, or ``gather``: the readable reference, in which all features are gathered with their gradients
-            and one ``(G, G)`` matrix of logits is made.
+        impl: ``gather``, the readable reference: all features are gathered with their gradients and one ``(G, G)``
+            matrix of logits is made; or ``tiled``, the same with memory that grows with the batch.
         group: the ranks whose batches make the global one; all of them by default.
 
     Raises:
@@ -32,7 +32,7 @@ class ContrastiveLoss(nn.Module):
 
     name = "contrastive"
 
-    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
+    def __init__(self, impl: Implementation = "gather", group: dist.Group = None):
         super().__init__()
         check_implementation(impl)
         self.impl, self.group = impl, group
@@ -72,7 +72,7 @@ class ContrastiveConfig(Config):
 
     kind: Literal["contrastive"] = "contrastive"
     """The softmax loss."""
-    impl: Implementation = "tiled"
+    impl: Implementation = "gather"
     """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
     needs_bias: ClassVar[bool] = False
     """Whether the model must have `temperature.bias`."""

@@ -5,6 +5,9 @@ Both are custom operators with the gradients among their outputs, so that `torch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +26,7 @@ def tiled_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, grou
     return _run(torch.ops.vqclip.tiled_sigmoid, image, text, scale, bias, group)
 
 
-def _run(op, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: dist.Group) -> Tensor:
+def _run(op: Callable[..., Any], image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: dist.Group) -> Tensor:
     scale, bias = scale.to(image.dtype), bias.to(image.dtype)
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -129,6 +132,6 @@ def _fresh(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 @_softmax_op.register_fake
 @_sigmoid_op.register_fake
-def _like(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: str, wants_grad: bool):
+def _like(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: str, wants_grad: bool) -> tuple[Tensor, ...]:
     loss = torch.empty_like(scale)
     return tuple(map(torch.empty_like, (scale, image, text, scale, bias))) if wants_grad else _without_gradients(loss)

@@ -40,8 +40,7 @@ class Shares(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """A loss over the global batch and its gradients; those of the features times the number of ranks, as `vqclip.dist`
-    has it."""
+    """A loss over the global batch and its gradients, those of features times the number of ranks (`vqclip.dist`)."""
 
     loss: Tensor
     """()"""
