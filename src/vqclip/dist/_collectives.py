@@ -221,7 +221,8 @@ def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
         dense = x.detach().contiguous()
         source = src if group is None else c10d.get_global_rank(group, src)
         run_collective("broadcast_", c10d.broadcast, dense, source, group=group)
-        x.detach().copy_(dense)
+        if dense.data_ptr() != x.data_ptr():
+            x.detach().copy_(dense)
     return x
 
 

@@ -330,6 +330,17 @@ def summary(name: str, each: Tensor) -> Tensor:
     return each.max() if name == "oldest" else each.mean()
 
 
+def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
+
+    Raises:
+        ConfigError: a weight for a loss that does not exist.
+    """
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
+
+
 def unit(x: Tensor) -> Tensor:
     """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes."""
     length = x.norm(dim=-1, keepdim=True)

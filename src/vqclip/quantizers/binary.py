@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, ids_from_digits
-from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy
+from vqclip.quantizers.base import Quantizer, checked_weights, ids_from_digits
+from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy_gap
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
@@ -52,7 +52,7 @@ class BinaryQuantizer(Quantizer):
             raise ConfigError(f"{name}: bits is {bits}, expected 1 to {MAX_BITS}: ids are int64; use Product beyond")
         if not 0 < entropy_temperature < math.inf:
             raise ConfigError(f"{name}: entropy_temperature is {entropy_temperature}, expected a number > 0")
-        super().__init__(bits, (2**bits,), checked_weights(name, bits, loss_weights))
+        super().__init__(bits, (2**bits,), binary_weights(name, bits, loss_weights))
         self.radius = radius
         self.entropy_temperature = entropy_temperature
 
@@ -67,10 +67,7 @@ class BinaryQuantizer(Quantizer):
         count = stats["tokens"].clamp(min=1)
         losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
         if "code_mass" in stats:
-            mean = stats["code_mass"].double() / count
-            gap = math.log(mean.shape[-1]) - entropy(mean)
-            # A gap of 0 may come out a rounding error below it, and that of no tokens at all is no gap.
-            losses["codebook_entropy_gap"] = torch.where(stats["tokens"] > 0, gap, 0.0).clamp(min=0).mean()
+            losses["codebook_entropy_gap"] = entropy_gap(stats["code_mass"], stats["tokens"]).mean()
         losses["commitment"] = (stats["commitment"].double() / count).mean()
         return losses
 
@@ -113,17 +110,14 @@ class BinaryLossWeights(Config):
     """Of the mean squared distance to the codes: higher keeps the channels near them."""
 
 
-def checked_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists at this size: 0 where only others are given, the defaults where none are.
+def binary_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of every loss that exists at this size; see `checked_weights`.
 
     Raises:
         ConfigError: a weight of a loss that is unknown, or that does not exist at this size.
     """
-    defaults = BinaryLossWeights().model_dump()
-    if unknown := set(weights or {}) - set(defaults):
-        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
-    checked = defaults if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
-    if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap", 0) > 0 and weights is not None:
+    checked = checked_weights(name, BinaryLossWeights().model_dump(), weights)
+    if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap") > 0 and weights is not None:
         raise ConfigError(
             f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
             f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"

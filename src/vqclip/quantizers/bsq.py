@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.quantizers.base import unit
-from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, checked_weights
+from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
 
 
 class BSQ(BinaryQuantizer):
@@ -50,7 +50,7 @@ class BSQConfig(Config):
 
     @model_validator(mode="after")
     def _losses_exist(self) -> BSQConfig:
-        checked_weights("BSQ", self.bits, self.loss_weights.model_dump())
+        binary_weights("BSQ", self.bits, self.loss_weights.model_dump())
         return self
 
     def build(self) -> BSQ:

@@ -13,6 +13,7 @@ Shapes: T tokens, C codebooks, n bits, K = 2^n codes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -87,3 +88,18 @@ def entropy(probabilities: Tensor) -> Tensor:
     positive = probabilities != 0
     log = torch.where(positive, torch.where(positive, probabilities, 1.0).log(), 0.0)
     return -(probabilities * log).sum(dim=-1)
+
+
+def entropy_gap(mass: Tensor, tokens: Tensor) -> Tensor:
+    """How far the mean distribution over codes is from even: ``log K - H(mean)`` in nats, 0 without tokens.
+
+    Args:
+        mass: ``(C, K)`` sum of the tokens' distributions.
+        tokens: () their number.
+
+    Returns:
+        ``(C,)`` float64, at least 0.
+    """
+    gap = math.log(mass.shape[-1]) - entropy(mass.double() / tokens.clamp(min=1))
+    # A gap of 0 may come out a rounding error below it.
+    return torch.where(tokens > 0, gap, 0.0).clamp(min=0)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vqclip.config import Config
-from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, checked_weights
+from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
 
 
 class LFQ(BinaryQuantizer):
@@ -43,7 +43,7 @@ class LFQConfig(Config):
 
     @model_validator(mode="after")
     def _losses_exist(self) -> LFQConfig:
-        checked_weights("LFQ", self.bits, self.loss_weights.model_dump())
+        binary_weights("LFQ", self.bits, self.loss_weights.model_dump())
         return self
 
     def build(self) -> LFQ:

@@ -184,14 +184,3 @@ class _Rotation(torch.autograd.Function):
         length = x.norm(dim=-1, keepdim=True)
         turned = turned * q.norm(dim=-1, keepdim=True) / length.clamp(min=SHORT)
         return torch.where(length < SHORT, grad, turned), None  # what has no direction cannot be turned
-
-
-def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
-
-    Raises:
-        ConfigError: a weight for a loss that does not exist.
-    """
-    if unknown := set(weights or {}) - set(defaults):
-        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
-    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)

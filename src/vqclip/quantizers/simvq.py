@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
+from vqclip.quantizers.base import checked_weights
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
 

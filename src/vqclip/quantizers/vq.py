@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
-from vqclip.quantizers.base import unit
+from vqclip.quantizers.base import checked_weights, unit
 from vqclip.quantizers.draws import stream
-from vqclip.quantizers.entropy import entropy
+from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
-from vqclip.quantizers.nearest import GradientPath, TableQuantizer, checked_weights
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
@@ -134,9 +133,7 @@ class VQ(TableQuantizer):
             with full_precision(self.codebook.device):
                 losses["orthogonality"] = _mean_squared_cosine(self.codes()).mean()
         if "diversity" in self.loss_weights:
-            mean = stats["soft_counts"].double() / stats["tokens"].clamp(min=1)
-            gap = math.log(mean.shape[-1]) - entropy(mean)
-            losses["diversity"] = torch.where(stats["tokens"] > 0, gap, 0.0).clamp(min=0).mean()
+            losses["diversity"] = entropy_gap(stats["soft_counts"], stats["tokens"]).mean()
         return losses
 
     @property
