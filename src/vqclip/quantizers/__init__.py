@@ -19,7 +19,8 @@ from vqclip.quantizers.product import Product, ProductConfig
 from vqclip.quantizers.residual import Residual, ResidualConfig, at_depth, depth_of
 from vqclip.quantizers.simvq import SimVQ, SimVQConfig
 from vqclip.quantizers.stats import Order, Stats, sync
-from vqclip.quantizers.vq import VQ, VQConfig, VQLossWeights
+from vqclip.quantizers.vq import VQ, VQConfig
+from vqclip.quantizers.vq_losses import VQLossWeights
 
 QuantizerConfig = Annotated[
     FSQConfig | LFQConfig | BSQConfig | VQConfig | SimVQConfig | IdentityConfig | ResidualConfig | ProductConfig,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
-from vqclip.quantizers.base import checked_weights, unit
+from vqclip.quantizers.base import unit
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
@@ -23,11 +23,15 @@ from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
+from vqclip.quantizers.vq_losses import (
+    Learning,
+    VQLossWeights,
+    check_unsynchronised,
+    mean_squared_cosine,
+    vq_weights,
+)
 
 log = logging.getLogger(__name__)
-
-Learning = Literal["ema", "gradient"]
-"""How codes follow the vectors: a moving mean of those they stand for, or the codebook loss."""
 
 TRAINED = "tokens_to_follow"
 """Entry of the statistics that says that they were taken in training mode."""
@@ -99,7 +103,7 @@ class VQ(TableQuantizer):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
         if not diversity_temperature > 0:
             raise ConfigError(f"VQ: diversity_temperature is {diversity_temperature}, expected a number > 0")
-        super().__init__(dim, codebook_size, groups, gradient, _weights(learning, loss_weights))
+        super().__init__(dim, codebook_size, groups, gradient, vq_weights(learning, loss_weights))
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
         codebook = self._normalized(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
@@ -114,7 +118,7 @@ class VQ(TableQuantizer):
         self._is_started = not kmeans
         self.register_load_state_dict_post_hook(_look_whether_started)
         if not sync_codebook:
-            _check_unsynchronised(learning, self.loss_weights)
+            check_unsynchronised(learning, self.loss_weights)
             _say_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
@@ -131,7 +135,7 @@ class VQ(TableQuantizer):
         losses = super().losses(stats)
         if "orthogonality" in self.loss_weights:
             with full_precision(self.codebook.device):
-                losses["orthogonality"] = _mean_squared_cosine(self.codes()).mean()
+                losses["orthogonality"] = mean_squared_cosine(self.codes()).mean()
         if "diversity" in self.loss_weights:
             losses["diversity"] = entropy_gap(stats["soft_counts"], stats["tokens"]).mean()
         return losses
@@ -270,19 +274,6 @@ class VQ(TableQuantizer):
             self.totals.copy_(torch.where(where[..., None], codes * sizes[..., None], self.totals))
 
 
-class VQLossWeights(Config):
-    """Weights of VQ's losses in the training loss."""
-
-    commitment: Annotated[float, Field(ge=0)] = 0.25
-    """Of the mean squared distance that pulls vectors to their codes."""
-    codebook: Annotated[float, Field(ge=0)] | None = None
-    """Of the same distance, pulling codes to their vectors: 1 with learning: gradient; there is none with ema."""
-    orthogonality: Annotated[float, Field(ge=0)] = 0.0
-    """Of the mean squared cosine between different codes; with learning: gradient only."""
-    diversity: Annotated[float, Field(ge=0)] = 0.0
-    """Of log K less the entropy of the mean soft assignment; takes a number for every token and code."""
-
-
 class VQConfig(Config):
     """Vector quantization: a table of codes that follow the vectors."""
 
@@ -312,9 +303,9 @@ class VQConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> VQConfig:
-        weights = _weights(self.learning, self._given_weights())
+        weights = vq_weights(self.learning, self._given_weights())
         if not self.sync_codebook:
-            _check_unsynchronised(self.learning, weights)
+            check_unsynchronised(self.learning, weights)
         return self
 
     def build(self) -> VQ:
@@ -329,40 +320,9 @@ class VQConfig(Config):
         return weights
 
 
-def _weights(learning: Learning, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Of the losses that there are: commitment (and codebook) always, the others where they weigh something."""
-    always = {"commitment": 0.25} | ({"codebook": 1.0} if learning == "gradient" else {})
-    optional = {"orthogonality", "diversity"} if learning == "gradient" else {"diversity"}
-    given = None if weights is None else {k: v for k, v in weights.items() if k in always or v > 0}
-    if learning == "ema" and (wrong := {"codebook", "orthogonality"} & set(given or {})):
-        raise ConfigError(
-            f"VQ: loss_weights has {sorted(wrong)}, but with learning: ema no gradient moves the codes; "
-            "leave it out, or set learning: gradient"
-        )
-    if learning == "gradient" and given is not None and given.get("codebook", 1.0) == 0:
-        raise ConfigError("VQ: loss_weights.codebook is 0, so that nothing would move the codes; set learning: ema")
-    if given is not None and learning == "gradient":
-        given = {"codebook": 1.0, **given}
-    checked = checked_weights("VQ", always | dict.fromkeys(optional, 0.0), given)
-    return {name: weight for name, weight in checked.items() if weight > 0 or name in always}
-
-
 def _look_whether_started(module: nn.Module, keys: object = None) -> None:
     assert isinstance(module, VQ)
     module._is_started = bool(module.has_started)
-
-
-def _check_unsynchronised(learning: Learning, loss_weights: Mapping[str, float]) -> None:
-    if learning == "gradient":
-        raise ConfigError(
-            "VQ: sync_codebook is false with learning: gradient, but DDP averages the gradients of codes, which must "
-            "then be the same everywhere; expected learning: ema"
-        )
-    if "diversity" in loss_weights:
-        raise ConfigError(
-            "VQ: sync_codebook is false with a weight for diversity, a loss over the codes that all ranks share; leave "
-            "it out"
-        )
 
 
 @functools.cache
@@ -374,11 +334,3 @@ def _say_unsynchronised() -> None:
 def _check_range(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(f"VQ: {name} is {value}, expected a number from 0 to less than 1")
-
-
-def _mean_squared_cosine(codes: Tensor) -> Tensor:
-    """Between different codes: ``(G, K, D)`` → ``(G,)``; by the Gram matrix of the channels, whose norm is the same."""
-    directions, size = unit(codes), codes.shape[1]
-    # A code of length 0 has no direction, and its cosine with itself is 0.
-    own = directions.square().sum(dim=-1).square().sum(dim=-1)
-    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - own) / (size * (size - 1))
