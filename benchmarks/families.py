@@ -79,19 +79,19 @@ def table(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def _cells(results: Sequence[dict[str, Any]], names: Sequence[str]) -> Iterator[str]:
-    usage = [result["usage"]["image"] for result in results]
-    yield f"{usage[0]['bits_per_token']:g}"
-    yield f"{statistics.fmean(one['bits_used_per_token'] for one in usage):.1f}"
+    usage = [result["usage"]["image"] for result in results if result["usage"]["image"]]  # without codes there is none
+    yield f"{usage[0]['bits_per_token']:g}" if usage else ""
+    yield f"{statistics.fmean(one['bits_used_per_token'] for one in usage):.1f}" if usage else ""
     for name in names:
-        codes = [100 * result["figures"]["codes_only"][name] for result in results]
         yield f"{statistics.fmean(100 * result['figures']['continuous'][name] for result in results):.1f}"
-        yield f"{statistics.fmean(codes):.1f} ({min(codes):.1f}–{max(codes):.1f})"
-    if not usage[0]["codebook_sizes"]:
-        yield from ("", "")
-    else:
-        yield f"{100 * statistics.fmean(statistics.fmean(one['usage']) for one in usage):.0f} %"
-        spread = statistics.fmean(statistics.fmean(one["perplexity"]) for one in usage)
-        yield f"{spread:.0f} of {statistics.fmean(usage[0]['codebook_sizes']):.0f}"
+        codes = [100 * result["figures"]["codes_only"][name] for result in results] if usage else []
+        yield f"{statistics.fmean(codes):.1f} ({min(codes):.1f}–{max(codes):.1f})" if codes else ""
+    if not usage:
+        yield from ("", "", "")
+        return
+    yield f"{100 * statistics.fmean(statistics.fmean(one['usage']) for one in usage):.1f} %"
+    spread = statistics.fmean(statistics.fmean(one["perplexity"]) for one in usage)
+    yield f"{spread:.0f} of {statistics.fmean(usage[0]['codebook_sizes']):.0f}"
     yield f"{usage[0]['tokens']:,}"
 
 
