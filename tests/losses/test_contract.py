@@ -49,9 +49,9 @@ class Case(NamedTuple):
 
 
 LOSSES = {
-    "contrastive": Case(ContrastiveConfig(), softmax_by_hand, "ClipLoss", 14.0, None),
+    "contrastive, gathered": Case(ContrastiveConfig(impl="gather"), softmax_by_hand, "ClipLoss", 14.0, None),
     "contrastive, tiled": Case(ContrastiveConfig(impl="tiled"), softmax_by_hand, "ClipLoss", 14.0, None),
-    "sigmoid": Case(SigmoidConfig(), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
+    "sigmoid, gathered": Case(SigmoidConfig(impl="gather"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
     "sigmoid, tiled": Case(SigmoidConfig(impl="tiled"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
 }
 

@@ -29,6 +29,7 @@ from vqclip.quantizers import (
     ProductConfig,
     Quantizer,
     QuantizerConfig,
+    Residual,
     ResidualConfig,
     SimVQConfig,
     Stats,
@@ -69,6 +70,10 @@ CONFIGS = {
     "residual of product of vq": ResidualConfig(
         layer=ProductConfig(layer=VQConfig(dim=3, codebook_size=8), codebooks=2), depth=2
     ),
+    "residual of vq with dropout": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, dropout=True),
+    "residual of fsq with dropout": ResidualConfig(
+        layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3, dropout=True
+    ),
     "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
     "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=3, codebook_size=8), codebooks=2),
@@ -90,6 +95,14 @@ EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, -3e38]
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
 def quantizer(request: pytest.FixtureRequest) -> Quantizer:
     return request.param.build()
+
+
+def whole(quantizer: Quantizer) -> Quantizer:
+    """Without dropout, for tests in which every stage has its say."""
+    for module in quantizer.modules():
+        if isinstance(module, Residual):
+            module.dropout = False
+    return quantizer
 
 
 def vectors_for(quantizer: Quantizer, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -129,7 +142,7 @@ class TestOutput:
     @given(data=st.data(), shape=st.lists(st.integers(0, 4), max_size=3), training=st.booleans())
     @settings(max_examples=25, deadline=None)
     def test_shapes_ranges_and_decode(self, data: st.DataObject, shape: list[int], training: bool) -> None:
-        quantizer = data.draw(st.sampled_from(list(CONFIGS.values()))).build().train(training)
+        quantizer = whole(data.draw(st.sampled_from(list(CONFIGS.values()))).build()).train(training)
         x = vectors_for(quantizer, *shape, seed=data.draw(st.integers(0, 2**16)))
         for index in range(min(x.numel(), 8)):
             x.view(-1)[index] = data.draw(st.sampled_from([*EXTREMES, 1.0]))
@@ -166,11 +179,13 @@ class TestOutput:
 
     def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
+        whole(quantizer)
         assert torch.equal(quantizer.encode(x), quantizer(x).ids)
         assert torch.equal(quantizer.encode(x, mask), quantizer(x, mask).ids)
 
     def test_train_and_eval_give_the_same(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 3, 4)
+        whole(quantizer)
         a, b = quantizer.train()(x), quantizer.eval()(x)
         assert torch.equal(a.vectors, b.vectors)
         assert torch.equal(a.ids, b.ids)
@@ -301,7 +316,7 @@ class TestStatistics:
 
     def test_usage_counts_exactly(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 40, 5), ragged_mask(40, 5)
-        out = quantizer(x, mask)
+        out = whole(quantizer)(x, mask)
         metrics = quantizer.metrics(out.stats)
         assert metrics["tokens"] == mask.sum()
         if not quantizer.codebook_sizes or max(quantizer.codebook_sizes) > 2**20:
@@ -368,7 +383,7 @@ class TestNaN:
     def test_shows_in_vectors_and_losses_but_not_in_ids(self, quantizer: Quantizer, training: bool) -> None:
         x = vectors_for(quantizer, 6, 5)
         x[1, 2, 0] = math.nan
-        out = quantizer.train(training)(x)
+        out = whole(quantizer).train(training)(x)
         assert out.vectors[1, 2].isnan().any()
         assert not out.vectors[0].isnan().any()
         for ids, size in zip(out.ids.unbind(-1), quantizer.codebook_sizes, strict=True):

@@ -54,9 +54,6 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "residual of product of lfq": ResidualConfig(
         layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
     ),
-}
-
-NESTINGS: dict[str, QuantizerConfig] = {
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=4, entropy_temperature=1.0), depth=2, dropout=True),
     "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=4, codebook_size=8), depth=2, dropout=True),
     "residual of product of vq": ResidualConfig(
@@ -66,7 +63,6 @@ NESTINGS: dict[str, QuantizerConfig] = {
     "product of bsq": ProductConfig(layer=BSQConfig(bits=3, entropy_temperature=1.0), codebooks=2),
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=2, codebook_size=8), codebooks=2),
 }
-"""More of them, for one split."""
 
 SPLITS = {
     "2 equal, 4 micro-batches": ((8, 8), 4),
@@ -141,7 +137,7 @@ def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[State]]:
-    return {name: trajectory(config, (16,)) for name, config in (FAMILIES | NESTINGS).items()}
+    return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
 
 
 @pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
@@ -149,29 +145,18 @@ def alone() -> dict[str, list[State]]:
 def test_equals_one_process(
     ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
 ) -> None:
-    compare(ranks, alone[name], FAMILIES[name], split, micro_batches)
-
-
-@pytest.mark.parametrize("name", NESTINGS)
-def test_nestings_equal_one_process(ranks: RankPool, alone: dict[str, list[State]], name: str) -> None:
-    compare(ranks, alone[name], NESTINGS[name], (9, 0, 7), 2)
-
-
-def compare(
-    ranks: RankPool, alone: list[State], config: QuantizerConfig, split: Sequence[int], micro_batches: int
-) -> None:
     """Ranks hold the same bits after every step, and up to rounding what one process does."""
-    first, *others = ranks(len(split), trajectory, config, split, micro_batches)
+    first, *others = ranks(len(split), trajectory, FAMILIES[name], split, micro_batches)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    for mine, theirs in zip(first, alone, strict=True):
+    for mine, theirs in zip(first, alone[name], strict=True):
         for key in mine:
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
 
-WITH_TABLES = [name for name in FAMILIES | NESTINGS if "vq" in name and "simvq" not in name]
-WITH_DROPOUT = [name for name, config in (FAMILIES | NESTINGS).items() if isinstance(config, ResidualConfig)]
+WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
+WITH_DROPOUT = [name for name, config in FAMILIES.items() if isinstance(config, ResidualConfig)]
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)
@@ -185,7 +170,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
         return codes, where
 
     monkeypatch.setattr("vqclip.quantizers.vq.replacements", counting)
-    states = trajectory((FAMILIES | NESTINGS)[name], (16,))
+    states = trajectory(FAMILIES[name], (16,))
     assert sum(replaced) > 0
     started = [key for key in states[0] if key.endswith("has_started")]
     assert started
@@ -194,7 +179,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_leaves_several_depths(name: str) -> None:
-    training = Training((FAMILIES | NESTINGS)[name], (16,))
+    training = Training(FAMILIES[name], (16,))
     first = "0/tokens" if "1/tokens" in training.step(0) else "tokens"
     deeper = [int(training.step(number)[first.replace("0", "1")]) for number in range(1, 20)]
     assert 0 < sum(count == 0 for count in deeper) < 19
@@ -224,9 +209,10 @@ def test_dead_codes_with_dropout_never_meet_a_shape_mismatch(ranks: RankPool, wo
 def vq_under_ddp(sync_codebook: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
     training = Training(VQConfig(dim=4, codebook_size=16, sync_codebook=sync_codebook, **BUSY), (12, 4))
     for number in range(20):
-        stats = training.step(number)
-    with collectives() as calls:  # whatever the last update needs, it has: no rank waits for another here
-        training.quantizer.update(stats)
+        training.step(number)
+    own = training.quantizer(torch.randn(30 + dist.rank(), 4, dtype=torch.float64)).stats
+    with collectives() as calls:  # from statistics that are this rank's alone
+        training.quantizer.update(own)
     return [p.detach() for p in training.model.parameters()], list(training.model.buffers()), calls
 
 
@@ -234,7 +220,7 @@ def vq_under_ddp(sync_codebook: bool) -> tuple[list[Tensor], list[Tensor], list[
 def test_vq_trains_under_ddp(ranks: RankPool, sync_codebook: bool) -> None:
     """Bug report 3: synchronisation of the codebook met DDP's own; both settings train, and off is off."""
     (weights, codes, calls), (other_weights, other_codes, _) = ranks(2, vq_under_ddp, sync_codebook)
-    assert calls == []
+    assert bool(calls) == sync_codebook
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(codes, other_codes, strict=True)) == sync_codebook
 

@@ -32,7 +32,7 @@ class ContrastiveLoss(nn.Module):
 
     name = "contrastive"
 
-    def __init__(self, impl: Implementation = "gather", group: dist.Group = None):
+    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
         super().__init__()
         check_implementation(impl)
         self.impl, self.group = impl, group
@@ -72,7 +72,7 @@ class ContrastiveConfig(Config):
 
     kind: Literal["contrastive"] = "contrastive"
     """The softmax loss."""
-    impl: Implementation = "gather"
+    impl: Implementation = "tiled"
     """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
     needs_bias: ClassVar[bool] = False
     """Whether the model must have `temperature.bias`."""

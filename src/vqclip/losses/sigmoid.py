@@ -29,7 +29,7 @@ class SigmoidLoss(nn.Module):
 
     name = "sigmoid"
 
-    def __init__(self, impl: Implementation = "gather", group: dist.Group = None):
+    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
         super().__init__()
         check_implementation(impl)
         self.impl, self.group = impl, group
@@ -67,7 +67,7 @@ class SigmoidConfig(Config):
 
     kind: Literal["sigmoid"] = "sigmoid"
     """The sigmoid loss."""
-    impl: Implementation = "gather"
+    impl: Implementation = "tiled"
     """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
     needs_bias: ClassVar[bool] = True
     """Whether the model must have `temperature.bias`."""
