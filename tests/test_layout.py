@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokenizer",),
     ("folder",),
     ("model",),
-    ("losses",),
+    ("losses", "replay"),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
     ("lock", "resume", "recipe"),

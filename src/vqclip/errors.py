@@ -27,3 +27,7 @@ class DistributedError(VqclipError, RuntimeError):
 
 class NonFiniteError(VqclipError, FloatingPointError):
     """A loss or gradient that is NaN or infinite; the message names the step and the term."""
+
+
+class ReplayError(VqclipError, RuntimeError):
+    """Two forwards of the same samples that differ, where they must not; the message names the module."""

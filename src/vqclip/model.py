@@ -107,9 +107,12 @@ class CLIP(nn.Module):
             images: ``(B, 3, H, W)`` uint8.
             tokens: ``(B, N)`` int64, as `TextTokenizer.preprocess` makes them.
         """
+        return CLIPOutput(self.image(images), self.text(tokens), *self.temperature())
+
+    def temperature(self) -> tuple[Tensor, Tensor | None]:
+        """The logits' () scale, and their () bias or None."""
         # `* 1` hands the loss a tensor of this forward: DDP then sees the bias in its graph like all else.
-        bias = None if self.logit_bias is None else self.logit_bias * 1
-        return CLIPOutput(self.image(images), self.text(tokens), self.logit_scale.exp(), bias)
+        return self.logit_scale.exp(), None if self.logit_bias is None else self.logit_bias * 1
 
     def quantizers(self) -> dict[str, Quantizer]:
         """``image`` and ``text``: the two quantizers."""

@@ -97,7 +97,7 @@ class TrainConfig(Config):
         """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
 
         What only rounds otherwise (the device, compiling, kernels) may change, and so may the number of processes
-        unless the towers draw random numbers: each rank draws its own.
+        and of micro-batches, unless the towers draw random numbers: each rank draws its own, for each micro-batch.
 
         Args:
             samples: the data's fingerprint.
@@ -114,4 +114,8 @@ class TrainConfig(Config):
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
         }
-        return facts | ({"processes (dropout is drawn by rank)": dist.world_size()} if towers_draw else {})
+        by_share = {
+            "processes (dropout is drawn by rank)": dist.world_size(),
+            "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
+        }
+        return facts | (by_share if towers_draw else {})

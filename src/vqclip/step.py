@@ -1,23 +1,31 @@
-"""One training step: forward, statistics, losses, backward, clipping, the optimizer's step, the codebooks' update."""
+"""One training step: forward, statistics, losses, backward, clipping, the optimizer's step, the codebooks' update.
+
+A batch too large for the memory goes through the model in `train.micro_batches`; see `vqclip.replay`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
+from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
-from vqclip.errors import NonFiniteError
-from vqclip.losses import Loss, weighted_total
+from vqclip.errors import NonFiniteError, ReplayError
+from vqclip.losses import Loss, Positives, pair_keys, weighted_total
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.optim import Schedule, clip_gradients, set_lr
-from vqclip.precision import Precision, autocast
+from vqclip.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Order, Stats, sync
+from vqclip.replay import drift, drifting_module, hand_on, joined
 from vqclip.seeds import derive_seed
 
 
@@ -31,6 +39,9 @@ class ComputeConfig(Config):
     """Compile the model with `torch.compile`."""
     activation_checkpointing: bool = False
     """Recompute the towers' activations in the backward pass: less memory, about a third more compute."""
+    micro_batches: int = Field(1, ge=1)
+    """Parts in which a process runs its share of the batch, for the memory of one: the same gradient, with all the
+    negatives of the global batch, for one forward more. Only batch normalisation sees the parts."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,9 @@ class TrainStep:
         schedule: learning rate by step.
         compute: precision, compile, activation checkpointing.
         clip_norm: largest gradient norm, None for no clipping.
-        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank), so that
-            with it another world size is another trajectory (see `towers_draw`); that of the quantizers by (seed,
-            modality, layer, step), the same on every rank.
+        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank,
+            micro-batch), so that with it another world size is another trajectory (see `towers_draw`); that of the
+            quantizers by (seed, modality, layer, step), the same on every rank.
     """
 
     def __init__(
@@ -86,6 +97,9 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         for name, quantizer in model.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
+        self.micro_batches = compute.micro_batches
+        self._replays = False
+        """Whether a second pass was seen to repeat the first."""
         self.skipped = 0
         """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
 
@@ -96,25 +110,15 @@ class TrainStep:
             NonFiniteError: loss or gradient is NaN or infinite, in fp16 at any scale of the loss; on every rank alike,
                 and the step has not touched the weights.
         """
-        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank()))
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
 
-        images = batch.images.to(self.device, non_blocking=True)
-        tokens = batch.texts.to(self.device, non_blocking=True)
-        order = Order(batch.places.to(self.device, non_blocking=True), batch.global_size)
-        with autocast(self.device, self.precision):
-            out: CLIPOutput = self.parallel(images, tokens)
-        image_stats, text_stats = sync([out.image.stats, out.text.stats], order)
-        stats = {"image": image_stats, "text": text_stats}
-        terms = self._losses(out, stats)
-
         self.optimizer.zero_grad(set_to_none=True)
-        with dist.named_errors("averaging the gradients"):
-            self.scaler.scale(terms["total"]).backward()
+        share = _Share.of(batch, self.device, self.loss.positives)
+        differentiate = self._in_one_pass if self.micro_batches == 1 else self._in_two_passes
+        terms, stats, scale = differentiate(share, step)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
-        terms = {name: term.detach() for name, term in terms.items()}
         # fp16 expects a gradient to overflow now and then: its scaler skips that step.
         _require_finite(terms if self.scaler.is_enabled() else terms | {"gradient norm": grad_norm}, step)
         self.scaler.step(self.optimizer)
@@ -125,7 +129,7 @@ class TrainStep:
         for name, quantizer in self.model.quantizers().items():
             quantizer.update(stats[name].detach())
         stats = {name: each.detach() for name, each in stats.items()}
-        return StepResult(terms, grad_norm, out.scale.detach(), lr, stats)
+        return StepResult(terms, grad_norm, scale, lr, stats)
 
     def agree(self) -> None:
         """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
@@ -148,15 +152,111 @@ class TrainStep:
                 f"{self.skipped} skipped steps; the last checkpoint is sound. Use train.precision: bf16 or fp32"
             )
 
-    def _losses(self, out: CLIPOutput, stats: dict[str, Stats]) -> dict[str, Tensor]:
+    def _in_one_pass(self, share: _Share, step: int) -> _Differentiated:
+        return self._backward(self._forward(share, step, 0), share)
+
+    def _in_two_passes(self, share: _Share, step: int) -> _Differentiated:
+        bounds = [len(share) * number // self.micro_batches for number in range(self.micro_batches + 1)]
+        rows = [slice(*ends) for ends in itertools.pairwise(bounds)]
+        parts = [share.part(each) for each in rows]
+        with torch.no_grad():
+            seen = [self._forward(part, step, number) for number, part in enumerate(parts)]
+        whole = joined(self.model, seen)
+        differentiated = self._backward(whole, share)
+        drifts = []
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with nullcontext() if last else dist.no_sync(self.parallel):
+                out = self._forward(part, step, number)
+                with dist.named_errors("averaging the gradients"):
+                    hand_on(out, whole, rows[number])
+            if not self._replays:
+                drifts.append(drift(out, whole, rows[number]))
+        if not self._replays:
+            self._require_replay(drifts, parts, step)
+        return differentiated
+
+    def _forward(self, share: _Share, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
+        """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
+        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), micro_batch))
+        with autocast(self.device, self.precision):
+            return (model or self.parallel)(share.images, share.tokens)
+
+    def _backward(self, out: CLIPOutput, share: _Share) -> _Differentiated:
+        """From outputs to losses over the global batch and back."""
+        image_stats, text_stats = sync([out.image.stats, out.text.stats], share.order)
+        stats = {"image": image_stats, "text": text_stats}
+        terms = self._losses(out, stats, share.keys)
+        with dist.named_errors("averaging the gradients"):
+            self.scaler.scale(terms["total"]).backward()
+        return _Differentiated({name: term.detach() for name, term in terms.items()}, stats, out.scale.detach())
+
+    def _require_replay(self, drifts: list[float], parts: list[_Share], step: int) -> None:
+        """Look once, on every rank, whether the second pass repeated the first."""
+        half = self.precision in AUTOCAST_DTYPES
+        worst = max(range(len(parts)), key=drifts.__getitem__)
+        moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round otherwise
+        # Codes hide small differences in what comes before them, so the modules are always looked at.
+        restless = drifting_module(
+            self.model, lambda: self._forward(parts[worst], step, worst, self.model), 1e-2 if half else 1e-4
+        )
+        if dist.any_rank(moved or restless is not None):
+            named = "none" if restless is None else f"model.{restless}"
+            raise ReplayError(
+                f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
+                f"be wrong. On rank {dist.rank()} embeddings moved by {drifts[worst]:.2g} on average; the first module "
+                f"that gives other outputs every time: {named}. A module may draw random numbers from torch's "
+                "generators alone and must not change its state in forward; replace it, or set train.micro_batches to 1"
+            )
+        self._replays = True
+
+    def _losses(self, out: CLIPOutput, stats: dict[str, Stats], keys: Tensor | None) -> dict[str, Tensor]:
         """Unweighted terms by name, and their weighted ``total``."""
-        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias)}
+        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias, keys)}
         weights = {self.loss.name: 1.0}
         for modality, quantizer in self.model.quantizers().items():
             for name, term in quantizer.losses(stats[modality]).items():
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
         return {"total": weighted_total(terms, weights), **terms}
+
+
+class _Differentiated(NamedTuple):
+    """A step between backward and the optimizer's."""
+
+    terms: dict[str, Tensor]
+    """As in `StepResult`."""
+    stats: dict[str, Stats]
+    """``image`` and ``text``, over the global batch."""
+    scale: Tensor
+    """() factor of the logits."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's part of the global batch, on its device."""
+
+    images: Tensor
+    tokens: Tensor
+    order: Order
+    keys: Tensor | None
+
+    @staticmethod
+    def of(batch: Batch, device: torch.device, positives: Positives | None) -> _Share:
+        images, tokens, places, sample_ids = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (batch.images, batch.texts, batch.places, batch.sample_ids)
+        )
+        return _Share(images, tokens, Order(places, batch.global_size), pair_keys(positives, sample_ids, tokens))
+
+    def part(self, rows: slice) -> _Share:
+        """Some of its samples."""
+        keys = None if self.keys is None else self.keys[rows]
+        order = Order(self.order.places[rows], self.order.size)
+        return _Share(self.images[rows], self.tokens[rows], order, keys)
+
+    def __len__(self) -> int:
+        return len(self.images)
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> RunSummary | None:
 
 def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSummary | None:
     folder = config.run.path
-    _check_world(config.train.batch_size)
+    _check_world(config.train.batch_size, config.train.micro_batches)
     _make_folder(folder)  # so that a wrong place is found now, not after the data
     lock.take()
 
@@ -220,11 +220,17 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _check_world(batch_size: int) -> None:
-    if batch_size < dist.world_size():
+def _check_world(batch_size: int, micro_batches: int) -> None:
+    share = batch_size // dist.world_size()
+    if share == 0:
         raise ConfigError(
             f"train.batch_size: got {batch_size}, fewer than the {dist.world_size()} processes; expected at least one "
             "sample for each"
+        )
+    if micro_batches > share:
+        raise ConfigError(
+            f"train.micro_batches: got {micro_batches}, more than the {share} samples of a process (train.batch_size "
+            f"{batch_size} over {dist.world_size()}); expected at least one sample for each micro-batch"
         )
 
 

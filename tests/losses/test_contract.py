@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.losses import ContrastiveConfig, LossConfig, SigmoidConfig
+from vqclip.losses.features import Implementation
 
 
 def softmax_by_hand(image, text, scale, bias):
@@ -48,11 +49,15 @@ class Case(NamedTuple):
     bias: float | None
 
 
+IMPLEMENTATIONS = get_args(Implementation)
+
 LOSSES = {
-    "contrastive, gathered": Case(ContrastiveConfig(impl="gather"), softmax_by_hand, "ClipLoss", 14.0, None),
-    "contrastive, tiled": Case(ContrastiveConfig(impl="tiled"), softmax_by_hand, "ClipLoss", 14.0, None),
-    "sigmoid, gathered": Case(SigmoidConfig(impl="gather"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
-    "sigmoid, tiled": Case(SigmoidConfig(impl="tiled"), sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
+    f"{name}, {impl}": Case(config(impl=impl), *others)
+    for name, config, *others in (
+        ("contrastive", ContrastiveConfig, softmax_by_hand, "ClipLoss", 14.0, None),
+        ("sigmoid", SigmoidConfig, sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
+    )
+    for impl in IMPLEMENTATIONS
 }
 
 SPLITS = [(12,), (6, 6), (12, 9), (5, 0), (4, 4, 4), (7, 4, 9), (0, 3, 2), (3, 3, 3, 3), (2, 5, 0, 4)]

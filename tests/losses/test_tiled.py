@@ -1,21 +1,29 @@
-"""What the tiled implementation promises beyond the contract of all losses."""
+"""What the implementations without a square of logits promise beyond the contract of all losses."""
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as c10d
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.quantizers.test_distributed import collectives
+from tests.ranks import RankError
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
+from vqclip.losses.features import Implementation
 
+IMPLEMENTATIONS = get_args(Implementation)
 KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
 
 
@@ -43,42 +51,45 @@ def tile_bytes(tile, kept) -> Iterator[None]:
         tiles.TILE_BYTES, tiled.KEPT_BYTES = before
 
 
+WITHOUT_SQUARE = list(tiled.EXCHANGES)
+
+
+@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tile", "kept"), [(1, 0), (2000, 0), (2000, 4000), (2000, 10**9), (10**9, 0)])
-def test_the_size_of_a_tile_does_not_matter(kind, tile, kept):
+def test_the_size_of_a_tile_does_not_matter(kind, impl, tile, kept):
     loss, numbers = KINDS[kind]
     expected = value_and_gradients(loss("gather"), *pairs(41), numbers)
     with tile_bytes(tile, kept):
         torch.testing.assert_close(
-            value_and_gradients(loss("tiled"), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14
+            value_and_gradients(loss(impl), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14
         )
 
 
-def on_a_rank(kind, sizes, tile, members):
+def on_a_rank(kind, impl, sizes, tile, members):
     group = None if members is None else dist_group(members)
     if members is not None and dist.rank() not in members:
         return None
     loss, numbers = KINDS[kind]
     mine = [t.split(sizes)[dist.rank(group)] for t in pairs(sum(sizes))]
     with tile_bytes(tile, 1000):
-        return value_and_gradients(loss("tiled", group), *mine, numbers)
+        return value_and_gradients(loss(impl, group=group), *mine, numbers)
 
 
 def dist_group(members):
-    import torch.distributed as c10d
-
     return c10d.new_group(members)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("sizes", "world_size", "members"),
-    [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2])],
+    [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2]), ([4, 0, 5], 4, [1, 2, 3])],
 )
-def test_many_tiles_on_many_ranks(ranks, kind, sizes, world_size, members):
+def test_many_tiles_on_many_ranks(ranks, kind, impl, sizes, world_size, members):
     loss, numbers = KINDS[kind]
     value, image, text, *others = value_and_gradients(loss("gather"), *pairs(sum(sizes)), numbers)
-    results = [r for r in ranks(world_size, on_a_rank, kind, sizes, 500, members) if r is not None]
+    results = [r for r in ranks(world_size, on_a_rank, kind, impl, sizes, 500, members) if r is not None]
     for each in results:
         torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
     for k, whole in ((1, image), (2, text)):
@@ -132,39 +143,42 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_square_of_logits(kind):
+def test_no_square_of_logits(kind, impl):
     image, text = pairs(200, dtype=torch.float32)
-    numbers = [torch.tensor(number) for number in KINDS[kind][1]]
+    scale, bias = torch.tensor(14.0), torch.tensor(-8.0)
     inside = {"contrastive": tiled._softmax, "sigmoid": tiled._sigmoid}[kind]  # no mode sees into the operator
     with tile_bytes(4 * 200 * 20, 0), LargestTensor() as largest:
-        inside(image, text, *numbers, None, True)
+        inside(image, text, scale, bias, None, tiled.EXCHANGES[impl](text, None, True), True)
     assert 200 * 20 <= largest.size < 200 * 200 // 2
 
 
-def backward_of_a_step(kind):
+def backward_of_a_step(kind, impl):
     loss, numbers = KINDS[kind]
     inputs = [t.split([5, 6])[dist.rank()].clone().requires_grad_() for t in pairs(11)]
     inputs += [torch.tensor(number, dtype=torch.float64, requires_grad=True) for number in numbers]
     with collectives() as forward:
-        value = loss("tiled")(*inputs)
+        value = loss(impl)(*inputs)
     with collectives() as backward:
         value.backward()
     return forward, backward
 
 
+@pytest.mark.parametrize(("impl", "told_by"), [("tiled", "reduce_scatter_tensor"), ("ring", "batch_isend_irecv")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_backward_holds_no_collective(ranks, kind):
-    for forward, backward in ranks(2, backward_of_a_step, kind):
-        assert "reduce_scatter_tensor" in forward
+def test_backward_holds_no_collective(ranks, kind, impl, told_by):
+    for forward, backward in ranks(2, backward_of_a_step, kind, impl):
+        assert told_by in forward
         assert backward == []
 
 
+@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiles_to_one_graph(kind):
+def test_compiles_to_one_graph(kind, impl):
     torch._dynamo.reset()
     loss, numbers = KINDS[kind]
-    loss = loss("tiled")
+    loss = loss(impl)
 
     def scaled(image, text, *others):
         return 2 * loss(F.normalize(image, dim=1), F.normalize(text, dim=1), *others)
@@ -180,7 +194,7 @@ def test_compiles_to_one_graph(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operators_are_sound(kind):
     image, text = pairs(6, dtype=torch.float32)
-    inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), "")
+    inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), torch.arange(6) // 2, "tiled", "")
     op = {"contrastive": torch.ops.vqclip.tiled_softmax, "sigmoid": torch.ops.vqclip.tiled_sigmoid}[kind]
     for wants_grad in (True, False):
         torch.library.opcheck(op.default, (*inputs, wants_grad), test_utils=("test_schema", "test_faketensor"))
@@ -188,5 +202,40 @@ def test_the_operators_are_sound(kind):
 
 def test_unknown_implementations_are_refused():
     for loss, _ in KINDS.values():
-        with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, gather"):
+        with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, ring, gather"):
             loss("square")
+
+
+def dies_in_the_middle(impl, where):
+    if dist.rank() == 1:
+        setattr(dist, where, lambda *args, **kwargs: os._exit(9))
+    loss, numbers = KINDS["contrastive"]
+    value_and_gradients(loss(impl), *pairs(4), numbers)
+
+
+@pytest.mark.parametrize(
+    ("impl", "where", "named"),
+    [
+        ("tiled", "reduce_scatter", "reduce_"),
+        ("ring", "ring_shift", "ring_shift"),
+        ("gather", "all_gather", "all_gather"),
+    ],
+)
+def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named):
+    began = time.monotonic()
+    with pytest.raises(RankError) as failure:
+        ranks(2, dies_in_the_middle, impl, where, timeout=20.0)
+    assert time.monotonic() - began < 20
+    assert re.search(rf"DistributedError: {named}.* failed on rank 0: ", str(failure.value))
+    assert "rank 1 of 2: the process died with exit code 9" in str(failure.value)
+
+
+def test_says_how_many_tiles_it_keeps(caplog):
+    caplog.set_level("INFO")
+    tiles.say_kept.cache_clear()
+    loss, numbers = KINDS["contrastive"]
+    with tile_bytes(8 * 41 * 10, 8 * 41 * 20):
+        for _ in range(2):
+            value_and_gradients(loss(), *pairs(41), numbers)
+    said = [record.message for record in caplog.records if record.name == "vqclip.losses.tiles"]
+    assert said == ["41 images meet 41 texts in 5 tiles; 2 are kept for the second round, 3 computed again"]

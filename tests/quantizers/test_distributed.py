@@ -41,6 +41,7 @@ def collectives() -> Iterator[list[str]]:
     """The names of torch's collectives that are called within the block."""
     calls: list[str] = []
     names = ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor", "barrier")
+    names += ("batch_isend_irecv",)
     originals = {name: getattr(c10d, name) for name in names}
     for name, original in originals.items():
         setattr(c10d, name, lambda *args, _n=name, _f=original, **kwargs: calls.append(_n) or _f(*args, **kwargs))

@@ -128,6 +128,8 @@ def test_a_loss_without_a_weight_weighs_nothing() -> None:
         ({"bits": 4, "entropy_temperature": 0.0}, "temperature"),
         ({"bits": 4, "entropy_temperature": math.nan}, "temperature"),
         ({"bits": 4, "loss_weights": {"entropy": 1.0}}, "no loss is named"),
+        ({"bits": 4, "scale": 0.0}, "scale is 0.0"),
+        ({"bits": 4, "bound": "clamp"}, "bound is 'clamp', expected one of none, tanh"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:

@@ -28,6 +28,9 @@ MODULES: dict[str, Any] = {
     "fsq, codebooks": lambda: peer.FSQ([8, 6, 5], num_codebooks=2),
     "residual fsq": lambda: peer.ResidualFSQ(levels=[8, 5, 4, 3], num_quantizers=3, dim=4),
     "lfq": lambda: peer.LFQ(codebook_size=256, dim=8),
+    "lfq, scaled and clamped": lambda: peer.LFQ(
+        codebook_size=256, dim=8, codebook_scale=0.5, soft_clamp_input_value=1.0
+    ),
     "lfq, codebooks": lambda: peer.LFQ(codebook_size=16, dim=8, num_codebooks=2),
 }
 

@@ -33,9 +33,10 @@ from vqclip.dist._collectives import (
     reduce_,
     reduce_scatter,
     replicated_sum,
+    ring_shift,
 )
 from vqclip.dist._control import any_rank, barrier, broadcast_json, gather_json, shared_seed
-from vqclip.dist._ddp import unwrap_ddp, wrap_ddp
+from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
 from vqclip.dist._state import (
     Group,
     group_name,
@@ -68,10 +69,12 @@ __all__ = [
     "local_rank",
     "named_errors",
     "named_group",
+    "no_sync",
     "rank",
     "reduce_",
     "reduce_scatter",
     "replicated_sum",
+    "ring_shift",
     "shared_seed",
     "shutdown",
     "unwrap_ddp",

@@ -194,11 +194,41 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group = None) -> Tens
         return x[: sizes[rank(group)]]
     longest, wide = max(sizes), x.detach().to(_sum_dtype(x))
     if min(sizes) < longest:
-        parts = [F.pad(part.flatten(1), (0, 0, 0, longest - len(part))) for part in wide.split(list(sizes))]
+        rows = wide.unsqueeze(-1).flatten(1).split(list(sizes))
+        parts = [F.pad(part, (0, 0, 0, longest - len(part))) for part in rows]
         wide = torch.cat(parts).view(-1, *x.shape[1:])
     mine = wide.new_empty(longest, *x.shape[1:])
     run_collective("reduce_scatter", c10d.reduce_scatter_tensor, mine, wide.contiguous(), group=group)
     return mine[: sizes[rank(group)]].to(x.dtype)
+
+
+def ring_shift(x: Tensor, rows: int, group: Group = None) -> Tensor:
+    """Hand `x` to the next rank and take what the rank before this one hands on; the last one's next is rank 0.
+
+    Args:
+        x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero. Carries no gradient.
+        rows: B of the rank before this one.
+        group: The ranks that take part; all of them by default.
+
+    Returns:
+        `(rows, ...)`; `x` itself in one process.
+
+    Raises:
+        ShapeError: in one process, where `rows` are not those of `x`.
+    """
+    if not is_distributed(group):
+        if rows != x.shape[0]:
+            raise ShapeError(f"ring_shift: expected {rows} rows, but the one process there is hands on {x.shape[0]}")
+        return x
+    here, ranks = rank(group), world_size(group)
+    x, out = x.detach().contiguous(), x.new_empty(rows, *x.shape[1:])
+    transfers = []
+    if x.numel():
+        transfers.append(c10d.P2POp(c10d.isend, x, _global_rank((here + 1) % ranks, group), group))
+    if out.numel():
+        transfers.append(c10d.P2POp(c10d.irecv, out, _global_rank((here - 1) % ranks, group), group))
+    run_collective("ring_shift", _transfer, transfers)
+    return out
 
 
 def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
@@ -219,11 +249,19 @@ def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
         raise DistributedError(f"broadcast_: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
     if is_distributed(group) and x.numel():
         dense = x.detach().contiguous()
-        source = src if group is None else c10d.get_global_rank(group, src)
-        run_collective("broadcast_", c10d.broadcast, dense, source, group=group)
+        run_collective("broadcast_", c10d.broadcast, dense, _global_rank(src, group), group=group)
         if dense.data_ptr() != x.data_ptr():
             x.detach().copy_(dense)
     return x
+
+
+def _transfer(transfers: list[c10d.P2POp]) -> None:
+    for work in c10d.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+
+
+def _global_rank(within: int, group: Group) -> int:
+    return within if group is None else c10d.get_global_rank(group, within)
 
 
 def _summed(x: Tensor, name: str, group: Group) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -41,6 +42,14 @@ def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
         wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
         _settle_buckets(wrapped)
     return wrapped
+
+
+def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Within it, a forward and its backward add to the gradients of `module` without averaging them over ranks.
+
+    The first backward outside of it averages all that has been added up. Nothing in a module that is not wrapped.
+    """
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.losses.contrastive import ContrastiveConfig, ContrastiveLoss
+from vqclip.losses.features import Positives, pair_keys
 from vqclip.losses.sigmoid import SigmoidConfig, SigmoidLoss
 from vqclip.losses.total import weighted_total
 
@@ -18,7 +19,9 @@ __all__ = [
     "ContrastiveLoss",
     "Loss",
     "LossConfig",
+    "Positives",
     "SigmoidConfig",
     "SigmoidLoss",
+    "pair_keys",
     "weighted_total",
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import Implementation, check_implementation, gathered, precise
+from vqclip.losses.features import Implementation, Positives, check_implementation, gathered, not_negatives, precise
 from vqclip.losses.tiled import tiled_softmax
 from vqclip.precision import full_precision
 
@@ -22,22 +23,35 @@ class ContrastiveLoss(nn.Module):
     Every rank returns the same value; see `vqclip.dist` for how its gradients are scaled.
 
     Args:
-        impl: ``gather``, the readable reference: all features are gathered with their gradients and one ``(G, G)``
-            matrix of logits is made; or ``tiled``, the same with memory that grows with the batch.
+        impl: ``tiled``, with memory that grows with the batch; ``ring``, the same without all texts on every rank; or
+            ``gather``, the readable reference: all features are gathered with their gradients and one ``(G, G)``
+            matrix of logits is made.
+        label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner and ε spread evenly over all G (Szegedy et al.
+            2016, https://arxiv.org/abs/1512.00567).
+        positives: what makes the ``keys`` of `forward`; see `vqclip.losses.features.pair_keys`.
         group: the ranks whose batches make the global one; all of them by default.
 
     Raises:
-        ConfigError: there is no such implementation.
+        ConfigError: there is no such implementation, or smoothing and keys are both asked for.
     """
 
     name = "contrastive"
 
-    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
+    def __init__(
+        self,
+        impl: Implementation = "tiled",
+        label_smoothing: float = 0.0,
+        positives: Positives | None = None,
+        group: dist.Group = None,
+    ):
         super().__init__()
         check_implementation(impl)
-        self.impl, self.group = impl, group
+        _check_smoothing(label_smoothing, positives is not None)
+        self.impl, self.label_smoothing, self.positives, self.group = impl, label_smoothing, positives, group
 
-    def forward(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
         """The mean loss over the global batch. A collective, like its backward with ``gather``.
 
         Args:
@@ -45,26 +59,55 @@ class ContrastiveLoss(nn.Module):
             text: ``(B, E)``, row by row the texts of the images.
             scale: () positive factor of the logits.
             bias: must be None: a constant changes no softmax.
+            keys: ``(B,)`` int64; pairs of equal keys are left out of each other's sums. All ranks give them, or none.
 
         Returns:
             () float32, or float64 for float64 features.
 
         Raises:
             ShapeError: the features do not pair up.
-            ConfigError: a bias was given.
+            ConfigError: a bias was given, or keys with label smoothing.
         """
         if bias is not None:
             raise ConfigError(
                 "the softmax loss takes no bias; set model.temperature.bias to null, or loss.kind to sigmoid"
             )
-        image, text = precise(image, text)
+        _check_smoothing(self.label_smoothing, keys is not None)
+        image, text = precise(image, text, keys)
         with full_precision(image.device):
-            if self.impl == "tiled":
-                return tiled_softmax(image, text, scale, self.group)
-            images, texts = gathered(image, text, self.group)
-            logits = scale.to(images.dtype) * images @ texts.T
-            targets = torch.arange(len(logits), device=logits.device)
-            return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+            if self.impl == "gather":
+                return self._of_all_logits(image, text, scale, keys)
+            loss = tiled_softmax(image, text, scale, keys, self.impl, self.group)
+            return loss + self.label_smoothing * self._advantage(image, text, scale) if self.label_smoothing else loss
+
+    def _of_all_logits(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
+        images, texts = gathered(image, text, self.group)
+        logits = scale.to(images.dtype) * images @ texts.T
+        if keys is not None:
+            logits = logits.masked_fill(not_negatives(keys, self.group), -torch.inf)
+        targets = torch.arange(len(logits), device=logits.device)
+        by_row, by_column = (
+            F.cross_entropy(scores, targets, label_smoothing=self.label_smoothing) for scores in (logits, logits.T)
+        )
+        return (by_row + by_column) / 2
+
+    def _advantage(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        """Mean logit of the pairs less the mean of all: what smoothing adds to the loss, without any square."""
+        count = image.new_full((1,), len(image))
+        sums = torch.cat((image.sum(dim=0), text.sum(dim=0), (image * text).sum().view(1), count))
+        images, texts, pairs, count = dist.replicated_sum(sums, self.group).split((*2 * [image.shape[1]], 1, 1))
+        return scale.to(image.dtype) * (pairs / count - (images @ texts) / count.square()).squeeze()
+
+
+def _check_smoothing(label_smoothing: float, has_keys: bool) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
+    if label_smoothing and has_keys:
+        raise ConfigError(
+            f"label_smoothing: got {label_smoothing} together with positives, but a target that is spread over all "
+            "texts has no meaning where some are left out; expected one of the two: set label_smoothing to 0, or "
+            "positives to null"
+        )
 
 
 class ContrastiveConfig(Config):
@@ -73,10 +116,20 @@ class ContrastiveConfig(Config):
     kind: Literal["contrastive"] = "contrastive"
     """The softmax loss."""
     impl: Implementation = "tiled"
-    """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
+    """How it is computed; all give the same. tiled: memory grows with the batch; ring: the same without all texts on
+    every rank; gather: with the square of the batch."""
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the target that is spread evenly over all texts (images) of the global batch."""
+    positives: Positives | None = None
+    """Pairs of one sample (sample_id), or of one text (caption), are no negatives of each other; null: all are."""
     needs_bias: ClassVar[bool] = False
     """Whether the model must have `temperature.bias`."""
 
+    @model_validator(mode="after")
+    def _smoothing_fits(self) -> ContrastiveConfig:
+        _check_smoothing(self.label_smoothing, self.positives is not None)
+        return self
+
     def build(self) -> ContrastiveLoss:
         """Make the loss."""
-        return ContrastiveLoss(self.impl)
+        return ContrastiveLoss(self.impl, self.label_smoothing, self.positives)

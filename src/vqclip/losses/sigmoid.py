@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import Implementation, check_implementation, gathered, precise
+from vqclip.losses.features import Implementation, Positives, check_implementation, gathered, not_negatives, precise
 from vqclip.losses.tiled import tiled_sigmoid
 from vqclip.precision import full_precision
 
@@ -21,6 +21,7 @@ class SigmoidLoss(nn.Module):
 
     Args:
         impl: as of `ContrastiveLoss`.
+        positives: what makes the ``keys`` of `forward`; see `vqclip.losses.features.pair_keys`.
         group: the ranks whose batches make the global one; all of them by default.
 
     Raises:
@@ -29,12 +30,14 @@ class SigmoidLoss(nn.Module):
 
     name = "sigmoid"
 
-    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
+    def __init__(self, impl: Implementation = "tiled", positives: Positives | None = None, group: dist.Group = None):
         super().__init__()
         check_implementation(impl)
-        self.impl, self.group = impl, group
+        self.impl, self.positives, self.group = impl, positives, group
 
-    def forward(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None = None
+    ) -> Tensor:
         """The sum over all pairs of the global batch, divided by the number of images G.
 
         Args:
@@ -42,6 +45,8 @@ class SigmoidLoss(nn.Module):
             text: ``(B, E)``, row by row the texts of the images.
             scale: () positive factor of the logits.
             bias: () added to the logits; SigLIP starts at -10.
+            keys: ``(B,)`` int64; of two pairs with equal keys it is not asked whether they belong together. All ranks
+                give them, or none.
 
         Returns:
             () float32, or float64 for float64 features.
@@ -52,14 +57,17 @@ class SigmoidLoss(nn.Module):
         """
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
-        image, text = precise(image, text)
+        image, text = precise(image, text, keys)
         with full_precision(image.device):
-            if self.impl == "tiled":
-                return tiled_sigmoid(image, text, scale, bias, self.group)
+            if self.impl != "gather":
+                return tiled_sigmoid(image, text, scale, bias, keys, self.impl, self.group)
             images, texts = gathered(image, text, self.group)
             logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
             answers = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
-            return -F.logsigmoid(answers * logits).sum() / len(logits)
+            losses = -F.logsigmoid(answers * logits)
+            if keys is not None:
+                losses = losses.masked_fill(not_negatives(keys, self.group), 0)
+            return losses.sum() / len(logits)
 
 
 class SigmoidConfig(Config):
@@ -68,10 +76,13 @@ class SigmoidConfig(Config):
     kind: Literal["sigmoid"] = "sigmoid"
     """The sigmoid loss."""
     impl: Implementation = "tiled"
-    """How it is computed; all give the same. tiled: memory grows with the batch; gather: with its square."""
+    """How it is computed; all give the same. tiled: memory grows with the batch; ring: the same without all texts on
+    every rank; gather: with the square of the batch."""
+    positives: Positives | None = None
+    """Pairs of one sample (sample_id), or of one text (caption), are no negatives of each other; null: all are."""
     needs_bias: ClassVar[bool] = True
     """Whether the model must have `temperature.bias`."""
 
     def build(self) -> SigmoidLoss:
         """Make the loss."""
-        return SigmoidLoss(self.impl)
+        return SigmoidLoss(self.impl, self.positives)

@@ -5,6 +5,7 @@ Both are custom operators with the gradients among their outputs, so that `torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,125 +14,171 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.losses.tiles import KEPT_BYTES, FeatureGradients, Gradients, Tiles, connected, share
+from vqclip.losses.exchange import Exchange, Gathered, Ring
+from vqclip.losses.tiles import KEPT_BYTES, FeatureGradients, Gradients, Tiles, connected
+
+EXCHANGES: dict[str, type[Exchange]] = {"tiled": Gathered, "ring": Ring}
+"""How images and texts of different ranks meet, by name of the implementation."""
 
 
-def tiled_softmax(image: Tensor, text: Tensor, scale: Tensor, group: dist.Group = None) -> Tensor:
+def tiled_softmax(
+    image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
+) -> Tensor:
     """As `vqclip.losses.ContrastiveLoss`: () from ``(B, E)`` features in fp32 or fp64."""
-    return _run(torch.ops.vqclip.tiled_softmax, image, text, scale, torch.zeros_like(scale), group)
+    return _run(torch.ops.vqclip.tiled_softmax, image, text, scale, torch.zeros_like(scale), keys, impl, group)
 
 
-def tiled_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: dist.Group = None) -> Tensor:
+def tiled_sigmoid(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
+) -> Tensor:
     """As `vqclip.losses.SigmoidLoss`: () from ``(B, E)`` features in fp32 or fp64."""
-    return _run(torch.ops.vqclip.tiled_sigmoid, image, text, scale, bias, group)
+    return _run(torch.ops.vqclip.tiled_sigmoid, image, text, scale, bias, keys, impl, group)
 
 
-def _run(op: Callable[..., Any], image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: dist.Group) -> Tensor:
+def _run(
+    op: Callable[..., Any],
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    impl: str,
+    group: dist.Group,
+) -> Tensor:
     scale, bias = scale.to(image.dtype), bias.to(image.dtype)
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    found = op(*(tensor.detach() for tensor in inputs), dist.group_name(group), wants_grad)
+    found = op(*(tensor.detach() for tensor in inputs), keys, impl, dist.group_name(group), wants_grad)
     return connected(*inputs, Gradients(*found)) if wants_grad else found[0]
 
 
-def _softmax(image: Tensor, text: Tensor, scale: Tensor, group: dist.Group, wants_grad: bool) -> Gradients:
-    shares = share(image, text, group, wants_grad)
-    count, own = len(shares.texts), slice(shares.start, shares.start + len(image))
+def _softmax(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
+) -> Gradients:
     pairs = scale * (image * text).sum(dim=1)
+    tiles = Tiles(image, exchange.start, scale, keys=keys, kept_bytes=KEPT_BYTES if wants_grad else 0)
 
     # The pairs are kept apart: softplus(rest - pair) has digits left where a softmax is nearly 1.
-    tiles = Tiles(shares, scale, kept_bytes=KEPT_BYTES if wants_grad else 0)
-    rows_rest = pairs.new_empty(len(pairs))
-    highest, total = pairs.new_full((count,), -torch.inf), pairs.new_zeros(count)
-    for tile in tiles:
-        rows_rest[tile.rows] = tile.logits.logsumexp(dim=1)
-        higher = torch.maximum(highest, tile.logits.amax(dim=0))
-        total.mul_((highest - _finite(higher)).exp_()).add_((tile.logits - _finite(higher)).exp_().sum(dim=0))
-        highest = higher
-    overall = dist.reduce_(highest.clone(), "max", group)
-    total.mul_((highest - _finite(overall)).exp_())
-    all_pairs = torch.zeros_like(total)
-    all_pairs[own] = pairs
-    total, all_pairs = dist.reduce_(torch.stack((total, all_pairs)), group=group)
-    columns_rest = overall + total.log()
+    rows_rest = torch.full_like(pairs, -torch.inf)
+    of_columns = exchange.empty(pairs, -torch.inf)
+    for block in exchange.round(of_columns):
+        (column,) = block.carried
+        for tile in tiles.of(block):
+            row = rows_rest[tile.rows]
+            row.copy_(torch.logaddexp(row, tile.logits.logsumexp(dim=1)))
+            column.copy_(torch.logaddexp(column, tile.logits.logsumexp(dim=0)))
+    columns_rest = exchange.logsumexp(of_columns)
+    tiles.say_kept()
 
-    loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest[own] - pairs)).sum() / (2 * count)
-    zero = torch.zeros_like(scale)
+    loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
     if not wants_grad:
-        return _without_gradients(dist.reduce_(loss, group=group))
+        return _without_gradients(dist.reduce_(loss, group=exchange.group))
     # exp(logit - this) is the gradient of a logit by its row, by its column.
-    by_row = torch.logaddexp(rows_rest, pairs) + _log(2 * count)
-    by_column = torch.logaddexp(columns_rest, all_pairs) + _log(2 * count)
-    of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest[own] - pairs).sigmoid()) / (2 * count)
-    gradients = FeatureGradients(shares)
-    for tile in tiles:
-        columns = (tile.logits - by_column).exp_()
-        tile.logits.sub_(by_row[tile.rows, None]).exp_().add_(columns)
-        tile.pairs.copy_(of_pairs[tile.rows])
-        gradients.add(tile.rows, tile.logits)
-    return gradients.finish(loss, scale, zero, group)
+    by_row, by_column = (
+        torch.logaddexp(rest, pairs) + math.log(2 * exchange.count) for rest in (rows_rest, columns_rest)
+    )
+    of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest - pairs).sigmoid()) / (2 * exchange.count)
+    gradients = FeatureGradients(image, text, exchange)
+    for block in exchange.round(exchange.spread(by_column), gradients.of_texts):
+        by_column, of_texts = block.carried
+        for tile in tiles.of(block):
+            columns = (tile.logits - by_column).exp_()
+            tile.logits.sub_(by_row[tile.rows, None]).exp_().add_(columns)
+            if tile.pairs is not None:
+                tile.pairs.copy_(of_pairs[tile.rows])
+            gradients.add(block, of_texts, tile.rows, tile.logits)
+    return gradients.finish(loss, scale, torch.zeros_like(bias))
 
 
 def _sigmoid(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: dist.Group, wants_grad: bool
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
 ) -> Gradients:
-    shares = share(image, text, group, wants_grad)
-    count = len(shares.texts)
     pairs = scale * (image * text).sum(dim=1) + bias
-    of_pairs = -(-pairs).sigmoid() / count
-    loss, of_bias = _softplus(-pairs).sum() / count, torch.zeros_like(bias)
-    gradients = FeatureGradients(shares) if wants_grad else None
-    for tile in Tiles(shares, scale, bias):
-        loss += _softplus(tile.logits).sum() / count
-        if gradients is not None:
-            tile.logits.sigmoid_().div_(count)
-            tile.pairs.copy_(of_pairs[tile.rows])
-            of_bias += tile.logits.sum()
-            gradients.add(tile.rows, tile.logits)
-    if gradients is None:
-        return _without_gradients(dist.reduce_(loss, group=group))
-    return gradients.finish(loss, scale, of_bias, group)
+    of_pairs = -(-pairs).sigmoid() / exchange.count
+    loss, of_bias = _softplus(-pairs).sum() / exchange.count, torch.zeros_like(bias)
+    tiles = Tiles(image, exchange.start, scale, bias, keys)
+    gradients = FeatureGradients(image, text, exchange)
+    for block in exchange.round(*([gradients.of_texts] if wants_grad else [])):
+        for tile in tiles.of(block):
+            loss += _softplus(tile.logits).sum() / exchange.count
+            if wants_grad:
+                tile.logits.sigmoid_().div_(exchange.count)
+                if tile.pairs is not None:
+                    tile.pairs.copy_(of_pairs[tile.rows])
+                of_bias += tile.logits.sum()
+                gradients.add(block, block.carried[0], tile.rows, tile.logits)
+    if not wants_grad:
+        return _without_gradients(dist.reduce_(loss, group=exchange.group))
+    return gradients.finish(loss, scale, of_bias)
 
 
 def _without_gradients(loss: Tensor) -> Gradients:
     return Gradients(loss, *(loss.new_empty(0) for _ in range(4)))
 
 
-def _finite(x: Tensor) -> Tensor:
-    """0 for -inf, which a column without any other row has."""
-    return x.masked_fill(x == -torch.inf, 0)
-
-
 def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=20 if x.dtype == torch.float32 else 40)
 
 
-def _log(x: float) -> float:
-    return float(torch.tensor(x, dtype=torch.float64).log())
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _computed(
+    by: Callable[..., Gradients],
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    impl: str,
+    group_name: str,
+    wants_grad: bool,
+) -> Outputs:
+    exchange = EXCHANGES[impl](text, dist.named_group(group_name), wants_grad)
+    keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
+    loss, of_image, of_text, of_scale, of_bias = by(image, text, scale, bias, keys, exchange, wants_grad)
+    return loss.clone(), of_image, of_text, of_scale.clone(), of_bias.clone()  # no two views of one tensor
 
 
 @torch.library.custom_op("vqclip::tiled_softmax", mutates_args=())
 def _softmax_op(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: str, wants_grad: bool
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    impl: str,
+    group: str,
+    wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _fresh(_softmax(image, text, scale, dist.named_group(group), wants_grad))
+    return _computed(_softmax, image, text, scale, bias, keys, impl, group, wants_grad)
 
 
 @torch.library.custom_op("vqclip::tiled_sigmoid", mutates_args=())
 def _sigmoid_op(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: str, wants_grad: bool
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    impl: str,
+    group: str,
+    wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _fresh(_sigmoid(image, text, scale, bias, dist.named_group(group), wants_grad))
-
-
-def _fresh(gradients: Gradients) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """An operator may not return two views of one tensor."""
-    loss, image, text, scale, bias = gradients
-    return loss.clone(), image, text, scale.clone(), bias.clone()
+    return _computed(_sigmoid, image, text, scale, bias, keys, impl, group, wants_grad)
 
 
 @_softmax_op.register_fake
 @_sigmoid_op.register_fake
-def _like(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, group: str, wants_grad: bool) -> tuple[Tensor, ...]:
+def _like(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    impl: str,
+    group: str,
+    wants_grad: bool,
+) -> tuple[Tensor, ...]:
     loss = torch.empty_like(scale)
     return tuple(map(torch.empty_like, (scale, image, text, scale, bias))) if wants_grad else _without_gradients(loss)

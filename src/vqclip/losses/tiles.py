@@ -1,13 +1,15 @@
 """The machinery of the tiled losses: rows of logits a few at a time, gradients computed in forward.
 
 No process ever holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Each rank owns
-the rows of its images and knows all texts; what a column needs of other ranks' rows is added up in vectors of G
-numbers. As the gradient is worked out on the way, backward only multiplies it by a number: it holds no collective, so
-it can neither wait for a rank nor get in the way of DDP's.
+the rows of its images; how these meet the texts of all ranks is `vqclip.losses.exchange`'s. As the gradient is worked
+out on the way, backward only multiplies it by a number: it holds no collective, so it can neither wait for a rank nor
+get in the way of DDP's.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,27 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vqclip import dist
+from vqclip.losses.exchange import Block, Exchange
+
+logger = logging.getLogger(__name__)
 
 TILE_BYTES = 2**24
 """Logits that are worked on at a time."""
 
 KEPT_BYTES = 2**25
-"""Logits that are kept from one pass for the next; the others are computed again."""
-
-
-class Shares(NamedTuple):
-    """The features of the global batch as one rank sees them."""
-
-    image: Tensor
-    """``(B, E)`` this rank's."""
-    text: Tensor
-    """``(B, E)`` this rank's, row by row the texts of the images."""
-    texts: Tensor
-    """``(G, E)`` of all ranks."""
-    sizes: list[int]
-    """Every rank's B."""
-    start: int
-    """Where this rank's texts begin among all."""
+"""Logits that are kept from one round for the next; the others are computed again."""
 
 
 class Gradients(NamedTuple):
@@ -55,93 +45,118 @@ class Gradients(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some rows of the logits, all columns of each."""
+    """Some rows of the logits, with one block's columns of each."""
 
     rows: slice
     """Of this rank's images."""
     logits: Tensor
-    """``(R, G)``, -inf for the pairs."""
-    pairs: Tensor
-    """``(R,)`` view of the logits of the pairs."""
+    """``(R, C)``, -inf for the pairs and for what is no negative."""
+    pairs: Tensor | None
+    """``(R,)`` view of the logits of the pairs; None in a block without."""
 
 
 class Tiles:
-    """Goes through ``scale * image @ texts.T + bias`` from top to bottom, as often as one likes.
+    """Goes through ``scale * image @ block.texts.T + bias`` from top to bottom, as often as one likes.
 
     Args:
-        shares: the features.
+        image: ``(B, E)`` this rank's.
+        start: this rank's first pair among all G.
         scale: () factor of the logits.
         bias: () added to them.
+        keys: ``(G,)`` all pairs'; a row and a column of equal keys are no negatives of each other.
         kept_bytes: logits that the first round keeps for the second, which alone may then write into them.
     """
 
-    def __init__(self, shares: Shares, scale: Tensor, bias: Tensor | None = None, kept_bytes: int = 0):
-        self._images, self._texts, self._start, self._bias = shares.image * scale, shares.texts, shares.start, bias
-        row_bytes = max(1, len(self._texts) * self._texts.element_size())
-        self._height = max(1, TILE_BYTES // row_bytes)
-        self._room = kept_bytes // (self._height * row_bytes)
-        self._kept: dict[int, Tile] = {}
+    def __init__(
+        self,
+        image: Tensor,
+        start: int,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        keys: Tensor | None = None,
+        kept_bytes: int = 0,
+    ):
+        self._images, self._start, self._bias, self._keys = image * scale, start, bias, keys
+        self._room, self._number, self._columns = kept_bytes, 0, 0
+        self._kept: dict[tuple[int, int], Tile] = {}
 
-    def __iter__(self) -> Iterator[Tile]:
-        for begin in range(0, len(self._images), self._height):
-            tile = self._kept.pop(begin, None)
+    def of(self, block: Block) -> Iterator[Tile]:
+        """The block's tiles; none where it has no texts."""
+        self._columns = max(self._columns, block.columns.stop)
+        row_bytes = block.texts.element_size() * len(block.texts)
+        if row_bytes == 0:
+            return
+        height = max(1, TILE_BYTES // row_bytes)
+        for begin in range(0, len(self._images), height):
+            place = (block.columns.start, begin)
+            tile = self._kept.pop(place, None)
             if tile is None:
-                tile = self._made(begin)
-                if self._room > 0:
-                    self._room -= 1
-                    self._kept[begin] = tile
+                self._number += 1
+                tile = self._made(block, slice(begin, min(begin + height, len(self._images))))
+                if self._room >= tile.logits.nbytes:
+                    self._room -= tile.logits.nbytes
+                    self._kept[place] = tile
             yield tile
 
-    def _made(self, begin: int) -> Tile:
-        rows = slice(begin, min(begin + self._height, len(self._images)))
-        logits = self._images[rows] @ self._texts.T
+    def say_kept(self) -> None:
+        """Log how many tiles of the first round the second will find."""
+        say_kept(len(self._images), self._columns, self._number, len(self._kept))
+
+    def _made(self, block: Block, rows: slice) -> Tile:
+        logits = self._images[rows] @ block.texts.T
         if self._bias is not None:
             logits += self._bias
-        pairs = logits[:, self._start + begin :].diagonal()
+        if self._keys is not None:
+            own = self._keys[self._start + rows.start : self._start + rows.stop]
+            logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
+        if not block.columns.start <= self._start < block.columns.stop:
+            return Tile(rows, logits, None)
+        pairs = logits[:, self._start - block.columns.start + rows.start :].diagonal()
         pairs.fill_(-torch.inf)
         return Tile(rows, logits, pairs)
 
 
-def share(image: Tensor, text: Tensor, group: dist.Group, wants_grad: bool) -> Shares:
-    """Gather the texts. A collective.
-
-    Raises:
-        DistributedError: the ranks' features do not fit together, or only some of them want gradients.
-    """
-    with torch.enable_grad():
-        sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), group)
-    texts = dist.all_gather(text.detach(), sizes, group)
-    return Shares(image, text, texts, sizes, sum(sizes[: dist.rank(group)]))
+@functools.cache
+def say_kept(images: int, texts: int, made: int, kept: int) -> None:
+    """Tell once for every size what the memory budget came to."""
+    logger.info(
+        "%s images meet %s texts in %d tiles; %d are kept for the second round, %d computed again",
+        f"{images:,}",
+        f"{texts:,}",
+        made,
+        kept,
+        made - kept,
+    )
 
 
 class FeatureGradients:
     """Adds up the gradients of the features, a tile of the logits' gradient at a time."""
 
-    def __init__(self, shares: Shares):
-        self._shares = shares
-        self._image = torch.empty_like(shares.image)
-        self._texts = torch.zeros_like(shares.texts)
+    def __init__(self, image: Tensor, text: Tensor, exchange: Exchange):
+        self._own_image, self._exchange = image, exchange
+        self._image = torch.zeros_like(image)
+        self.of_texts = exchange.empty(text, 0.0)
+        """To be carried by the round that adds tiles."""
 
-    def add(self, rows: slice, logits: Tensor) -> None:
-        """``(R, G)`` gradient of some rows of the logits."""
-        torch.mm(logits, self._shares.texts, out=self._image[rows])
-        self._texts.addmm_(logits.T, self._shares.image[rows])
+    def add(self, block: Block, of_texts: Tensor, rows: slice, logits: Tensor) -> None:
+        """``(R, C)`` gradient of some rows of a block's logits; ``of_texts`` is what the block carries."""
+        self._image[rows].addmm_(logits, block.texts)
+        of_texts.addmm_(logits.T, self._own_image[rows])
 
-    def finish(self, loss: Tensor, scale: Tensor, bias: Tensor, group: dist.Group) -> Gradients:
+    def finish(self, loss: Tensor, scale: Tensor, bias: Tensor) -> Gradients:
         """Put together what ranks have found. A collective.
 
         Args:
             loss: () this rank's part of it.
             scale: () factor of the logits.
             bias: () this rank's part of its gradient.
-            group: the ranks.
         """
+        group = self._exchange.group
         # Every logit is the scale times a cosine, so the scale's gradient is what the images' says already.
-        numbers = torch.stack((loss, (self._shares.image * self._image).sum(), bias))
+        numbers = torch.stack((loss, (self._own_image * self._image).sum(), bias))
         loss, of_scale, of_bias = dist.reduce_(numbers, group=group)
-        text = dist.reduce_scatter(self._texts, self._shares.sizes, group)
         factor = scale * dist.world_size(group)
-        return Gradients(loss, self._image * factor, text * factor, of_scale, of_bias)
+        return Gradients(loss, self._image * factor, self._exchange.summed(self.of_texts) * factor, of_scale, of_bias)
 
 
 class _Known(torch.autograd.Function):

@@ -29,8 +29,23 @@ def bit_entropy(logits: Tensor) -> Tensor:
     Written with ``a = |logits|`` as ``log(1 + e^-a) + a σ(-a)``: two terms that are never negative, so nothing cancels
     for a confident bit.
     """
-    a = logits.abs()
-    return F.softplus(-a) + a * torch.sigmoid(-a)
+    return _BitEntropy.apply(logits)
+
+
+class _BitEntropy(torch.autograd.Function):
+    """Keeps the logits alone for backward, whose gradient is one product."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        a = logits.abs()
+        return F.softplus(-a) + a * torch.sigmoid(-a)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return grad * (-logits * torch.sigmoid(logits) * torch.sigmoid(-logits))
 
 
 def code_mass(logits: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -47,23 +62,24 @@ def code_mass(logits: Tensor, keep: Tensor | None = None) -> Tensor:
         ``(C, K)``, its sum over codes is the number of tokens.
     """
     half = logits.shape[-1] // 2
-    grouped = rearrange(logits, "t c n -> c t n")
-    high, low = _Joint.apply(grouped[..., :half]), _Joint.apply(grouped[..., half:])
+    grouped = rearrange(logits, "t c n -> c n t").contiguous()  # tokens last: whatever is done, is done to many of them
+    high, low = _Joint.apply(grouped[:, :half]), _Joint.apply(grouped[:, half:])
     if keep is not None:
-        high = high * rearrange(keep, "t -> t 1")
-    return torch.bmm(rearrange(high, "c t i -> c i t"), low).flatten(1)
+        high = high * keep
+    return torch.bmm(high, rearrange(low, "c j t -> c t j")).flatten(1)
 
 
 class _Joint(torch.autograd.Function):
-    """``(..., h)`` bit logits → ``(..., 2^h)`` joint probabilities, with a gradient that costs one matrix product."""
+    """``(C, h, T)`` bit logits → ``(C, 2^h, T)`` joint probabilities, with a gradient that costs one matrix product."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        joint = logits.new_ones((*logits.shape[:-1], 1))
+        codebooks, bits, tokens = logits.shape
+        joint = logits.new_ones(codebooks, 1, tokens)
         zero, one = torch.sigmoid(-logits), torch.sigmoid(logits)
         # From the least significant bit on, so that a doubling only puts two blocks of memory side by side.
-        for bit in reversed(range(logits.shape[-1])):
-            joint = torch.cat((joint * zero[..., bit, None], joint * one[..., bit, None]), dim=-1)
+        for bit in reversed(range(bits)):
+            joint = torch.cat((joint * zero[:, bit, None], joint * one[:, bit, None]), dim=1)
         ctx.save_for_backward(joint, zero, one)
         return joint
 
@@ -73,9 +89,9 @@ class _Joint(torch.autograd.Function):
         joint, zero, one = ctx.saved_tensors
         # ∂p(code)/∂logit is p(code) times p(0) where the code has the bit, -p(1) where it has not. The two are added up
         # apart, or a confident bit's tiny gradient would be the difference of two large numbers.
-        codes = torch.arange(joint.shape[-1], device=joint.device)
-        bits = (codes[:, None] >> torch.arange(zero.shape[-1] - 1, -1, -1, device=joint.device)) & 1
-        with_bit, without = torch.matmul(grad * joint, torch.cat((bits, 1 - bits), dim=1).to(joint)).chunk(2, dim=-1)
+        codes = torch.arange(joint.shape[1], device=joint.device)
+        bits = (codes >> torch.arange(zero.shape[1] - 1, -1, -1, device=joint.device)[:, None]) & 1
+        with_bit, without = torch.matmul(torch.cat((bits, 1 - bits)).to(joint), grad * joint).chunk(2, dim=1)
         return zero * with_bit - one * without
 
 

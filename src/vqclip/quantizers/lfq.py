@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from vqclip.config import Config
+from vqclip.errors import ConfigError
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
+
+Bound = Literal["none", "tanh"]
+"""What happens to channels before they are rounded."""
 
 
 class LFQ(BinaryQuantizer):
     """Lookup-Free Quantization (MAGVIT-v2: Yu et al. 2023, https://arxiv.org/abs/2310.05737).
 
-    Every channel becomes 1 (where positive) or -1. Ids are those of vector-quantize-pytorch; losses: `BinaryQuantizer`.
+    Every channel becomes ``scale`` (where positive) or ``-scale``. Ids are those of vector-quantize-pytorch; losses:
+    `BinaryQuantizer`.
 
     Args:
         bits: number of channels, 1 to 63.
         entropy_temperature: of the soft assignment in the entropy losses, > 0. The published 0.01 suits channels
             within about ±0.02 of their threshold; a higher one lets the losses act on tokens further away from it.
         loss_weights: of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, as in `BinaryQuantizer`.
+        scale: absolute value of every channel of a code, > 0.
+        bound: ``tanh``: channels are ``scale · tanh(x)`` before they are rounded, never further than ``scale`` from
+            their code, so that the straight-through gradient fades where the sign is settled; ``none``: as they come.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
     """
 
-    def __init__(self, bits: int, entropy_temperature: float = 0.01, loss_weights: Mapping[str, float] | None = None):
-        super().__init__(bits, 1.0, entropy_temperature, loss_weights)
+    def __init__(
+        self,
+        bits: int,
+        entropy_temperature: float = 0.01,
+        loss_weights: Mapping[str, float] | None = None,
+        scale: float = 1.0,
+        bound: Bound = "none",
+    ):
+        if not 0 < scale < math.inf:
+            raise ConfigError(f"LFQ: scale is {scale}, expected a number > 0")
+        if bound not in get_args(Bound):
+            raise ConfigError(f"LFQ: bound is {bound!r}, expected one of {', '.join(get_args(Bound))}")
+        super().__init__(bits, scale, entropy_temperature, loss_weights)
+        self.bound = bound
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self.radius * x.tanh() if self.bound == "tanh" else x
 
 
 class LFQConfig(Config):
@@ -40,6 +65,10 @@ class LFQConfig(Config):
     """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold."""
     loss_weights: BinaryLossWeights = BinaryLossWeights()
     """Weights of the three losses; codebook_entropy_gap must be 0 above 20 bits."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Absolute value of every channel of a code."""
+    bound: Bound = "none"
+    """tanh: channels go through scale · tanh first, for a gradient that fades where the sign is settled."""
 
     @model_validator(mode="after")
     def _losses_exist(self) -> LFQConfig:
@@ -48,4 +77,4 @@ class LFQConfig(Config):
 
     def build(self) -> LFQ:
         """Make the quantizer."""
-        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump())
+        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale, self.bound)

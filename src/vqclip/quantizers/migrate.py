@@ -128,9 +128,8 @@ def _lfq(module: Any) -> Quantizer:
         spherical=module.spherical,
         channels_before_positions=module.channel_first,
         orthogonal_rotation=getattr(module, "orthogonal_rotation", False),
-        codebook_scale=module.codebook_scale != 1,
     )
-    return _repeated(LFQ(module.codebook_dim), module.num_codebooks)
+    return _repeated(LFQ(module.codebook_dim, scale=module.codebook_scale), module.num_codebooks)
 
 
 _MAKERS: dict[str, Callable[[Any], Quantizer]] = {

@@ -1,0 +1,218 @@
+"""Time, peak memory and traffic of the losses beside open_clip's, forward and backward.
+
+    OMP_NUM_THREADS=1 python benchmarks/losses.py
+    OMP_NUM_THREADS=1 python benchmarks/losses.py --losses softmax --sizes 2048 --ranks 1 2 --json losses.json
+
+Time is the CPU time of the median round, summed over ranks; both libraries run in the same processes on the same unit
+features, their rounds interleaved. Peak memory is what a process of its own needs beyond its inputs: the growth of its
+resident set at its highest. Bytes are those that a rank sends, counted at torch's collectives as rings send them.
+open_clip runs with local_loss and gather_with_grad, its options whose gradients are right on several ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH = 512
+NUMBERS = {"softmax": (100.0,), "sigmoid": (10.0, -10.0)}
+"""Scale and bias of each loss."""
+LIMIT_GIB = 12
+"""open_clip is left out where its matrices would need more."""
+
+Loss = Callable[..., Tensor]
+
+
+def ours(name: str, impl: str) -> Loss:
+    """Of vqclip."""
+    from vqclip.losses import ContrastiveLoss, SigmoidLoss
+
+    return {"softmax": ContrastiveLoss, "sigmoid": SigmoidLoss}[name](impl)
+
+
+def theirs(name: str, rank: int, ranks: int) -> Loss:
+    """Of open_clip."""
+    from open_clip.loss import ClipLoss, SigLipLoss
+
+    if name == "sigmoid":
+        return SigLipLoss(rank=rank, world_size=ranks)
+    return ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
+
+
+def features(size: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """This rank's pairs of a global batch of unit features that are more alike than chance."""
+    generator = torch.Generator().manual_seed(0)
+    image, noise = torch.randn(2, size, WIDTH, generator=generator)
+    pair = F.normalize(image, dim=1), F.normalize(image + noise, dim=1)
+    return tuple(each.chunk(ranks)[rank].clone() for each in pair)  # type: ignore[return-value]
+
+
+def once(loss: Loss, name: str, image: Tensor, text: Tensor) -> float:
+    """CPU seconds of forward and backward."""
+    image, text = image.detach().requires_grad_(), text.detach().requires_grad_()
+    numbers = [torch.tensor(number, requires_grad=True) for number in NUMBERS[name]]
+    before = time.process_time()
+    loss(image, text, *numbers).backward()
+    return time.process_time() - before
+
+
+def _nbytes(value: Any) -> int:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+
+
+@contextmanager
+def counted(ranks: int) -> Iterator[dict[str, int]]:
+    """Bytes that this rank sends within the block."""
+    sent = {"bytes": 0}
+    others = ranks - 1
+    cost = {
+        "all_gather": lambda out, x, *_: others * _nbytes(x),
+        "all_gather_into_tensor": lambda out, x, *_: others * _nbytes(x),
+        "all_reduce": lambda x, *_: 2 * others * _nbytes(x) // ranks,
+        "reduce_scatter_tensor": lambda out, x, *_: others * _nbytes(x) // ranks,
+        "scatter": lambda out, parts=None, *_: others * _nbytes(parts or []) // ranks,
+        "batch_isend_irecv": lambda ops: sum(_nbytes(op.tensor) for op in ops if op.op is c10d.isend),
+    }
+    originals = {name: getattr(c10d, name) for name in cost}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent["bytes"] += cost[name](*args)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in cost:
+        setattr(c10d, name, counting(name))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(c10d, name, original)
+
+
+def in_rank(rank: int, ranks: int, port: int, job: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
+    """A process: join the others, do the job, hand the result back."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        c10d.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    queue.put((rank, job(rank, ranks, *args)))
+    if ranks > 1:
+        c10d.destroy_process_group()
+
+
+def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``job(rank, ranks, *args)`` returns in fresh processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=in_rank, args=(r, ranks, port, job, args, queue)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    results = dict(queue.get(timeout=3600) for _ in processes)
+    for process in processes:
+        process.join()
+    return [results[rank] for rank in range(ranks)]
+
+
+def times_and_bytes(rank: int, ranks: int, name: str, size: int, impl: str, rounds: int, peer: bool) -> dict[str, Any]:
+    """CPU seconds of every round, and bytes sent in one."""
+    pair = features(size, rank, ranks)
+    losses = {"ours": ours(name, impl)} | ({"theirs": theirs(name, rank, ranks)} if peer else {})
+    found: dict[str, Any] = {"seconds": {key: [] for key in losses}, "bytes": {}}
+    for number in range(rounds + 1):
+        for key, loss in losses.items():
+            with counted(ranks) as sent:
+                seconds = once(loss, name, *pair)
+            if number:  # the first warms up
+                found["seconds"][key].append(seconds)
+            found["bytes"][key] = sent["bytes"]
+    return found
+
+
+def peak_mib(rank: int, ranks: int, name: str, size: int, impl: str | None) -> float:
+    """Growth of the resident set in one round; ``impl`` None is open_clip."""
+    loss = theirs(name, rank, ranks) if impl is None else ours(name, impl)
+    once(loss, name, *features(64 * ranks, rank, ranks))  # libraries load what they need
+    pair = features(size, rank, ranks)
+    before = _memory_kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    once(loss, name, *pair)
+    return (_memory_kib("VmHWM") - before) / 1024
+
+
+def _memory_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field)))
+
+
+def measure(name: str, size: int, ranks: int, impl: str, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    peer = 16 * size * size / ranks < LIMIT_GIB * 2**30  # about four matrices of fp32
+    parts = on_ranks(ranks, times_and_bytes, name, size, impl, rounds if size < 2**14 else 1, peer)
+    seconds = {
+        key: statistics.median(sum(both) for both in zip(*(part["seconds"][key] for part in parts), strict=True))
+        for key in parts[0]["seconds"]
+    }
+    memory = {"ours": max(on_ranks(ranks, peak_mib, name, size, impl))}
+    if peer:
+        memory["theirs"] = max(on_ranks(ranks, peak_mib, name, size, None))
+    sent = {key: max(part["bytes"][key] for part in parts) / 2**20 for key in seconds}
+    return {"loss": name, "impl": impl, "size": size, "ranks": ranks, "s": seconds, "mib": memory, "sent_mib": sent}
+
+
+def line(result: dict[str, Any]) -> str:
+    """A row of the table."""
+
+    def pair(key: str, digits: int) -> str:
+        mine, other = result[key]["ours"], result[key].get("theirs")
+        ratio = f"{mine / other:.3f}" if other else "-"
+        return f"{mine:.{digits}f} | {'-' if other is None else f'{other:.{digits}f}'} | {ratio}"
+
+    head = f"| {result['loss']} | {result['impl']} | {result['ranks']} | {result['size']} "
+    return f"{head}| {pair('s', 2)} | {pair('mib', 0)} | {pair('sent_mib', 1)} |"
+
+
+def main() -> None:
+    """Print one line per row, as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", nargs="*", default=list(NUMBERS), choices=list(NUMBERS))
+    parser.add_argument("--impl", nargs="*", default=["tiled"], choices=["tiled", "ring", "gather"])
+    parser.add_argument("--sizes", nargs="*", type=int, default=[2**k for k in range(10, 16)], help="global batches")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row; one from 16,384 on")
+    parser.add_argument("--json", help="also write the results to this file")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds\n")
+    beside = " | open_clip | ratio | ".join(("s", "MiB", "MiB sent"))
+    print(f"| loss | impl | ranks | batch | {beside} | open_clip | ratio |")
+    print("|---" * 13 + "|")
+    results = []
+    for name in args.losses:
+        for ranks in args.ranks:
+            for impl in args.impl:
+                for size in args.sizes:
+                    results.append(measure(name, size, ranks, impl, args.rounds))
+                    print(line(results[-1]), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
