@@ -319,6 +319,41 @@ def test_reduce_scatter_refuses_sizes_that_do_not_fit():
         dist.reduce_scatter(torch.ones(3, 2), [1, 2])
 
 
+def scatter_numbers():
+    return dist.reduce_scatter(torch.arange(5.0), [2, 0, 3])
+
+
+def test_reduce_scatter_takes_plain_vectors(ranks):
+    assert [mine.tolist() for mine in ranks(3, scatter_numbers)] == [[0, 3], [], [6, 9, 12]]
+
+
+def shift_once(sizes, members):
+    group = None if members is None else c10d.new_group(members)
+    if members is not None and c10d.get_rank() not in members:
+        return None
+    rank = dist.rank(group)
+    x = torch.full((sizes[rank], 2), rank, dtype=torch.int64)
+    return dist.ring_shift(x, sizes[rank - 1], group)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "members"),
+    [((2, 2), 2, None), ((3, 1), 2, None), ((2, 0, 3, 1), 4, None), ((0, 0), 2, None), ((2, 1), 3, (0, 2))],
+)
+def test_ring_shift_hands_on_to_the_next(ranks, sizes, world_size, members):
+    results = [result for result in ranks(world_size, shift_once, sizes, members) if result is not None]
+    for rank, rows in enumerate(results):
+        before = (rank - 1) % len(sizes)
+        assert torch.equal(rows, torch.full((sizes[before], 2), before))
+
+
+def test_ring_shift_in_one_process():
+    x = torch.ones(3, 2)
+    assert dist.ring_shift(x, 3) is x
+    with pytest.raises(ShapeError, match="expected 2 rows, but the one process there is hands on 3"):
+        dist.ring_shift(x, 2)
+
+
 def test_reduce_refuses_a_tensor_that_requires_a_gradient():
     with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
         dist.reduce_(torch.ones(2, requires_grad=True) * 2)

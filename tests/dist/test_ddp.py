@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,23 @@ def unused_gradients():
 
 def test_wrapping_leaves_no_gradient(ranks):
     assert ranks(2, unused_gradients) == [[], []]
+
+
+def in_parts(x, sizes):
+    """Gradients added up over parts without a word between ranks, but for the last."""
+    tower = dist.wrap_ddp(build())
+    mine = x.split(list(sizes))[dist.rank()]
+    for number, part in enumerate(mine.tensor_split(3)):
+        with contextlib.nullcontext() if number == 2 else dist.no_sync(tower):
+            features, scale = tower(part)
+            (dist.world_size() * scale * features.square().sum()).backward()
+    return {name: p.grad for name, p in dist.unwrap_ddp(tower).named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4, 2), (1, 0, 2, 3)], ids=str)
+def test_no_sync_averages_what_was_added_up(ranks, sizes):
+    x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = in_parts(x, (6,))
+    for got in ranks(len(sizes), in_parts, x, sizes):
+        for name in expected:
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.losses.contrastive import ContrastiveConfig, ContrastiveLoss
+from vqclip.losses.distillation import DistillationLoss
 from vqclip.losses.features import Positives, pair_keys
 from vqclip.losses.sigmoid import SigmoidConfig, SigmoidLoss
 from vqclip.losses.total import weighted_total
@@ -17,6 +18,7 @@ Loss = ContrastiveLoss | SigmoidLoss
 __all__ = [
     "ContrastiveConfig",
     "ContrastiveLoss",
+    "DistillationLoss",
     "Loss",
     "LossConfig",
     "Positives",

@@ -72,7 +72,7 @@ def _softmax(
 
     loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
     if not wants_grad:
-        return _without_gradients(dist.reduce_(loss, group=exchange.group))
+        return without_gradients(dist.reduce_(loss, group=exchange.group))
     # exp(logit - this) is the gradient of a logit by its row, by its column.
     by_row, by_column = (
         torch.logaddexp(rest, pairs) + math.log(2 * exchange.count) for rest in (rows_rest, columns_rest)
@@ -108,11 +108,12 @@ def _sigmoid(
                 of_bias += tile.logits.sum()
                 gradients.add(block, block.carried[0], tile.rows, tile.logits)
     if not wants_grad:
-        return _without_gradients(dist.reduce_(loss, group=exchange.group))
+        return without_gradients(dist.reduce_(loss, group=exchange.group))
     return gradients.finish(loss, scale, of_bias)
 
 
-def _without_gradients(loss: Tensor) -> Gradients:
+def without_gradients(loss: Tensor) -> Gradients:
+    """The loss alone."""
     return Gradients(loss, *(loss.new_empty(0) for _ in range(4)))
 
 
@@ -121,6 +122,14 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Of an operator: what `Gradients` holds."""
+
+
+def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -> Outputs:
+    """Tensors of the shapes and types that an operator returns."""
+    if not wants_grad:
+        return without_gradients(torch.empty_like(scale))
+    return Gradients(*map(torch.empty_like, (scale, image, text, scale, scale)))
 
 
 def _computed(
@@ -136,8 +145,7 @@ def _computed(
 ) -> Outputs:
     exchange = EXCHANGES[impl](text, dist.named_group(group_name), wants_grad)
     keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
-    loss, of_image, of_text, of_scale, of_bias = by(image, text, scale, bias, keys, exchange, wants_grad)
-    return loss.clone(), of_image, of_text, of_scale.clone(), of_bias.clone()  # no two views of one tensor
+    return by(image, text, scale, bias, keys, exchange, wants_grad).separate()
 
 
 @torch.library.custom_op("vqclip::tiled_softmax", mutates_args=())
@@ -179,6 +187,5 @@ def _like(
     impl: str,
     group: str,
     wants_grad: bool,
-) -> tuple[Tensor, ...]:
-    loss = torch.empty_like(scale)
-    return tuple(map(torch.empty_like, (scale, image, text, scale, bias))) if wants_grad else _without_gradients(loss)
+) -> Outputs:
+    return outputs_like(image, text, scale, wants_grad)

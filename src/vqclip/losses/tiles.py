@@ -43,6 +43,10 @@ class Gradients(NamedTuple):
     bias: Tensor
     """()"""
 
+    def separate(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The same without two views of one tensor, which an operator may not return."""
+        return self.loss.clone(), self.image, self.text, self.scale.clone(), self.bias.clone()
+
 
 class Tile(NamedTuple):
     """Some rows of the logits, with one block's columns of each."""
@@ -52,7 +56,7 @@ class Tile(NamedTuple):
     logits: Tensor
     """``(R, C)``, -inf for the pairs and for what is no negative."""
     pairs: Tensor | None
-    """``(R,)`` view of the logits of the pairs; None in a block without."""
+    """``(R,)`` view of the logits of the pairs; None where none is apart."""
 
 
 class Tiles:
@@ -64,6 +68,7 @@ class Tiles:
         scale: () factor of the logits.
         bias: () added to them.
         keys: ``(G,)`` all pairs'; a row and a column of equal keys are no negatives of each other.
+        pairs_apart: whether the pairs are -inf in the logits; else they stand where they are.
         kept_bytes: logits that the first round keeps for the second, which alone may then write into them.
     """
 
@@ -74,9 +79,11 @@ class Tiles:
         scale: Tensor,
         bias: Tensor | None = None,
         keys: Tensor | None = None,
+        pairs_apart: bool = True,
         kept_bytes: int = 0,
     ):
         self._images, self._start, self._bias, self._keys = image * scale, start, bias, keys
+        self._pairs_apart = pairs_apart
         self._room, self._number, self._columns = kept_bytes, 0, 0
         self._kept: dict[tuple[int, int], Tile] = {}
 
@@ -109,7 +116,7 @@ class Tiles:
         if self._keys is not None:
             own = self._keys[self._start + rows.start : self._start + rows.stop]
             logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
-        if not block.columns.start <= self._start < block.columns.stop:
+        if not (self._pairs_apart and block.columns.start <= self._start < block.columns.stop):
             return Tile(rows, logits, None)
         pairs = logits[:, self._start - block.columns.start + rows.start :].diagonal()
         pairs.fill_(-torch.inf)

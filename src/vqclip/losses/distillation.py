@@ -1,0 +1,175 @@
+"""Distillation of a teacher's similarities (CLIP-KD: Yang et al. 2024, https://arxiv.org/abs/2307.12732)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vqclip import dist
+from vqclip.errors import ShapeError
+from vqclip.losses.exchange import Block, Exchange
+from vqclip.losses.features import Implementation, check_implementation, gathered, precise
+from vqclip.losses.tiled import EXCHANGES, Outputs, outputs_like, without_gradients
+from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, connected
+from vqclip.precision import full_precision
+
+
+class DistillationLoss(nn.Module):
+    """Cross-entropy of the student's softmax against the teacher's, over every row and every column.
+
+    A term of its own, to be added to a contrastive loss; the same as the distillation part of open_clip's
+    ``DistillClipLoss``, over the global batch. Every rank returns the same value.
+
+    Args:
+        impl: as of `vqclip.losses.ContrastiveLoss`.
+        group: the ranks whose batches make the global one; all of them by default.
+
+    Raises:
+        ConfigError: there is no such implementation.
+    """
+
+    name = "distillation"
+
+    def __init__(self, impl: Implementation = "tiled", group: dist.Group = None):
+        super().__init__()
+        check_implementation(impl)
+        self.impl, self.group = impl, group
+
+    def forward(
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        teacher_image: Tensor,
+        teacher_text: Tensor,
+        teacher_scale: Tensor,
+    ) -> Tensor:
+        """The mean over rows and columns of the global batch. A collective, like its backward with ``gather``.
+
+        Args:
+            image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
+            text: ``(B, E)``, row by row the texts of the images.
+            scale: () positive factor of the logits.
+            teacher_image: ``(B, F)`` the teacher's features of the same images; no gradient reaches them.
+            teacher_text: ``(B, F)``.
+            teacher_scale: () factor of the teacher's logits.
+
+        Returns:
+            () float32, or float64 for float64 features.
+
+        Raises:
+            ShapeError: the features do not pair up.
+        """
+        if len(teacher_image) != len(image):
+            raise ShapeError(
+                f"features: got {len(image)} pairs of the student's and {len(teacher_image)} of the teacher's"
+            )
+        image, text = precise(image, text)
+        teacher_image, teacher_text = precise(teacher_image.detach(), teacher_text.detach())
+        scale = scale.to(image.dtype)
+        teacher = (teacher_image.to(image.dtype), teacher_text.to(image.dtype), teacher_scale.detach().to(image.dtype))
+        with full_precision(image.device):
+            if self.impl == "gather":
+                return self._of_all_logits(image, text, scale, *teacher)
+            inputs = (image, text, scale, torch.zeros_like(scale))
+            wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+            known = torch.ops.vqclip.tiled_distillation(
+                image.detach(),
+                text.detach(),
+                scale.detach(),
+                *teacher,
+                self.impl,
+                dist.group_name(self.group),
+                wants_grad,
+            )
+            return connected(*inputs, Gradients(*known)) if wants_grad else known[0]
+
+    def _of_all_logits(
+        self, image: Tensor, text: Tensor, scale: Tensor, teacher_image: Tensor, teacher_text: Tensor, factor: Tensor
+    ) -> Tensor:
+        images, texts = gathered(image, text, self.group)
+        teacher_images, teacher_texts = gathered(teacher_image, teacher_text, self.group)
+        logits, wanted = scale * images @ texts.T, factor * teacher_images @ teacher_texts.T
+        parts = [-(wanted.softmax(dim) * logits.log_softmax(dim)).sum() for dim in (0, 1)]
+        return (parts[0] + parts[1]) / (2 * len(logits))
+
+
+def _distilled(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    teacher_image: Tensor,
+    teacher_text: Tensor,
+    teacher_scale: Tensor,
+    exchange: Exchange,
+    wants_grad: bool,
+) -> Gradients:
+    """``exchange`` is over the student's texts and the teacher's, side by side."""
+    student = Tiles(image, exchange.start, scale, pairs_apart=False)
+    teacher = Tiles(teacher_image, exchange.start, teacher_scale, pairs_apart=False)
+    widths = (text.shape[1], teacher_text.shape[1])
+
+    def halves(block: Block) -> tuple[Block, Block]:
+        mine, theirs = block.texts.split(widths, dim=1)
+        return block._replace(texts=mine), block._replace(texts=theirs)
+
+    rows = [image.new_full((len(image),), -torch.inf) for _ in range(2)]
+    of_columns = [exchange.empty(each, -torch.inf) for each in rows]
+    for block in exchange.round(*of_columns):
+        for tiles in zip(
+            *(side.of(half) for side, half in zip((student, teacher), halves(block), strict=True)), strict=True
+        ):
+            for tile, row, column in zip(tiles, rows, block.carried, strict=True):
+                part = row[tile.rows]
+                part.copy_(torch.logaddexp(part, tile.logits.logsumexp(dim=1)))
+                column.copy_(torch.logaddexp(column, tile.logits.logsumexp(dim=0)))
+    columns = [exchange.logsumexp(each) for each in of_columns]
+
+    share = 1 / (2 * exchange.count)
+    loss = share * (rows[0].sum() + columns[0].sum())
+    gradients = FeatureGradients(image, text, exchange)
+    for block in exchange.round(*map(exchange.spread, columns), gradients.of_texts):
+        by_column, wanted_by_column, of_texts = block.carried
+        mine, theirs = halves(block)
+        for tile, wanted in zip(student.of(mine), teacher.of(theirs), strict=True):
+            target = (wanted.logits - rows[1][wanted.rows, None]).exp_().add_((wanted.logits - wanted_by_column).exp_())
+            loss -= share * (target * tile.logits).sum()
+            if wants_grad:
+                found = (tile.logits - rows[0][tile.rows, None]).exp_().add_((tile.logits - by_column).exp_())
+                gradients.add(mine, of_texts, tile.rows, found.sub_(target).mul_(share))
+    if not wants_grad:
+        return without_gradients(dist.reduce_(loss, group=exchange.group))
+    return gradients.finish(loss, scale, torch.zeros_like(scale))
+
+
+@torch.library.custom_op("vqclip::tiled_distillation", mutates_args=())
+def _distillation_op(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    teacher_image: Tensor,
+    teacher_text: Tensor,
+    teacher_scale: Tensor,
+    impl: str,
+    group: str,
+    wants_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    both = torch.cat((text, teacher_text), dim=1)
+    exchange = EXCHANGES[impl](both, dist.named_group(group), wants_grad)
+    found = _distilled(image, text, scale, teacher_image, teacher_text, teacher_scale, exchange, wants_grad)
+    return found.separate()
+
+
+@_distillation_op.register_fake
+def _like(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    teacher_image: Tensor,
+    teacher_text: Tensor,
+    teacher_scale: Tensor,
+    impl: str,
+    group: str,
+    wants_grad: bool,
+) -> Outputs:
+    return outputs_like(image, text, scale, wants_grad)
