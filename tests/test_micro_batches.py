@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import random
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.data.making import caption_shards
+from tests.losses.test_tiled import tile_bytes
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, PRODUCT, tiny_model
+from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError
 from tests.test_world_size import ENTROPY_LFQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.errors import ConfigError, ReplayError
-from vqclip.losses import ContrastiveConfig, SigmoidConfig
+from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
 from vqclip.optim import OptimConfig
 from vqclip.replay import joined
 from vqclip.step import ComputeConfig, TrainStep
@@ -43,7 +48,9 @@ LOSSES = {
 }
 
 
-def model_and_step(quantizer, loss="contrastive", precision="fp64", micro_batches=1, drop_path=0.0, **others):
+def model_and_step(
+    quantizer, loss="contrastive", precision="fp64", micro_batches=1, drop_path=0.0, impl="tiled", **others
+):
     torch.manual_seed(0)
     config, changes = LOSSES[loss]
     tree = tiny_model(quantizer, quantizer, **changes).model_dump(mode="json")
@@ -51,7 +58,7 @@ def model_and_step(quantizer, loss="contrastive", precision="fp64", micro_batche
     model = type(tiny_model()).model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, **others)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
-    step = TrainStep(model, config().build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    step = TrainStep(model, config(impl=impl).build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
     return model, step
 
 
@@ -95,7 +102,7 @@ def test_equals_the_whole_batch(name, loss, micro_batches):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {name: steps(QUANTIZERS[name]) for name in ("lfq with entropy loss", "residual of vq with dropout")}
+    return {name: steps(QUANTIZERS[name]) for name in QUANTIZERS}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def alone():
     [
         ("lfq with entropy loss", (7, 5), 4),
         ("lfq with entropy loss", (3, 3, 3, 3), 2),
+        ("vq, learned", (7, 5), 3),
         ("residual of vq with dropout", (6, 6), 1),
         ("residual of vq with dropout", (6, 6), 4),
         ("residual of vq with dropout", (7, 5), 2),
@@ -169,19 +177,27 @@ def test_the_whole_loop(ranks, tmp_path, world_size):
 class Restless(nn.Module):
     """Draws from a generator that is not torch's."""
 
-    def __init__(self, module):
+    def __init__(self, module, how):
         super().__init__()
-        self.module = module
+        self.module, self.how, self.generator = module, how, np.random.default_rng(0)
 
     def forward(self, x):
-        return self.module(x) * (1 + random.random())
+        return RESTLESS[self.how](self.module(x), self.generator)
 
 
+RESTLESS = {
+    "scaled": lambda x, generator: x * (1 + generator.random()),
+    "dropout": lambda x, generator: x * torch.from_numpy(generator.random(tuple(x.shape)) > 0.1) / 0.9,
+    "shuffled": lambda x, generator: x[torch.from_numpy(generator.permutation(len(x)))],
+}
+
+
+@pytest.mark.parametrize("how", RESTLESS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_does_not_repeat_itself_is_named(precision):
+def test_what_does_not_repeat_itself_is_named(precision, how):
     model, step = model_and_step(FSQ, precision=precision, micro_batches=2)
     blocks = model.image.tower.backbone.model.blocks
-    blocks[1].mlp = Restless(blocks[1].mlp)
+    blocks[1].mlp = Restless(blocks[1].mlp, how)
     before = {name: value.clone() for name, value in model.named_parameters()}
     with pytest.raises(
         ReplayError, match=r"train\.micro_batches.*model\.image\.tower\.backbone\.model\.blocks\.1\.mlp\."
@@ -194,7 +210,7 @@ def restless_on_one_rank():
     model, step = model_and_step(FSQ, micro_batches=2)
     if dist.rank() == 1:
         blocks = model.image.tower.backbone.model.blocks
-        blocks[1].mlp = Restless(blocks[1].mlp)
+        blocks[1].mlp = Restless(blocks[1].mlp, "scaled")
     step(batch_number(0, model, (6, 6)), 0)
 
 
@@ -202,6 +218,83 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
     with pytest.raises(RankError) as failure:
         ranks(2, restless_on_one_rank, timeout=30.0)
     assert str(failure.value).count("ReplayError: train.micro_batches") == 2
+
+
+def collectives_of_a_step(micro_batches):
+    model, step = model_and_step(BUSY_RESIDUAL, loss="sigmoid", micro_batches=micro_batches)
+    step(batch_number(0, model, (6, 6)), 0)
+    backward, calls_in_backward = torch.Tensor.backward, []
+
+    def watched(tensor, *args, **kwargs):
+        with collectives() as calls:
+            backward(tensor, *args, **kwargs)
+        calls_in_backward.extend(calls)
+
+    with mock.patch.object(torch.Tensor, "backward", watched), collectives() as calls:
+        step(batch_number(1, model, (6, 6)), 1)
+    return calls, calls_in_backward
+
+
+def test_collectives_run_once_a_step_and_none_in_backward_but_ddps_own(ranks):
+    once, three_times = (ranks(2, collectives_of_a_step, micro_batches) for micro_batches in (1, 3))
+    assert once == three_times
+    for calls, in_backward in once:
+        assert "reduce_scatter_tensor" in calls
+        assert in_backward == []
+
+
+class Squares(TorchDispatchMode):
+    """Shapes of tensors with two dimensions of at least a size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.found += [shape for shape in shapes if sum(length >= self.size for length in shape) > 1]
+        return out
+
+
+@pytest.mark.parametrize(("impl", "squares"), [("tiled", False), ("ring", False), ("gather", True)])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_holds_no_square_of_logits(monkeypatch, loss, impl, squares):
+    """Tensors of 97 × 97 and more; nothing else in the model has two dimensions of that size."""
+    count, seen = 97, Squares(97)
+    for name in ("_softmax", "_sigmoid"):  # no mode looks into an operator from outside
+        inside = getattr(tiled, name)
+        monkeypatch.setattr(tiled, name, lambda *args, _inside=inside: _within(seen, _inside, args))
+    model, step = model_and_step(FSQ, loss=loss, precision="fp32", impl=impl)
+    some = batch_number(0, model)
+    rows = torch.arange(count) % G
+    own = torch.arange(count)
+    batch = Batch(0, 0, some.images[rows], some.texts[rows], own, own * 0 - 1, own, count)
+    with tile_bytes(4 * 97 * 20, 0), seen:
+        step(batch, 0)
+    assert bool(seen.found) == squares
+
+
+def _within(mode, function, args):
+    with mode:
+        return function(*args)
+
+
+def test_a_step_with_the_loss_compiles_to_one_graph():
+    torch._dynamo.reset()
+    model, step = model_and_step(PRODUCT)
+    batch = batch_number(0, model)
+
+    def loss_of(images, tokens):
+        out = model(images, tokens)
+        return step.loss(out.image.embedding, out.text.embedding, out.scale, out.bias)
+
+    gradients = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        function(batch.images, batch.texts).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    assert_alike(gradients[1:], gradients[:1], 1e-10)
 
 
 def test_more_micro_batches_than_samples_are_refused(tmp_path):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,42 @@ from vqclip.quantizers import Stats
 from vqclip.tokenizer import TokenizerOutput
 
 
-def joined(model: CLIP, parts: Sequence[CLIPOutput]) -> CLIPOutput:
+def joined(model: CLIP, parts: Iterable[CLIPOutput]) -> CLIPOutput:
     """The outputs of all micro-batches as those of one batch, each tensor a leaf that collects its gradient.
 
     Args:
         model: gives the temperature, which so enters the loss once.
-        parts: of the first pass; at least one.
+        parts: of the first pass, made one by one; at least one. Their ids are not kept.
     """
-    image, text = _joined([part.image for part in parts]), _joined([part.text for part in parts])
+    sides = [_Side(), _Side()]
+    for part in parts:
+        for side, output in zip(sides, (part.image, part.text), strict=True):
+            side.add(output)
+    image, text = (side.whole() for side in sides)
     return CLIPOutput(image, text, *model.temperature())
+
+
+class _Side:
+    """Gathers the first pass's outputs of one modality."""
+
+    def __init__(self) -> None:
+        self._embeddings: list[Tensor] = []
+        self._stats: Stats | None = None
+        self._no_ids = torch.empty(0, dtype=torch.int64)
+
+    def add(self, output: TokenizerOutput) -> None:
+        self._embeddings.append(output.embedding.detach())
+        stats = output.stats.detach()
+        self._stats = stats if self._stats is None else self._stats + stats
+        self._no_ids = output.ids[:0]
+
+    def whole(self) -> TokenizerOutput:
+        assert self._stats is not None
+        sums = {name: total.clone() for name, total in self._stats.sums.items()}
+        for total in sums.values():
+            total.requires_grad_(total.is_floating_point())
+        embedding = torch.cat(self._embeddings).requires_grad_()
+        return TokenizerOutput(embedding, self._no_ids, dataclasses.replace(self._stats, sums=sums))
 
 
 def hand_on(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> None:
@@ -71,39 +99,34 @@ def drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: 
     Args:
         model: its modules are looked at.
         forward: runs the model, from the same state of torch's generators every time.
-        tolerance: relative difference of an output's norm that counts as rounding.
+        tolerance: difference of an output, relative to its norm, that counts as rounding.
     """
-    first, second = _norms(model, forward), _norms(model, forward)
-    for (name, before), (other, after) in itertools.zip_longest(first, second, fillvalue=("", 0.0)):
-        if name != other or abs(after - before) > tolerance * abs(before):
-            return name or other
+    first, second = _prints(model, forward), _prints(model, forward)
+    for before, after in itertools.zip_longest(first, second, fillvalue=_Print("", 0.0, 0.0)):
+        if before.name != after.name or abs(after.projection - before.projection) > tolerance * before.norm:
+            return before.name or after.name
     return None
 
 
-def _joined(parts: Sequence[TokenizerOutput]) -> TokenizerOutput:
-    embedding = torch.cat([part.embedding.detach() for part in parts]).requires_grad_()
-    stats = parts[0].stats
-    for part in parts[1:]:
-        stats = stats + part.stats
-    return TokenizerOutput(embedding, torch.cat([part.ids for part in parts]), _leaves(stats))
+class _Print(NamedTuple):
+    """What is noted of a module's output: enough to see that another one differs, and by how much."""
+
+    name: str
+    projection: float
+    """On random signs: two outputs' differ by about the norm of the outputs' difference."""
+    norm: float
 
 
-def _leaves(stats: Stats) -> Stats:
-    sums = {name: total.detach().clone() for name, total in stats.sums.items()}
-    for total in sums.values():
-        total.requires_grad_(total.is_floating_point())
-    return dataclasses.replace(stats, sums=sums)
-
-
-def _norms(model: nn.Module, forward: Callable[[], object]) -> list[tuple[str, float]]:
-    """Name and norm of whatever tensor each module gives, in the order in which they finish."""
-    found: list[tuple[str, float]] = []
+def _prints(model: nn.Module, forward: Callable[[], object]) -> list[_Print]:
+    """A print of every tensor that a module gives, in the order in which modules finish."""
+    found: list[_Print] = []
 
     def hook(name: str) -> Callable[[nn.Module, object, object], None]:
         def note(module: nn.Module, inputs: object, output: object) -> None:
             for leaf in output if isinstance(output, tuple) else (output,):
                 if isinstance(leaf, Tensor):
-                    found.append((name, float(leaf.double().norm())))
+                    wide = leaf.double()
+                    found.append(_Print(name, float((wide * _signs(wide)).sum()), float(wide.norm())))
 
         return note
 
@@ -114,3 +137,9 @@ def _norms(model: nn.Module, forward: Callable[[], object]) -> list[tuple[str, f
         for handle in handles:
             handle.remove()
     return found
+
+
+def _signs(like: Tensor) -> Tensor:
+    """Random signs, the same for every tensor of that shape, drawn apart from the model's own draws."""
+    generator = torch.Generator().manual_seed(0)
+    return 2.0 * torch.randint(0, 2, like.shape, generator=generator).to(like) - 1

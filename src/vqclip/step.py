@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,8 +41,8 @@ class ComputeConfig(Config):
     activation_checkpointing: bool = False
     """Recompute the towers' activations in the backward pass: less memory, about a third more compute."""
     micro_batches: int = Field(1, ge=1)
-    """Parts in which a process runs its share of the batch, for the memory of one: the same gradient, with all the
-    negatives of the global batch, for one forward more. Only batch normalisation sees the parts."""
+    """Parts in which a process runs its share of the batch, for the activations of one: the same gradient, with all the
+    negatives of the global batch, for one forward more. Towers that draw random numbers draw them by part."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class TrainStep:
         Raises:
             NonFiniteError: loss or gradient is NaN or infinite, in fp16 at any scale of the loss; on every rank alike,
                 and the step has not touched the weights.
+            ReplayError: with micro-batches, two forwards of the same samples differ; on every rank alike, before the
+                weights are touched.
         """
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
@@ -159,9 +162,7 @@ class TrainStep:
         bounds = [len(share) * number // self.micro_batches for number in range(self.micro_batches + 1)]
         rows = [slice(*ends) for ends in itertools.pairwise(bounds)]
         parts = [share.part(each) for each in rows]
-        with torch.no_grad():
-            seen = [self._forward(part, step, number) for number, part in enumerate(parts)]
-        whole = joined(self.model, seen)
+        whole = joined(self.model, self._looked_at(parts, step))
         differentiated = self._backward(whole, share)
         drifts = []
         for number, part in enumerate(parts):
@@ -175,6 +176,13 @@ class TrainStep:
         if not self._replays:
             self._require_replay(drifts, parts, step)
         return differentiated
+
+    def _looked_at(self, parts: list[_Share], step: int) -> Iterator[CLIPOutput]:
+        """The first pass."""
+        for number, part in enumerate(parts):
+            with torch.no_grad():
+                out = self._forward(part, step, number)
+            yield out
 
     def _forward(self, share: _Share, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""

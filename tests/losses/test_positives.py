@@ -102,6 +102,8 @@ def test_what_does_not_go_together_is_refused():
         ContrastiveLoss(label_smoothing=0.1, positives="caption")
     with pytest.raises(ValidationError, match="positives"):
         ContrastiveConfig(label_smoothing=0.1, positives="caption")
+    with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
+        ContrastiveLoss(positives="caption")(*pairs(3), torch.tensor(1.0))
     with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):
         ContrastiveLoss(label_smoothing=1.5)
     image, text = pairs(3)

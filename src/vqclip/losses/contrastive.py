@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import Implementation, Positives, check_implementation, gathered, not_negatives, precise
+from vqclip.losses.features import (
+    Implementation,
+    Positives,
+    check_implementation,
+    check_keys,
+    gathered,
+    not_negatives,
+    precise,
+)
 from vqclip.losses.tiled import tiled_softmax
 from vqclip.precision import full_precision
 
@@ -72,6 +80,7 @@ class ContrastiveLoss(nn.Module):
             raise ConfigError(
                 "the softmax loss takes no bias; set model.temperature.bias to null, or loss.kind to sigmoid"
             )
+        check_keys(self.positives, keys)
         _check_smoothing(self.label_smoothing, keys is not None)
         image, text = precise(image, text, keys)
         with full_precision(image.device):

@@ -10,7 +10,7 @@ from vqclip.errors import ShapeError
 from vqclip.losses.exchange import Block, Exchange
 from vqclip.losses.features import Implementation, check_implementation, gathered, precise
 from vqclip.losses.tiled import EXCHANGES, Outputs, outputs_like, without_gradients
-from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, connected
+from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, add_logsumexp_, connected, softmaxes
 from vqclip.precision import full_precision
 
 
@@ -113,32 +113,28 @@ def _distilled(
         mine, theirs = block.texts.split(widths, dim=1)
         return block._replace(texts=mine), block._replace(texts=theirs)
 
-    rows = [image.new_full((len(image),), -torch.inf) for _ in range(2)]
+    rows = [image.new_full((len(image),), -torch.inf, dtype=torch.float64) for _ in range(2)]
     of_columns = [exchange.empty(each, -torch.inf) for each in rows]
     for block in exchange.round(*of_columns):
-        for tiles in zip(
-            *(side.of(half) for side, half in zip((student, teacher), halves(block), strict=True)), strict=True
-        ):
-            for tile, row, column in zip(tiles, rows, block.carried, strict=True):
-                part = row[tile.rows]
-                part.copy_(torch.logaddexp(part, tile.logits.logsumexp(dim=1)))
-                column.copy_(torch.logaddexp(column, tile.logits.logsumexp(dim=0)))
+        for side, half, row, column in zip((student, teacher), halves(block), rows, block.carried, strict=True):
+            for tile in side.of(half):
+                add_logsumexp_(row[tile.rows], tile.logits, dim=1)
+                add_logsumexp_(column, tile.logits, dim=0)
     columns = [exchange.logsumexp(each) for each in of_columns]
 
     share = 1 / (2 * exchange.count)
     loss = share * (rows[0].sum() + columns[0].sum())
-    gradients = FeatureGradients(image, text, exchange)
-    for block in exchange.round(*map(exchange.spread, columns), gradients.of_texts):
-        by_column, wanted_by_column, of_texts = block.carried
+    gradients = FeatureGradients(image, text, exchange) if wants_grad else None
+    for block in exchange.round(*map(exchange.spread, columns), *([] if gradients is None else [gradients.of_texts])):
         mine, theirs = halves(block)
         for tile, wanted in zip(student.of(mine), teacher.of(theirs), strict=True):
-            target = (wanted.logits - rows[1][wanted.rows, None]).exp_().add_((wanted.logits - wanted_by_column).exp_())
-            loss -= share * (target * tile.logits).sum()
-            if wants_grad:
-                found = (tile.logits - rows[0][tile.rows, None]).exp_().add_((tile.logits - by_column).exp_())
-                gradients.add(mine, of_texts, tile.rows, found.sub_(target).mul_(share))
-    if not wants_grad:
-        return without_gradients(dist.reduce_(loss, group=exchange.group))
+            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1], share)
+            loss -= (target * tile.logits).sum()
+            if gradients is not None:
+                found = softmaxes(tile.logits, rows[0][tile.rows], block.carried[0], share)
+                gradients.add(mine, block.carried[2], tile.rows, found.sub_(target))
+    if gradients is None:
+        return without_gradients(dist.reduce_(loss, group=exchange.group).to(scale.dtype))
     return gradients.finish(loss, scale, torch.zeros_like(scale))
 
 

@@ -2,8 +2,8 @@
 
 A round shows a rank all texts, block by block; what a round carries along is written to in place and collects what the
 ranks add to each text's share of it. `Gathered` has all texts on every rank in one block and adds up at the end of a
-round; `Ring` never holds more than one rank's texts at a time: blocks go from rank to rank, with what they carry, until
-they are back where they belong.
+round. `Ring` never holds those of all ranks: blocks go from rank to rank, with what they carry, until they are back
+where they belong; a rank holds its own, the one it looks at, and two more while they are handed on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
+from vqclip.errors import ShapeError
 
 
 class Block(NamedTuple):
@@ -40,6 +41,7 @@ class Exchange(ABC):
 
     Raises:
         DistributedError: the ranks' features do not fit together, or only some of them want gradients.
+        ShapeError: no rank has a pair.
     """
 
     def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool):
@@ -47,6 +49,8 @@ class Exchange(ABC):
         with torch.enable_grad():
             self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), group)
         self.count = sum(self.sizes)
+        if self.count == 0:
+            raise ShapeError("features: the global batch is empty, expected at least one pair on one rank")
         self.start = self._start_of(dist.rank(group))
 
     @abstractmethod
@@ -106,7 +110,7 @@ class Gathered(Exchange):
 
 
 class Ring(Exchange):
-    """One rank's texts at a time."""
+    """One rank's texts after the other, for as many more bytes: twice those of `Gathered` at most (on two ranks)."""
 
     def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool):
         super().__init__(text, group, wants_grad)
@@ -118,7 +122,7 @@ class Ring(Exchange):
 
     def empty(self, own: Tensor, fill: float) -> Tensor:
         """See `Exchange`."""
-        return torch.full_like(own, fill)
+        return own.new_full(own.shape, fill)
 
     def round(self, *carried: Tensor) -> Iterator[Block]:
         """See `Exchange`."""

@@ -12,11 +12,13 @@ from vqclip.errors import ConfigError, ShapeError
 
 Implementation = Literal["tiled", "ring", "gather"]
 """``tiled``: logits a few rows at a time, gradients computed in forward; memory grows with the batch.
-``ring``: the same, with never more than one rank's texts at a time beside its own, for about half as much more traffic.
+``ring``: the same without all texts on every rank, for up to twice the traffic.
 ``gather``: the readable reference, with all G × G logits on every rank."""
 
 Positives = Literal["sample_id", "caption"]
-"""What tells that two pairs of a batch are no negatives of each other: the same sample, or the same text tokens."""
+"""What tells that two pairs of a batch are no negatives of each other: the same sample (one place in one source, which
+a batch holds twice where epochs meet or weights repeat it), or the same text tokens. They are left out of each other's
+sums, not drawn together."""
 
 
 def check_implementation(name: str) -> None:
@@ -50,6 +52,12 @@ def _mixed(x: Tensor) -> Tensor:
     """Spread the bits of small numbers over all 64; products wrap around."""
     x = x * _MULTIPLIER
     return (x ^ (x >> 32)) * _MULTIPLIER
+
+
+def check_keys(positives: Positives | None, keys: Tensor | None) -> None:
+    """Raises: ConfigError: keys were asked for and are not there."""
+    if positives is not None and keys is None:
+        raise ConfigError(f"loss.positives: got {positives!r}, but no keys were passed; expected those of pair_keys()")
 
 
 def precise(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:

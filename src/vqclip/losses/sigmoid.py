@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import Implementation, Positives, check_implementation, gathered, not_negatives, precise
+from vqclip.losses.features import (
+    Implementation,
+    Positives,
+    check_implementation,
+    check_keys,
+    gathered,
+    not_negatives,
+    precise,
+)
 from vqclip.losses.tiled import tiled_sigmoid
 from vqclip.precision import full_precision
 
@@ -57,6 +65,7 @@ class SigmoidLoss(nn.Module):
         """
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
+        check_keys(self.positives, keys)
         image, text = precise(image, text, keys)
         with full_precision(image.device):
             if self.impl != "gather":

@@ -5,7 +5,6 @@ Both are custom operators with the gradients among their outputs, so that `torch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,15 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.losses.exchange import Exchange, Gathered, Ring
-from vqclip.losses.tiles import KEPT_BYTES, FeatureGradients, Gradients, Tiles, connected
+from vqclip.losses.tiles import (
+    KEPT_BYTES,
+    FeatureGradients,
+    Gradients,
+    Tiles,
+    add_logsumexp_,
+    connected,
+    softmaxes,
+)
 
 EXCHANGES: dict[str, type[Exchange]] = {"tiled": Gathered, "ring": Ring}
 """How images and texts of different ranks meet, by name of the implementation."""
@@ -58,35 +65,32 @@ def _softmax(
     pairs = scale * (image * text).sum(dim=1)
     tiles = Tiles(image, exchange.start, scale, keys=keys, kept_bytes=KEPT_BYTES if wants_grad else 0)
 
-    # The pairs are kept apart: softplus(rest - pair) has digits left where a softmax is nearly 1.
+    # Sums of rows and columns are logarithms in fp64: beside logits of 100, fp32 has 5 digits left for them. The pairs
+    # are kept apart: softplus(rest - pair) has digits left where a softmax is nearly 1.
+    pairs = pairs.double()
     rows_rest = torch.full_like(pairs, -torch.inf)
     of_columns = exchange.empty(pairs, -torch.inf)
     for block in exchange.round(of_columns):
         (column,) = block.carried
         for tile in tiles.of(block):
-            row = rows_rest[tile.rows]
-            row.copy_(torch.logaddexp(row, tile.logits.logsumexp(dim=1)))
-            column.copy_(torch.logaddexp(column, tile.logits.logsumexp(dim=0)))
+            add_logsumexp_(rows_rest[tile.rows], tile.logits, dim=1)
+            add_logsumexp_(column, tile.logits, dim=0)
     columns_rest = exchange.logsumexp(of_columns)
-    tiles.say_kept()
+    tiles.tell()
 
     loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
     if not wants_grad:
-        return without_gradients(dist.reduce_(loss, group=exchange.group))
-    # exp(logit - this) is the gradient of a logit by its row, by its column.
-    by_row, by_column = (
-        torch.logaddexp(rest, pairs) + math.log(2 * exchange.count) for rest in (rows_rest, columns_rest)
-    )
+        return without_gradients(dist.reduce_(loss, group=exchange.group).to(scale.dtype))
+    by_row, by_column = (torch.logaddexp(rest, pairs) for rest in (rows_rest, columns_rest))
     of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest - pairs).sigmoid()) / (2 * exchange.count)
     gradients = FeatureGradients(image, text, exchange)
     for block in exchange.round(exchange.spread(by_column), gradients.of_texts):
         by_column, of_texts = block.carried
         for tile in tiles.of(block):
-            columns = (tile.logits - by_column).exp_()
-            tile.logits.sub_(by_row[tile.rows, None]).exp_().add_(columns)
-            if tile.pairs is not None:
-                tile.pairs.copy_(of_pairs[tile.rows])
-            gradients.add(block, of_texts, tile.rows, tile.logits)
+            gradient = softmaxes(tile.logits, by_row[tile.rows], by_column, 1 / (2 * exchange.count))
+            if tile.own is not None:
+                gradient[:, tile.own :].diagonal().copy_(of_pairs[tile.rows])
+            gradients.add(block, of_texts, tile.rows, gradient)
     return gradients.finish(loss, scale, torch.zeros_like(bias))
 
 
@@ -97,17 +101,17 @@ def _sigmoid(
     of_pairs = -(-pairs).sigmoid() / exchange.count
     loss, of_bias = _softplus(-pairs).sum() / exchange.count, torch.zeros_like(bias)
     tiles = Tiles(image, exchange.start, scale, bias, keys)
-    gradients = FeatureGradients(image, text, exchange)
-    for block in exchange.round(*([gradients.of_texts] if wants_grad else [])):
+    gradients = FeatureGradients(image, text, exchange) if wants_grad else None
+    for block in exchange.round(*([] if gradients is None else [gradients.of_texts])):
         for tile in tiles.of(block):
             loss += _softplus(tile.logits).sum() / exchange.count
-            if wants_grad:
-                tile.logits.sigmoid_().div_(exchange.count)
-                if tile.pairs is not None:
-                    tile.pairs.copy_(of_pairs[tile.rows])
-                of_bias += tile.logits.sum()
-                gradients.add(block, block.carried[0], tile.rows, tile.logits)
-    if not wants_grad:
+            if gradients is not None:
+                gradient = tile.logits.sigmoid_().div_(exchange.count)
+                if tile.own is not None:
+                    gradient[:, tile.own :].diagonal().copy_(of_pairs[tile.rows])
+                of_bias += gradient.sum()
+                gradients.add(block, block.carried[0], tile.rows, gradient)
+    if gradients is None:
         return without_gradients(dist.reduce_(loss, group=exchange.group))
     return gradients.finish(loss, scale, of_bias)
 
@@ -129,7 +133,7 @@ def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -
     """Tensors of the shapes and types that an operator returns."""
     if not wants_grad:
         return without_gradients(torch.empty_like(scale))
-    return Gradients(*map(torch.empty_like, (scale, image, text, scale, scale)))
+    return Gradients(*(like.new_empty(like.shape) for like in (scale, image, text, scale, scale)))
 
 
 def _computed(

@@ -55,8 +55,8 @@ class Tile(NamedTuple):
     """Of this rank's images."""
     logits: Tensor
     """``(R, C)``, -inf for the pairs and for what is no negative."""
-    pairs: Tensor | None
-    """``(R,)`` view of the logits of the pairs; None where none is apart."""
+    own: int | None
+    """The column of the first row's pair; None where no pair is apart."""
 
 
 class Tiles:
@@ -105,9 +105,9 @@ class Tiles:
                     self._kept[place] = tile
             yield tile
 
-    def say_kept(self) -> None:
+    def tell(self) -> None:
         """Log how many tiles of the first round the second will find."""
-        say_kept(len(self._images), self._columns, self._number, len(self._kept))
+        _tell_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _made(self, block: Block, rows: slice) -> Tile:
         logits = self._images[rows] @ block.texts.T
@@ -116,15 +116,40 @@ class Tiles:
         if self._keys is not None:
             own = self._keys[self._start + rows.start : self._start + rows.stop]
             logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
+        own = self._start - block.columns.start + rows.start
         if not (self._pairs_apart and block.columns.start <= self._start < block.columns.stop):
             return Tile(rows, logits, None)
-        pairs = logits[:, self._start - block.columns.start + rows.start :].diagonal()
-        pairs.fill_(-torch.inf)
-        return Tile(rows, logits, pairs)
+        logits[:, own:].diagonal().fill_(-torch.inf)
+        return Tile(rows, logits, own)
 
 
-@functools.cache
-def say_kept(images: int, texts: int, made: int, kept: int) -> None:
+def add_logsumexp_(total: Tensor, logits: Tensor, dim: int) -> None:
+    """Add the exponentials of the logits along ``dim`` to the sum whose logarithm is ``total``, in fp64."""
+    highest = logits.amax(dim, keepdim=True)
+    highest = highest.masked_fill(highest == -torch.inf, 0)
+    more = (logits - highest).exp_().sum(dim).double().log_().add_(highest.squeeze(dim))
+    total.copy_(torch.logaddexp(total, more))
+
+
+def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor, factor: float) -> Tensor:
+    """``factor * (exp(logits - by_row) + exp(logits - by_column))``, overwriting the logits.
+
+    Args:
+        logits: ``(R, C)``.
+        by_row: ``(R,)`` float64, of which no digit is lost: what does not fit the logits' type becomes a factor.
+        by_column: ``(C,)`` float64.
+        factor: of the sum.
+    """
+    rows, columns = by_row.to(logits.dtype), by_column.to(logits.dtype)
+    of_rows, of_columns = (
+        ((rounded - exact).exp() * factor).to(logits.dtype) for rounded, exact in ((rows, by_row), (columns, by_column))
+    )
+    along_columns = (logits - columns).exp_().mul_(of_columns)
+    return torch.addcmul(along_columns, logits.sub_(rows[:, None]).exp_(), of_rows[:, None], out=logits)
+
+
+@functools.lru_cache(maxsize=32)
+def _tell_once(images: int, texts: int, made: int, kept: int) -> None:
     """Tell once for every size what the memory budget came to."""
     logger.info(
         "%s images meet %s texts in %d tiles; %d are kept for the second round, %d computed again",
@@ -141,7 +166,7 @@ class FeatureGradients:
 
     def __init__(self, image: Tensor, text: Tensor, exchange: Exchange):
         self._own_image, self._exchange = image, exchange
-        self._image = torch.zeros_like(image)
+        self._image = image.new_zeros(image.shape)
         self.of_texts = exchange.empty(text, 0.0)
         """To be carried by the round that adds tiles."""
 
@@ -160,8 +185,8 @@ class FeatureGradients:
         """
         group = self._exchange.group
         # Every logit is the scale times a cosine, so the scale's gradient is what the images' says already.
-        numbers = torch.stack((loss, (self._own_image * self._image).sum(), bias))
-        loss, of_scale, of_bias = dist.reduce_(numbers, group=group)
+        numbers = torch.stack([number.double() for number in (loss, (self._own_image * self._image).sum(), bias)])
+        loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
         factor = scale * dist.world_size(group)
         return Gradients(loss, self._image * factor, self._exchange.summed(self.of_texts) * factor, of_scale, of_bias)
 
