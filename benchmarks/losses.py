@@ -201,9 +201,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row; one from 16,384 on")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds (one from 16,384 on)\n"
-    )
+    print(f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds")
+    print("(one from 16,384 on)\n")
     beside = " | open_clip | ratio | ".join(("s", "MiB", "MiB sent"))
     print(f"| loss | impl | ranks | batch | {beside} | open_clip | ratio |")
     print("|---" * 13 + "|")

@@ -120,6 +120,19 @@ def test_a_loss_without_a_weight_weighs_nothing() -> None:
     assert weights == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
 
 
+def test_a_bound_keeps_channels_within_the_scale() -> None:
+    quantizer = LFQ(3, entropy_temperature=1.0, scale=0.5, bound="tanh")
+    x = torch.tensor([[-3.0, 0.1, 2.0]], dtype=torch.float64, requires_grad=True)
+    out = quantizer(x)
+    assert out.vectors.tolist() == [[-0.5, 0.5, 0.5]]
+    assert out.ids.tolist() == LFQ(3)(x).ids.tolist()
+    torch.testing.assert_close(quantizer.continuous(x), 0.5 * x.tanh())
+    (gradient,) = torch.autograd.grad(out.vectors.sum(), x)
+    torch.testing.assert_close(gradient, 0.5 * (1 - x.tanh().square()))
+    error = (0.5 * x.tanh() - out.vectors).square().mean()
+    torch.testing.assert_close(quantizer.losses(out.stats)["commitment"], error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
