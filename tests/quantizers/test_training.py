@@ -54,6 +54,9 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "residual of product of lfq": ResidualConfig(
         layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
     ),
+}
+
+NESTINGS: dict[str, QuantizerConfig] = {
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=4, entropy_temperature=1.0), depth=2, dropout=True),
     "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=4, codebook_size=8), depth=2, dropout=True),
     "residual of product of vq": ResidualConfig(
@@ -64,12 +67,14 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=2, codebook_size=8), codebooks=2),
 }
 
+ALL = FAMILIES | NESTINGS
+
 SPLITS = {
-    "2 equal, 4 micro-batches": ((8, 8), 4),
-    "2 unequal": ((12, 4), 1),
-    "2, one of them empty, 4 micro-batches": ((16, 0), 4),
-    "4 equal": ((4, 4, 4, 4), 1),
-    "4 unequal, 4 micro-batches": ((7, 1, 5, 3), 4),
+    "2 equal, 4 micro-batches": (FAMILIES, (8, 8), 4),
+    "2 unequal": (ALL, (12, 4), 1),
+    "2, one of them empty, 4 micro-batches": (ALL, (16, 0), 4),
+    "4 equal": (ALL, (4, 4, 4, 4), 1),
+    "4 unequal, 4 micro-batches": (FAMILIES, (7, 1, 5, 3), 4),
 }
 
 State = dict[str, Tensor]
@@ -137,16 +142,22 @@ def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[State]]:
-    return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
+    return {name: trajectory(config, (16,)) for name, config in ALL.items()}
 
 
-@pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "split", "micro_batches"),
+    [
+        pytest.param(name, split, micro_batches, id=f"{name}-{title}")
+        for title, (configs, split, micro_batches) in SPLITS.items()
+        for name in configs
+    ],
+)
 def test_equals_one_process(
     ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
 ) -> None:
     """Ranks hold the same bits after every step, and up to rounding what one process does."""
-    first, *others = ranks(len(split), trajectory, FAMILIES[name], split, micro_batches)
+    first, *others = ranks(len(split), trajectory, ALL[name], split, micro_batches)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
@@ -155,8 +166,8 @@ def test_equals_one_process(
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
 
-WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
-WITH_DROPOUT = [name for name, config in FAMILIES.items() if isinstance(config, ResidualConfig)]
+WITH_TABLES = [name for name in ALL if "vq" in name and "simvq" not in name]
+WITH_DROPOUT = [name for name, config in ALL.items() if isinstance(config, ResidualConfig)]
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)
@@ -170,7 +181,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
         return codes, where
 
     monkeypatch.setattr("vqclip.quantizers.vq.replacements", counting)
-    states = trajectory(FAMILIES[name], (16,))
+    states = trajectory(ALL[name], (16,))
     assert sum(replaced) > 0
     started = [key for key in states[0] if key.endswith("has_started")]
     assert started
@@ -179,7 +190,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_leaves_several_depths(name: str) -> None:
-    training = Training(FAMILIES[name], (16,))
+    training = Training(ALL[name], (16,))
     first = "0/tokens" if "1/tokens" in training.step(0) else "tokens"
     deeper = [int(training.step(number)[first.replace("0", "1")]) for number in range(1, 20)]
     assert 0 < sum(count == 0 for count in deeper) < 19
