@@ -94,10 +94,10 @@ def assert_alike(found, expected, tolerance, floor=1e-3):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", QUANTIZERS)
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_equals_the_whole_batch(name, loss, micro_batches):
+def test_equals_the_whole_batch(name, loss):
     expected = steps(QUANTIZERS[name], loss=loss)
-    assert_alike(steps(QUANTIZERS[name], loss=loss, micro_batches=micro_batches), expected, 1e-10)
+    for micro_batches in (2, 4):
+        assert_alike(steps(QUANTIZERS[name], loss=loss, micro_batches=micro_batches), expected, 1e-10)
 
 
 @pytest.fixture(scope="module")
