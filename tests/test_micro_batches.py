@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -218,6 +219,23 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
     with pytest.raises(RankError) as failure:
         ranks(2, restless_on_one_rank, timeout=30.0)
     assert str(failure.value).count("ReplayError: train.micro_batches") == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "impl", "sizes", "micro_batches"),
+    [
+        ("contrastive", "ring", (5, 3, 4), 2),
+        ("contrastive", "gather", (7, 5), 4),
+        ("sigmoid", "tiled", (7, 5), 4),
+        ("sigmoid", "ring", (3, 3, 3, 3), 3),
+        ("sigmoid", "gather", (5, 3, 4), 2),
+    ],
+)
+def test_other_losses_under_ddp(ranks, loss, impl, sizes, micro_batches):
+    expected = steps(PRODUCT, loss=loss, impl="gather")
+    job = functools.partial(steps, loss=loss, impl=impl)
+    for found in ranks(len(sizes), job, PRODUCT, sizes, micro_batches):
+        assert_alike(found, expected, 1e-9)
 
 
 def collectives_of_a_step(micro_batches):

@@ -205,6 +205,9 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group = None) -> Tens
 def ring_shift(x: Tensor, rows: int, group: Group = None) -> Tensor:
     """Hand `x` to the next rank and take what the rank before this one hands on; the last one's next is rank 0.
 
+    A rank with nothing to send or to take may stay out of it, which NCCL wants no rank to do in the very first
+    collective of a group: start with another one there.
+
     Args:
         x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero. Carries no gradient.
         rows: B of the rank before this one.

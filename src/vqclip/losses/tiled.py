@@ -98,15 +98,15 @@ def _sigmoid(
     image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
 ) -> Gradients:
     pairs = scale * (image * text).sum(dim=1) + bias
-    of_pairs = -(-pairs).sigmoid() / exchange.count
+    of_pairs = -(-pairs).sigmoid()
     loss, of_bias = _softplus(-pairs).sum() / exchange.count, torch.zeros_like(bias)
     tiles = Tiles(image, exchange.start, scale, bias, keys)
-    gradients = FeatureGradients(image, text, exchange) if wants_grad else None
+    gradients = FeatureGradients(image, text, exchange, unit=1 / exchange.count) if wants_grad else None
     for block in exchange.round(*([] if gradients is None else [gradients.of_texts])):
         for tile in tiles.of(block):
             loss += _softplus(tile.logits).sum() / exchange.count
             if gradients is not None:
-                gradient = tile.logits.sigmoid_().div_(exchange.count)
+                gradient = tile.logits.sigmoid_()
                 if tile.own is not None:
                     gradient[:, tile.own :].diagonal().copy_(of_pairs[tile.rows])
                 of_bias += gradient.sum()

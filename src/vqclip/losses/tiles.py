@@ -110,9 +110,8 @@ class Tiles:
         _tell_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _made(self, block: Block, rows: slice) -> Tile:
-        logits = self._images[rows] @ block.texts.T
-        if self._bias is not None:
-            logits += self._bias
+        images, texts = self._images[rows], block.texts.T
+        logits = images @ texts if self._bias is None else torch.addmm(self._bias, images, texts)
         if self._keys is not None:
             own = self._keys[self._start + rows.start : self._start + rows.stop]
             logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
@@ -162,10 +161,17 @@ def _tell_once(images: int, texts: int, made: int, kept: int) -> None:
 
 
 class FeatureGradients:
-    """Adds up the gradients of the features, a tile of the logits' gradient at a time."""
+    """Adds up the gradients of the features, a tile of the logits' gradient at a time.
 
-    def __init__(self, image: Tensor, text: Tensor, exchange: Exchange):
-        self._own_image, self._exchange = image, exchange
+    Args:
+        image: ``(B, E)`` this rank's.
+        text: ``(B, E)``
+        exchange: of the texts.
+        unit: what the gradients that are added have to be multiplied by: cheaper once at the end than tile by tile.
+    """
+
+    def __init__(self, image: Tensor, text: Tensor, exchange: Exchange, unit: float = 1.0):
+        self._own_image, self._exchange, self._unit = image, exchange, unit
         self._image = image.new_zeros(image.shape)
         self.of_texts = exchange.empty(text, 0.0)
         """To be carried by the round that adds tiles."""
@@ -181,13 +187,14 @@ class FeatureGradients:
         Args:
             loss: () this rank's part of it.
             scale: () factor of the logits.
-            bias: () this rank's part of its gradient.
+            bias: () this rank's part of its gradient, in units.
         """
         group = self._exchange.group
         # Every logit is the scale times a cosine, so the scale's gradient is what the images' says already.
-        numbers = torch.stack([number.double() for number in (loss, (self._own_image * self._image).sum(), bias)])
+        of_scale = (self._own_image * self._image).sum()
+        numbers = torch.stack([loss.double(), of_scale.double() * self._unit, bias.double() * self._unit])
         loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
-        factor = scale * dist.world_size(group)
+        factor = scale * (dist.world_size(group) * self._unit)
         return Gradients(loss, self._image * factor, self._exchange.summed(self.of_texts) * factor, of_scale, of_bias)
 
 
