@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -55,9 +54,6 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "residual of product of lfq": ResidualConfig(
         layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
     ),
-}
-
-NESTINGS: dict[str, QuantizerConfig] = {
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=4, entropy_temperature=1.0), depth=2, dropout=True),
     "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=4, codebook_size=8), depth=2, dropout=True),
     "residual of product of vq": ResidualConfig(
@@ -67,8 +63,6 @@ NESTINGS: dict[str, QuantizerConfig] = {
     "product of bsq": ProductConfig(layer=BSQConfig(bits=3, entropy_temperature=1.0), codebooks=2),
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=2, codebook_size=8), codebooks=2),
 }
-
-ALL = FAMILIES | NESTINGS
 
 SPLITS = {
     "2 equal, 4 micro-batches": ((8, 8), 4),
@@ -143,23 +137,16 @@ def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[State]]:
-    return {name: trajectory(config, (16,)) for name, config in ALL.items()}
+    return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
 
 
-def cases() -> Iterator[Any]:
-    """Every family on every split; the further nestings on one of them, and on all with ``-m slow``."""
-    for name in ALL:
-        for title, split in SPLITS.items():
-            slow = name in NESTINGS and title != "2 unequal"
-            yield pytest.param(name, *split, id=f"{name}-{title}", marks=[pytest.mark.slow] if slow else [])
-
-
-@pytest.mark.parametrize(("name", "split", "micro_batches"), cases())
+@pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("name", FAMILIES)
 def test_equals_one_process(
     ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
 ) -> None:
     """Ranks hold the same bits after every step, and up to rounding what one process does."""
-    first, *others = ranks(len(split), trajectory, ALL[name], split, micro_batches)
+    first, *others = ranks(len(split), trajectory, FAMILIES[name], split, micro_batches)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
@@ -168,8 +155,8 @@ def test_equals_one_process(
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
 
-WITH_TABLES = [name for name in ALL if "vq" in name and "simvq" not in name]
-WITH_DROPOUT = [name for name, config in ALL.items() if isinstance(config, ResidualConfig)]
+WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
+WITH_DROPOUT = [name for name, config in FAMILIES.items() if isinstance(config, ResidualConfig)]
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)
@@ -183,7 +170,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
         return codes, where
 
     monkeypatch.setattr("vqclip.quantizers.vq.replacements", counting)
-    states = trajectory(ALL[name], (16,))
+    states = trajectory(FAMILIES[name], (16,))
     assert sum(replaced) > 0
     started = [key for key in states[0] if key.endswith("has_started")]
     assert started
@@ -192,7 +179,7 @@ def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_leaves_several_depths(name: str) -> None:
-    training = Training(ALL[name], (16,))
+    training = Training(FAMILIES[name], (16,))
     first = "0/tokens" if "1/tokens" in training.step(0) else "tokens"
     deeper = [int(training.step(number)[first.replace("0", "1")]) for number in range(1, 20)]
     assert 0 < sum(count == 0 for count in deeper) < 19
