@@ -22,7 +22,7 @@ from vqclip.losses.exchange import Block, Exchange
 
 logger = logging.getLogger(__name__)
 
-TILE_BYTES = 2**24
+TILE_BYTES = 2**23
 """Logits that are worked on at a time."""
 
 KEPT_BYTES = 2**25
