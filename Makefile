@@ -19,9 +19,6 @@ SOURCES := src tests $(wildcard scripts benchmarks)
 
 # Processes share the cores; without this each would start a thread on every one of them.
 export OMP_NUM_THREADS ?= 1
-# glibc hands a step's activations back to the system and asks for them again in the next: keep them instead.
-export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
-export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow check format clean

@@ -67,7 +67,7 @@ class PooledEmbedding(nn.Module):
     Attention pooling with a learned query follows Set Transformer (Lee et al. 2019) and CoCa (Yu et al. 2022).
 
     Args:
-        num_tokens: N.
+        num_tokens: N, at most.
         width: D.
         embed_dim: E.
         heads: attention heads.
@@ -86,7 +86,7 @@ class PooledEmbedding(nn.Module):
 
     def forward(self, vectors: Tensor, mask: Tensor | None = None) -> Tensor:
         """``(B, N, D)`` with an optional mask ``(B, N)`` (True = real) → ``(B, E)``, each of length 1 (fp32)."""
-        x = vectors + self.position
+        x = vectors + self.position[: vectors.shape[1]]
         for block in self.blocks:
             x = block(x, mask)
         pooled = self.attention(self.query.flatten(), self.norm_keys(x), mask)

@@ -117,7 +117,7 @@ class TrainStep:
         set_lr(self.optimizer, lr)
 
         self.optimizer.zero_grad(set_to_none=True)
-        share = _Share.of(batch, self.device, self.loss.positives)
+        share = _Share.of(batch, self.model, self.loss.positives)
         differentiate = self._in_one_pass if self.micro_batches == 1 else self._in_two_passes
         terms, stats, scale = differentiate(share, step)
         self.scaler.unscale_(self.optimizer)
@@ -250,12 +250,15 @@ class _Share:
     keys: Tensor | None
 
     @staticmethod
-    def of(batch: Batch, device: torch.device, positives: Positives | None) -> _Share:
+    def of(batch: Batch, model: CLIP, positives: Positives | None) -> _Share:
+        device = model.logit_scale.device
         images, tokens, places, sample_ids = (
             tensor.to(device, non_blocking=True)
             for tensor in (batch.images, batch.texts, batch.places, batch.sample_ids)
         )
-        return _Share(images, tokens, Order(places, batch.global_size), pair_keys(positives, sample_ids, tokens))
+        keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
+        needed = model.text.needed_tokens(batch.texts)
+        return _Share(images, tokens[:, :needed], Order(places, batch.global_size), keys)
 
     def part(self, rows: slice) -> _Share:
         """Some of its samples."""

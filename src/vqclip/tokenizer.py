@@ -9,6 +9,7 @@ ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,11 @@ class Tokenizer(nn.Module):
         return self.tower.num_tokens
 
     @property
+    def fewest_tokens(self) -> int:
+        """How few of the N positions a batch may come with: N, or less where those at the end may be padding."""
+        return self.num_tokens
+
+    @property
     def codebook_sizes(self) -> tuple[int, ...]:
         """K of each of the C codebooks."""
         return self.quantizer.codebook_sizes
@@ -158,9 +164,9 @@ class Tokenizer(nn.Module):
 
     def _lookup(self, ids: Tensor) -> Tensor:
         require_ids(ids)
-        expected = (self.num_tokens, len(self.codebook_sizes))
-        if ids.ndim != 3 or tuple(ids.shape[1:]) != expected:
-            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {expected[0]}, {expected[1]})")
+        codebooks = len(self.codebook_sizes)
+        if ids.ndim != 3 or not self.fewest_tokens <= ids.shape[1] <= self.num_tokens or ids.shape[2] != codebooks:
+            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {self.num_tokens}, {codebooks})")
         return self.quantizer.decode(ids)
 
     def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
@@ -252,6 +258,20 @@ class TextTokenizer(Tokenizer):
     def mask(self, inputs: Tensor) -> Tensor:
         """``(B, N)`` bool, True at real tokens."""
         return self.tower.mask(inputs)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """1, or N where the tower sees the padding."""
+        return self.num_tokens if self.tower.sees_padding else 1
+
+    def needed_tokens(self, tokens: Tensor) -> int:
+        """How many columns of ``(B, N)`` token numbers hold a caption's; the others change nothing but the time.
+
+        In steps of 8, so that kernels and compiled graphs meet few shapes; N where the tower sees the padding. Looks at
+        values: ask where they are, before they go to another device.
+        """
+        longest = int(self.mask(tokens).any(dim=0).sum())
+        return max(self.fewest_tokens, min(self.num_tokens, 8 * max(1, math.ceil(longest / 8))))
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
         """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding.

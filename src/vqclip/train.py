@@ -25,6 +25,7 @@ from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
+from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
@@ -51,6 +52,8 @@ def train(config: TrainConfig) -> RunSummary | None:
         VqclipError: for anything a user can mend; the message says how.
     """
     device = _device(config.run.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     dist.init(device, config.run.timeout_s)
     try:
         with RunLock(config.run.path) as lock:

@@ -33,7 +33,7 @@ class TextTower(nn.Module):
         transformer: an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs.
 
     Attributes:
-        context_length: N, the fixed number of positions; captions are cut or padded to it.
+        context_length: N, positions a caption; captions are cut or padded to it.
         width: D, features a token.
         vocab_size: size of the byte-pair vocabulary.
     """
@@ -52,6 +52,12 @@ class TextTower(nn.Module):
     def num_tokens(self) -> int:
         """N, token positions a caption, padding included."""
         return self.context_length
+
+    @property
+    def sees_padding(self) -> bool:
+        """Whether a token's features depend on the padding after it."""
+        text: Any = self.transformer
+        return text.attn_mask is None and not text.use_pad_mask  # MobileCLIP's learned to look at it
 
     def mask(self, tokens: Tensor) -> Tensor:
         """``(B, N)`` bool, True up to and including the first end mark; a row without one holds no real token.
@@ -81,32 +87,39 @@ class TextTower(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``(B, N)`` int64 token numbers → features ``(B, N, D)``; those of padding mean nothing.
 
+        Columns at the end that are padding in every row may be missing, unless the tower `sees_padding`.
+
         Raises:
             ShapeError: when shape or dtype is another.
         """
         self._require_shape(tokens)
         if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
-            return self(tokens.new_zeros(1, self.context_length))[:0]
+            return self(tokens.new_zeros(1, tokens.shape[1]))[:0]
         text: Any = self.transformer
-        x = text.token_embedding(tokens) + text.positional_embedding
+        x = text.token_embedding(tokens) + text.positional_embedding[: tokens.shape[1]]
         return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
 
     def _require_shape(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] != self.context_length or tokens.dtype != torch.int64:
+        full = self.context_length
+        least = full if self.sees_padding else 1
+        if tokens.ndim != 2 or not least <= tokens.shape[1] <= full or tokens.dtype != torch.int64:
             raise ShapeError(
                 f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
-                f"(B, {self.context_length}) int64; tokenizer.preprocess makes such a tensor from captions"
+                f"(B, {full}) int64; tokenizer.preprocess makes such a tensor from captions"
             )
 
     def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores: open_clip's causal mask, or one of the padding by `mask` instead of its own."""
         text: Any = self.transformer
-        if text.attn_mask is not None or not text.use_pad_mask:  # MobileCLIP, neither, learned to look at the padding
-            return text.attn_mask
+        length = tokens.shape[1]
+        if text.attn_mask is not None:
+            return text.attn_mask[:length, :length]
+        if self.sees_padding:
+            return None
         real = self.mask(tokens)
         visible = real | ~real.any(dim=1, keepdim=True)  # attention over nothing would be NaN
         hidden = torch.zeros(visible.shape, dtype=dtype, device=tokens.device).masked_fill(~visible, float("-inf"))
-        return repeat(hidden, "b keys -> (b heads) queries keys", heads=text.heads, queries=tokens.shape[1])
+        return repeat(hidden, "b keys -> (b heads) queries keys", heads=text.heads, queries=length)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade compute for memory: recompute the transformer's activations in the backward pass."""
