@@ -244,6 +244,13 @@ def test_the_continuous_baseline_has_no_ids():
     assert torch.equal(model.image(images).embedding, model.image.continuous(images))
 
 
+@pytest.mark.parametrize("normalize", ["layer", "l2"])
+def test_one_channel_has_nothing_to_normalize(normalize):
+    config = tiny_model({"kind": "lfq", "bits": 1})
+    with pytest.raises(ConfigError, match=rf"^image.normalize {normalize}: got 1 channel, .* expected at least 2$"):
+        config.image.model_copy(update={"normalize": normalize}).build(16)
+
+
 def test_heads_must_divide_width():
     with pytest.raises((ConfigError, ValueError), match="heads"):
         tiny_model(image=tiny_model().image.model_dump() | {"heads": 3})

@@ -28,6 +28,7 @@ from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
 from vqclip.quantizers import QuantizerConfig, Stats
+from vqclip.quantizers.base import check_direction
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
 from vqclip.towers.text import heads_divide_width
 
@@ -80,6 +81,8 @@ class Tokenizer(nn.Module):
         into = config.project_in.layers(tower.width, quantizer.dim)
         self.project_in = Projection(nn.LayerNorm(tower.width), *into)
         self.normalize = config.normalize
+        if config.normalize != "none":
+            check_direction(f"{self.modality}.normalize {config.normalize}", quantizer.dim)
         self.quantizer = quantizer
         self.project_out = Projection(*config.project_out.layers(quantizer.dim, config.width))
         self.pool = PooledEmbedding(tower.num_tokens, config.width, embed_dim, config.heads, config.depth)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.optim import parameter_groups
-from vqclip.quantizers import VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers import BSQ, VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.kmeans import kmeans
 from vqclip.quantizers.nearest import _Rotation, nearest
 
@@ -180,6 +180,8 @@ def test_codes_do_not_decay() -> None:
         (lambda: VQ(3, 8, decay=1.0), "decay is 1.0, expected a number from 0 to less than 1"),
         (lambda: VQ(3, 8, dead_below=-1.0), "dead_below is -1.0"),
         (lambda: VQ(3, 1), "codebook_size 1"),
+        (lambda: VQ(1, 8, cosine=True), "VQ with cosine: got 1 channel, .* at least 2"),
+        (lambda: BSQ(1), "BSQ: got 1 channel, .* at least 2"),
         (lambda: VQ(3, 8, learning="both"), "learning is 'both'"),
         (lambda: VQ(3, 8, gradient="none"), "gradient is 'none'"),
         (lambda: VQ(3, 8, diversity_temperature=0.0), "diversity_temperature is 0.0"),

@@ -82,7 +82,7 @@ class Tiles:
         pairs_apart: bool = True,
         kept_bytes: int = 0,
     ):
-        self._images, self._start, self._bias, self._keys = image * scale, start, bias, keys
+        self._images, self._start, self._scale, self._bias, self._keys = image, start, scale, bias, keys
         self._pairs_apart = pairs_apart
         self._room, self._number, self._columns = kept_bytes, 0, 0
         self._kept: dict[tuple[int, int], Tile] = {}
@@ -110,7 +110,7 @@ class Tiles:
         _tell_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _made(self, block: Block, rows: slice) -> Tile:
-        images, texts = self._images[rows], block.texts.T
+        images, texts = self._images[rows] * self._scale, block.texts.T
         logits = images @ texts if self._bias is None else torch.addmm(self._bias, images, texts)
         if self._keys is not None:
             own = self._keys[self._start + rows.start : self._start + rows.stop]
@@ -195,7 +195,8 @@ class FeatureGradients:
         numbers = torch.stack([loss.double(), of_scale.double() * self._unit, bias.double() * self._unit])
         loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
         factor = scale * (dist.world_size(group) * self._unit)
-        return Gradients(loss, self._image * factor, self._exchange.summed(self.of_texts) * factor, of_scale, of_bias)
+        of_text = self._exchange.summed(self.of_texts).mul_(factor)
+        return Gradients(loss, self._image.mul_(factor), of_text, of_scale, of_bias)
 
 
 class _Known(torch.autograd.Function):

@@ -347,6 +347,15 @@ def unit(x: Tensor) -> Tensor:
     return x / length.masked_fill(length < SHORT, torch.inf)
 
 
+def check_direction(name: str, channels: int) -> None:
+    """Raises ConfigError where a vector that is brought to one length or spread has nothing left to learn."""
+    if channels < 2:
+        raise ConfigError(
+            f"{name}: got {channels} channel, of which only the sign would be left, without a gradient; expected at "
+            "least 2"
+        )
+
+
 def straight_through(quantized: Tensor, x: Tensor) -> Tensor:
     """``quantized`` in value, bit for bit, with the gradient of ``x``; NaN where ``x`` is (Bengio et al. 2013).
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
-from vqclip.quantizers.base import unit
+from vqclip.quantizers.base import check_direction, unit
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
 
 
@@ -21,7 +21,7 @@ class BSQ(BinaryQuantizer):
     entropy takes the codebook for a product of independent bits, this one is exact.
 
     Args:
-        bits: number of channels, 1 to 63.
+        bits: number of channels, 2 to 63.
         entropy_temperature: of the soft assignment in the entropy losses, > 0; the paper's inverse temperature τ of 100
             is 0.01.
         loss_weights: of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, as in `BinaryQuantizer`.
@@ -31,6 +31,7 @@ class BSQ(BinaryQuantizer):
     """
 
     def __init__(self, bits: int, entropy_temperature: float = 0.01, loss_weights: Mapping[str, float] | None = None):
+        check_direction("BSQ", bits)
         super().__init__(bits, bits**-0.5, entropy_temperature, loss_weights)
 
     def _bound(self, x: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class BSQConfig(Config):
     """Binary spherical quantization: one codebook of 2^bits codes, the signs of a unit vector."""
 
     kind: Literal["bsq"] = "bsq"
-    bits: Annotated[int, Field(ge=1, le=MAX_BITS)] = 10
+    bits: Annotated[int, Field(ge=2, le=MAX_BITS)] = 10
     """Number of channels; the codebook has 2^bits codes."""
     entropy_temperature: Annotated[float, Field(gt=0)] = 0.01
     """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold."""

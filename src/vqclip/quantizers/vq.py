@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
-from vqclip.quantizers.base import unit
+from vqclip.quantizers.base import check_direction, unit
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
@@ -99,6 +99,8 @@ class VQ(TableQuantizer):
         self._settings: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("self", "__class__", "groups")}
         _check_range("decay", decay)
         _check_range("dead_below", dead_below)
+        if cosine:
+            check_direction("VQ with cosine", dim)
         if learning not in get_args(Learning):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
         if not diversity_temperature > 0:
@@ -304,6 +306,8 @@ class VQConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> VQConfig:
         weights = vq_weights(self.learning, self._given_weights())
+        if self.cosine:
+            check_direction("VQ with cosine", self.dim)
         if not self.sync_codebook:
             check_unsynchronised(self.learning, weights)
         return self
