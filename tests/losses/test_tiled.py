@@ -275,3 +275,17 @@ def test_an_empty_global_batch_is_refused(kind):
     loss, numbers = KINDS[kind]
     with pytest.raises(ShapeError, match="the global batch is empty"):
         value_and_gradients(loss(), *pairs(0), numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 31, 32, 33, 100])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 40.0])
+@pytest.mark.parametrize("mean", [-80.0, -10.0, 0.0, 90.0])
+def test_the_sum_of_softplus(rows, dtype, rtol, spread, mean):
+    x = mean + spread * torch.randn(rows, 7, generator=torch.manual_seed(rows), dtype=torch.float64)
+    x[0, 0] = -torch.inf
+    x = x.to(dtype)
+    exact = torch.logaddexp(x.double(), torch.zeros_like(x, dtype=torch.float64)).sum()
+    torch.testing.assert_close(tiles.softplus_sum(x).double(), exact, rtol=rtol, atol=0)
+    assert tiles.softplus_sum(torch.full((rows, 2), torch.nan)).isnan()
+    assert tiles.softplus_sum(torch.full((rows, 2), torch.inf)) == torch.inf

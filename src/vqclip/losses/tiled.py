@@ -22,6 +22,7 @@ from vqclip.losses.tiles import (
     add_logsumexp_,
     connected,
     softmaxes,
+    softplus_sum,
 )
 
 EXCHANGES: dict[str, type[Exchange]] = {"tiled": Gathered, "ring": Ring}
@@ -104,7 +105,7 @@ def _sigmoid(
     gradients = FeatureGradients(image, text, exchange, unit=1 / exchange.count) if wants_grad else None
     for block in exchange.round(*([] if gradients is None else [gradients.of_texts])):
         for tile in tiles.of(block):
-            loss += _softplus(tile.logits).sum() / exchange.count
+            loss += softplus_sum(tile.logits) / exchange.count
             if gradients is not None:
                 gradient = tile.logits.sigmoid_()
                 if tile.own is not None:
