@@ -283,10 +283,10 @@ def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders.manifest, "VERSION", 2)
+    monkeypatch.setattr(folders.manifest, "VERSION", 3)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="version 2; this vqclip reads 'vqclip-checkpoint' version 1"):
+    with pytest.raises(CheckpointError, match="version 3; this vqclip reads 'vqclip-checkpoint' version 2"):
         checkpoint.load(path)
 
 

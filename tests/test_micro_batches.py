@@ -128,8 +128,7 @@ def test_equals_one_process_under_ddp(ranks, alone, name, sizes, micro_batches):
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 5e-3)])
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_in_other_precisions(name, precision, tolerance):
-    """Of one step: after several, rounding has flipped a code somewhere. Measured: 9.2e-7 and 2.1e-3 at most; fp32 itself
-    is 6e-7 from fp64."""
+    """Of one step: after several, rounding has flipped a code somewhere. Measured: 9.2e-7 and 2.1e-3 at most."""
     gradients, *_ = steps(QUANTIZERS[name], precision=precision, count=1)
     found, *_ = steps(QUANTIZERS[name], precision=precision, count=1, micro_batches=4)
     assert_alike([found], [gradients], tolerance, floor=1.0)

@@ -34,6 +34,7 @@ from vqclip.evaluation import RetrievalConfig, evaluate, try_all
 from vqclip.lock import RunLock
 from vqclip.losses.tiled import tiled_softmax
 from vqclip.model import CLIP
+from vqclip.report import read_metrics
 from vqclip.report.summary import render
 from vqclip.resume import Snapshots
 from vqclip.step import TrainStep
@@ -187,6 +188,12 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
     assert "2 times a bad one was replaced" in render(summary)
     again = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
     assert again.replaced == 2  # it is the whole run's, not that of this process
+    written = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
+    assert [(bad["step"] - 1, bad["substitute_id"]) for bad in written] == [(int(t), int(other)) for t, other in found]
+    assert all(re.search(r"00001\.tar: sample 000000099: ", bad["reason"]) for bad in written)
+    assert {bad["sample_id"] for bad in written} == {29}
+    (kind,) = {bad["kind"] for bad in written}
+    assert metrics(tmp_path)[-1][f"data/replaced/{kind.replace(' ', '_')}"] == 2
 
 
 def replaced_on_this_rank(tree):
@@ -200,10 +207,23 @@ def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
     tree = run_tree(tmp_path, folder, train__steps=5) | {"cache": str(tmp_path / "cache")}
     assert ranks(2, replaced_on_this_rank, tree, init=False) == [2, 2]
     assert metrics(tmp_path)[-1]["data/replaced"] == 2
+    assert [bad["sample_id"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == [29, 29]
+
+
+def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", NO_PICTURE)
+    tree = run_tree(tmp_path, folder, train__steps=5)
+    tree["data"]["max_bad_fraction"] = 0.0
+    with pytest.raises(DataError, match="1 bad samples among"):
+        train(TrainConfig.model_validate(tree))
+    assert [bad["kind"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == ["damaged image"]
 
 
 def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
-    monkeypatch.setattr(Snapshots, "resume", lambda self: (0, 11))  # none is added, and 10 in a thousand may be bad
+    monkeypatch.setattr(
+        Snapshots, "resume", lambda self: (0, {"no caption": 11})
+    )  # none is added, and 10 in a thousand may be bad
     with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
 
@@ -423,7 +443,7 @@ def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
 
     monkeypatch.setattr(TrainStep, "__call__", counted)
     train(TrainConfig.model_validate(run_tree(tmp_path, shards, LFQ, train__steps=4, train__precision="fp32")))
-    assert reads == [0] * 4
+    assert reads == [1] * 4  # the length of the longest caption, of tokens that are still on the CPU
 
 
 def compiled(tree, cache, backend):

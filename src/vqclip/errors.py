@@ -10,7 +10,15 @@ class ConfigError(VqclipError, ValueError):
 
 
 class DataError(VqclipError, ValueError):
-    """A shard, sample or data folder that cannot be used; the message names the file and the sample."""
+    """A shard, sample or data folder that cannot be used; the message names the file and the sample.
+
+    Attributes:
+        kind: what is wrong, in a word or two; bad samples are counted by it.
+    """
+
+    def __init__(self, message: str, kind: str = "other"):
+        super().__init__(message)
+        self.kind = kind
 
 
 class ShapeError(VqclipError, ValueError):

@@ -11,6 +11,7 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import DataConfig
 from vqclip.evaluation import Evaluations
+from vqclip.guards import GuardConfig
 from vqclip.losses import LossConfig
 from vqclip.model import ModelConfig
 from vqclip.optim import OptimConfig
@@ -71,6 +72,8 @@ class TrainConfig(Config):
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
     """Length and precision of the training."""
+    guards: GuardConfig = GuardConfig()
+    """What is watched in every step, and what happens then."""
     evaluation: Evaluations = ()
     """What to measure at the end, and in between every `train.evaluate_every` steps."""
 
@@ -97,7 +100,8 @@ class TrainConfig(Config):
         """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
 
         What only rounds otherwise (the device, compiling, kernels) may change, and so may the number of processes
-        and of micro-batches, unless the towers draw random numbers: each rank draws its own, for each micro-batch.
+        and of micro-batches, unless the towers draw random numbers: each rank draws its own, for each micro-batch. So
+        may the guards, which a run that they have stopped may need.
 
         Args:
             samples: the data's fingerprint.

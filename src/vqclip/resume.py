@@ -35,12 +35,12 @@ class Snapshots:
         self.folder, self.keep, self.step = folder, keep, step
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
 
-    def save(self, done: int, replaced: int) -> None:
+    def save(self, done: int, replaced: Mapping[str, int]) -> None:
         """Save the state after ``done`` steps; every rank calls it, rank 0 writes, nobody runs ahead.
 
         Args:
             done: steps done.
-            replaced: bad samples replaced so far, over all ranks.
+            replaced: bad samples replaced so far, over all ranks: kind → number.
 
         Raises:
             CheckpointError: on rank 0, when it cannot be written; older checkpoints are untouched.
@@ -55,7 +55,8 @@ class Snapshots:
                     "identity": self.identity,
                     "scaler": self.step.scaler.state_dict(),
                     "skipped": self.step.skipped,
-                    "replaced": replaced,
+                    "guards": self.step.guards.state_dict(),
+                    "replaced": dict(replaced),
                 },
                 keep_last=self.keep,
             )
@@ -65,13 +66,13 @@ class Snapshots:
         """The folder of the checkpoint after ``done`` steps."""
         return self.folder / f"step-{done:08d}"
 
-    def resume(self) -> tuple[int, int]:
+    def resume(self) -> tuple[int, dict[str, int]]:
         """Restore the newest good checkpoint, if there is one.
 
         Rank 0 chooses and verifies it, the others follow.
 
         Returns:
-            The number of steps done, and that of the bad samples replaced in them.
+            The number of steps done, and that of the bad samples replaced in them, by kind.
 
         Raises:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
@@ -79,13 +80,14 @@ class Snapshots:
         found = checkpoint.latest(self.folder) if dist.is_main() else None
         path = dist.broadcast_json(None if found is None else str(found))
         if path is None:
-            return 0, 0
+            return 0, {}
         saved = checkpoint.load(Path(path), check=False)
         _require_same(saved.path, saved.state["identity"], self.identity)
         load_weights(saved.model_folder, self.step.model)
         saved.restore_optimizer(self.step.optimizer)
         self.step.scaler.load_state_dict(saved.state["scaler"])
         self.step.skipped = saved.state["skipped"]
+        self.step.guards.load_state_dict(saved.state["guards"])
         if dist.is_main():
             checkpoint.set_aside_newer(self.folder, saved.step)
         logger.info("resumed from %s: %d steps done", saved.path, saved.step)

@@ -6,7 +6,6 @@ A batch too large for the memory goes through the model in `train.micro_batches`
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
 from vqclip.errors import NonFiniteError, ReplayError
+from vqclip.guards import Event, GuardConfig, Guards
 from vqclip.losses import Loss, Positives, pair_keys, weighted_total
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.optim import Schedule, clip_gradients, set_lr
@@ -59,6 +59,8 @@ class StepResult:
     """Learning rate of this step."""
     stats: dict[str, Stats]
     """``image`` and ``text``: the quantizers' statistics over the global batch."""
+    event: Event | None
+    """What was noteworthy; where it says ``skip``, nothing was applied."""
 
 
 class TrainStep:
@@ -76,6 +78,7 @@ class TrainStep:
         seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank,
             micro-batch), so that with it another world size is another trajectory (see `towers_draw`); that of the
             quantizers by (seed, modality, layer, step), the same on every rank.
+        guards: look at the loss and at the gradient's norm before they are applied; by default, only finite ones are.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class TrainStep:
         compute: ComputeConfig,
         clip_norm: float | None,
         seed: int,
+        guards: Guards | None = None,
     ):
         if compute.activation_checkpointing:
             model.image.tower.set_grad_checkpointing()
@@ -98,6 +102,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         for name, quantizer in model.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
+        self.guards = guards or GuardConfig(spikes=None).build()
         self.micro_batches = compute.micro_batches
         self._replays = False
         """Whether a second pass was seen to repeat the first."""
@@ -108,8 +113,8 @@ class TrainStep:
         """Run step number ``step`` (from 0) on this rank's part of its global batch.
 
         Raises:
-            NonFiniteError: loss or gradient is NaN or infinite, in fp16 at any scale of the loss; on every rank alike,
-                and the step has not touched the weights.
+            NonFiniteError: loss or gradient is NaN or infinite (in fp16 at any scale of the loss) and the guards do not
+                skip such steps; on every rank alike, and the step has not touched the weights.
             ReplayError: with micro-batches, two forwards of the same samples differ; on every rank alike, before the
                 weights are touched.
         """
@@ -123,16 +128,21 @@ class TrainStep:
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
         # fp16 expects a gradient to overflow now and then: its scaler skips that step.
-        _require_finite(terms if self.scaler.is_enabled() else terms | {"gradient norm": grad_norm}, step)
-        self.scaler.step(self.optimizer)
+        looked_at = terms if self.scaler.is_enabled() else terms | {"gradient norm": grad_norm}
+        event = self.guards.look(step, _read(looked_at))
+        stats = {name: each.detach() for name, each in stats.items()}
+        if event is None or not event.skip:
+            self._apply(stats)
         if self.scaler.is_enabled():
             self._update_scaler(step)
+        return StepResult(terms, grad_norm, scale, lr, stats, event)
 
+    def _apply(self, stats: dict[str, Stats]) -> None:
+        """Change weights and codes."""
+        self.scaler.step(self.optimizer)
         self.model.clamp_temperature()
         for name, quantizer in self.model.quantizers().items():
-            quantizer.update(stats[name].detach())
-        stats = {name: each.detach() for name, each in stats.items()}
-        return StepResult(terms, grad_norm, scale, lr, stats)
+            quantizer.update(stats[name])
 
     def agree(self) -> None:
         """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
@@ -296,12 +306,6 @@ def _compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _require_finite(values: dict[str, Tensor], step: int) -> None:
-    """Every rank holds the same global losses and averaged gradients, so all of them raise or none does."""
-    found = torch.stack([value.double() for value in values.values()]).tolist()  # waits for the device
-    bad = [f"{name} = {value}" for name, value in zip(values, found, strict=True) if not math.isfinite(value)]
-    if bad:
-        raise NonFiniteError(
-            f"step {step}: {', '.join(bad)}; the step was not applied and the last checkpoint is sound. Lower "
-            "optim.lr, lengthen optim.warmup_steps, or use train.precision: bf16 or fp32"
-        )
+def _read(values: dict[str, Tensor]) -> dict[str, float]:
+    """The numbers of single tensors; waits for the device."""
+    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))

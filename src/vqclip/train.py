@@ -12,16 +12,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from vqclip import checkpoint, dist
+from vqclip.collapse import CollapseWatch
 from vqclip.config import json_schema, load_config, to_yaml
-from vqclip.data import TrainData
+from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
-from vqclip.errors import ConfigError, VqclipError
+from vqclip.errors import ConfigError, DataError, NonFiniteError, VqclipError
 from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
@@ -30,7 +30,9 @@ from vqclip.recipe import TrainConfig
 from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
+from vqclip.report.events import Events
 from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
+from vqclip.report.records import Records
 from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Snapshots
 from vqclip.seeds import derive_seed
@@ -82,45 +84,51 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
         config.train,
         config.optim.clip_grad_norm,
         config.run.seed,
+        config.guards.build(),
     )
     identity = config.identity(data.fingerprint, towers_draw=towers_draw(model))
     snapshots = Snapshots(folder / "checkpoints", identity, step, config.train.keep_checkpoints)
-    start, replaced_before = _resume(config, snapshots)
-    replaced = _Replaced(data, replaced_before)
+    start, bad_before = _resume(config, snapshots)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config))
 
     clock = Clock()
-    with MetricsLog(folder, start_step=start) if dist.is_main() else nullcontext() as log:
-        done = _loop(config, data, step, snapshots, start, replaced, clock, log)
+    with Records(folder, start, data, bad_before) as records:
+        try:
+            done = _loop(config, data, step, snapshots, start, records, clock)
+        except DataError:  # too many bad samples: what this rank knows is not lost
+            records.bad.write_own()
+            raise
         if done < config.train.steps:
             _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
             return None
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        attempt = _evaluate(config, step, done, log)
+        attempt = _evaluate(config, step, done, records.metrics)
 
     speed, processes = clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
-    summary = summarise(config.run.name, model, coverage, replaced.total(), speed, processes, attempt.results, paths)
+    replaced = records.bad.counts.total()
+    summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config.model_dump(mode="json"))
     _require_success(attempt)
     return summary
 
 
-class _Replaced:
-    """How many bad samples the whole run replaced, over all ranks."""
-
-    def __init__(self, data: TrainData, before: int):
-        self._data, self._before = data, before
-
-    def total(self) -> int:
-        """A collective: every rank calls it."""
-        return self._before + sum(dist.gather_json(self._data.replaced))
+def _noted(step: TrainStep, batch: Batch, events: Events) -> StepResult:
+    """Run a step; what is noteworthy about it, on every rank alike, is written down."""
+    try:
+        result = step(batch, batch.step)
+    except NonFiniteError as error:
+        events.note("nonfinite", str(error), applied=False, batch=batch)
+        raise
+    if result.event is not None:
+        events.note(result.event.kind, result.event.reason, not result.event.skip, batch)
+    return result
 
 
 def _loop(
@@ -129,20 +137,20 @@ def _loop(
     step: TrainStep,
     snapshots: Snapshots,
     start: int,
-    replaced: _Replaced,
+    records: Records,
     clock: Clock,
-    log: MetricsLog | None,
 ) -> int:
     """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal."""
     settings, done = config.train, start
-    pin = step.device.type == "cuda"
+    collapse = config.guards.collapse.build() if config.guards.collapse else None
+    log, pin = records.metrics, step.device.type == "cuda"
     with (
         named_deaths(),
         StopSignals(notice=dist.is_main()) as stop,
         Bar(settings.steps, start, log is not None, config.run.name) as bar,
     ):
         for batch in clock.timed(data.batches(start, settings.steps, pin_memory=pin)):
-            result = step(batch, done)
+            result = _noted(step, batch, records.events)
             done += 1
             clock.count(settings.batch_size)
             bar.advance()
@@ -150,21 +158,20 @@ def _loop(
             last = stopping or done == settings.steps
             reporting = last or done % settings.report_every == 0
             saving = last or done % settings.checkpoint_every == 0
-            bad = replaced.total() if reporting or saving else 0
+            replaced = records.bad.collect() if reporting or saving else 0
             if log and reporting:
-                figures = _figures(step, result) | {"data/replaced": bad} | clock.lap()
+                figures = _figures(step, result, done, collapse) | records.bad.figures() | clock.lap()
                 log.write(done, figures)
                 bar.show(figures)
             if saving:  # before the evaluation, so that one that fails costs nothing
                 clock.pause()
-                if log:
-                    log.flush()
+                records.flush()
                 step.agree()
-                snapshots.save(done, bad)
+                snapshots.save(done, records.bad.counts)
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 clock.pause()
                 _require_success(_evaluate(config, step, done, log))
-            data.require_few_bad(bad, done * settings.batch_size)  # the same on every rank
+            data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
         coverage = data.coverage(done)
@@ -192,19 +199,22 @@ def _require_success(attempt: Attempt) -> None:
     raise attempt.failure
 
 
-def _figures(step: TrainStep, result: StepResult) -> dict[str, float]:
-    """The line of metrics of one step."""
+def _figures(step: TrainStep, result: StepResult, done: int, collapse: CollapseWatch | None) -> dict[str, float]:
+    """The line of metrics of one step; warns of codebooks that have collapsed."""
     figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
     figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
     if step.scaler.is_enabled():
         figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
     for modality, quantizer in step.model.quantizers().items():
-        metrics = quantizer.metrics(result.stats[modality])
-        figures |= {f"{modality}/{name}": float(value) for name, value in metrics.items()}
+        metrics = {name: float(value) for name, value in quantizer.metrics(result.stats[modality]).items()}
+        figures |= {f"{modality}/{name}": value for name, value in metrics.items()}
+        warning = collapse and collapse.look(done, modality, quantizer, metrics)
+        if warning:
+            logger.warning("step %d: %s", done, warning)
     return figures
 
 
-def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, int]:
+def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, int]]:
     if config.run.resume == "never" and checkpoint.checkpoints(snapshots.folder):
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"

@@ -12,7 +12,7 @@ from vqclip.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "vqclip-checkpoint"
-VERSION = 1
+VERSION = 2
 _CHUNK = 1 << 20
 
 

@@ -18,6 +18,8 @@ class BadSample(NamedTuple):
     """Its number over all sources."""
     reason: str
     """What is wrong; names shard and sample."""
+    kind: str
+    """The same in a word or two."""
     substitute_id: int
     """Which sample stands in its place; -1 if none does (evaluation)."""
 

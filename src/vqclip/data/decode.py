@@ -49,9 +49,11 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
     """
     kind, height, width = image_header(data)
     if height < 1 or width < 1:
-        raise DataError(f"{kind} image of {width}x{height} pixels; expected at least 1x1")
+        raise DataError(f"{kind} image of {width}x{height} pixels; expected at least 1x1", "image size")
     if height * width > max_pixels:
-        raise DataError(f"{kind} image of {width}x{height} pixels; at most {max_pixels} pixels are decoded")
+        raise DataError(
+            f"{kind} image of {width}x{height} pixels; at most {max_pixels} pixels are decoded", "image size"
+        )
     try:
         if kind == "jpeg":
             return _decode_jpeg(data)
@@ -64,7 +66,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         # RuntimeError from torchvision; Pillow raises OSError, SyntaxError, ValueError, struct.error and others.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = _SOURCE_PLACE.sub("", reason)
-        raise DataError(f"{kind} image cannot be decoded: {reason}") from error
+        raise DataError(f"{kind} image cannot be decoded: {reason}", "damaged image") from error
 
 
 def image_header(data: bytes) -> tuple[str, int, int]:
@@ -82,8 +84,9 @@ def image_header(data: bytes) -> tuple[str, int, int]:
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return "webp", *_webp_size(data)
     except (IndexError, struct.error):
-        raise DataError("image ends inside its header") from None
-    raise DataError(f"not a JPEG, PNG or WebP image: begins with {bytes(data[:8])!r} ({len(data)} bytes)")
+        raise DataError("image ends inside its header", "damaged image") from None
+    got = f"begins with {bytes(data[:8])!r} ({len(data)} bytes)"
+    raise DataError(f"not a JPEG, PNG or WebP image: {got}", "image format")
 
 
 def pil_to_uint8(image: Image) -> Tensor:
@@ -106,11 +109,14 @@ def _to_rgb(image: Image) -> Tensor:
         # Pillow opens 16-bit PNGs as either, and would clip instead of scaling.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
-            raise DataError(f"Pillow image of mode {image.mode} with values outside 0...65535; convert it to RGB first")
+            raise DataError(
+                f"Pillow image of mode {image.mode} with values outside 0...65535; convert it to RGB first",
+                "image mode",
+            )
         grey = torch.from_numpy((values >> 8).astype(np.uint8))
         return grey.expand(3, *grey.shape)
     if image.mode == "F":
-        raise DataError("Pillow image of mode F (floats); convert it to RGB first")
+        raise DataError("Pillow image of mode F (floats); convert it to RGB first", "image mode")
     if image.has_transparency_data:
         image = _on_white(image.convert("RGBA"))
     elif image.mode != _RGB_MODE:
@@ -154,7 +160,7 @@ def _decode_with_pillow(data: bytes, kind: str) -> Tensor:
 
     with Image.open(io.BytesIO(data), formats=(kind.upper(),)) as image:
         if kind == "webp" and getattr(image, "n_frames", 1) > 1:
-            raise DataError("animated WebP image; expected a still one")
+            raise DataError("animated WebP image; expected a still one", "animated image")
         image.load()  # the orientation may come after the pixels
         # Looking for an orientation is slow, and without such a field there is none.
         turned = any("exif" in key.lower() or "xmp" in key.lower() for key in image.info if isinstance(key, str))
@@ -190,7 +196,7 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     if chunk == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
         return height & 0x3FFF, width & 0x3FFF
-    raise DataError(f"WebP image with an unknown first chunk {chunk!r}")
+    raise DataError(f"WebP image with an unknown first chunk {chunk!r}", "damaged image")
 
 
 def _webp_needs_pillow(data: bytes) -> bool:

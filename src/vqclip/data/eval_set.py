@@ -93,7 +93,7 @@ class EvalSet:
             try:
                 sample, image = read_decoded(self.source, index, self._max_pixels)
             except DataError as error:
-                bad.append(BadSample(index, str(error), -1))
+                bad.append(BadSample(index, str(error), error.kind, -1))
                 continue
             images.append(self._transform(image))
             labels.append(sample.label)

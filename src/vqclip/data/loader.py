@@ -156,6 +156,7 @@ class TrainData:
         """Bad samples that this rank has met."""
         self.last_replaced: deque[BadSample] = deque(maxlen=100)
         """The last of them, in the order of the batches."""
+        self._untold: list[tuple[int, BadSample]] = []
         self._weights = tuple(weights)
         self._tokenize = tokenize
         self._image_size = transform.image_size
@@ -233,8 +234,14 @@ class TrainData:
             )
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
+        self._untold += [(batch.step, bad) for bad in batch.bad]
         if batch.bad:
             self.require_few_bad(self.replaced, seen)
+
+    def newly_replaced(self) -> list[tuple[int, BadSample]]:
+        """Step and sample of what this rank has replaced since it was last asked."""
+        found, self._untold = self._untold, []
+        return found
 
     def require_few_bad(self, replaced: int, seen: int) -> None:
         """Stops when more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.

@@ -41,7 +41,7 @@ def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample
     try:
         return raw, decode_image(raw.image, max_pixels)
     except DataError as error:
-        raise DataError(f"{source.name(index)}: {error}") from error
+        raise DataError(f"{source.name(index)}: {error}", error.kind) from error
 
 
 def _another(index: int, key: np.ndarray, size: int) -> int:
@@ -85,7 +85,7 @@ class SampleMaker:
             except DataError as error:
                 key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
                 failed, index = index, _another(index, key, len(self.sources[source]))
-                bad.append(BadSample(self._id(source, failed), str(error), self._id(source, index)))
+                bad.append(BadSample(self._id(source, failed), str(error), error.kind, self._id(source, index)))
         raise DataError(
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"
         )

@@ -89,7 +89,7 @@ def render(summary: RunSummary) -> str:
         lines += ["", format_results(summary.results)]
     lines += [
         "",
-        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, tensorboard/, summary.json)",
+        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, events.jsonl, tensorboard/, summary.json)",
         f"  checkpoint  {summary.checkpoint}",
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]

@@ -20,7 +20,7 @@ def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[s
     lines = text.splitlines() if one_per_line else [text]
     captions = tuple(line.strip() for line in lines if line.strip())
     if not captions:
-        raise DataError(f"{reader.name(index)}: the caption (.txt) is empty")
+        raise DataError(f"{reader.name(index)}: the caption (.txt) is empty", "no caption")
     return captions
 
 
@@ -36,9 +36,11 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
     try:
         facts = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{reader.name(index)}: .json cannot be read: {error}") from None
+        raise DataError(f"{reader.name(index)}: .json cannot be read: {error}", "damaged JSON") from None
     if not isinstance(facts, dict):
-        raise DataError(f"{reader.name(index)}: .json holds a {type(facts).__name__}; expected an object")
+        raise DataError(
+            f"{reader.name(index)}: .json holds a {type(facts).__name__}; expected an object", "damaged JSON"
+        )
     captions: list[str] = []
     for key in keys:
         value = facts.get(key)
@@ -47,12 +49,14 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
             if not isinstance(caption, str):
                 raise DataError(
                     f"{reader.name(index)}: .json key {key!r} holds a {type(caption).__name__}; expected text or a "
-                    "list of texts"
+                    "list of texts",
+                    "damaged JSON",
                 )
             captions += [caption.strip()] if caption.strip() else []
     if not captions:
         raise DataError(
             f"{reader.name(index)}: no caption under {', '.join(map(repr, keys))} in the .json; "
-            f"its keys: {', '.join(map(repr, list(facts)[:20]))}"
+            f"its keys: {', '.join(map(repr, list(facts)[:20]))}",
+            "no caption",
         )
     return tuple(captions)

@@ -89,7 +89,9 @@ class ClassShards:
         label = int(text) if text.isascii() and text.isdigit() else -1
         if not 0 <= label < len(self.classnames):
             last = len(self.classnames) - 1
-            raise DataError(f"{self.name(index)}: .cls holds {text[:20]!r}; expected a class number, 0 to {last}")
+            raise DataError(
+                f"{self.name(index)}: .cls holds {text[:20]!r}; expected a class number, 0 to {last}", "class number"
+            )
         return RawSample(self._reader.read(index, "image"), self._prompts[label], label)
 
     def name(self, index: int) -> str:

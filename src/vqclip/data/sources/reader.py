@@ -63,15 +63,17 @@ class ShardReader:
         offset, size = int(facts.offsets[row, column]), int(facts.sizes[row, column])
         if offset < 0:
             what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
-            raise DataError(f"{self.name(index)}: has no {what}")
+            raise DataError(f"{self.name(index)}: has no {what}", "missing member")
         if size > _MAX_BYTES[kind]:
-            raise DataError(f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read")
+            raise DataError(
+                f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read", "too many bytes"
+            )
         try:
             data = os.pread(self._file(shard), size, offset)
         except OSError as error:
-            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}") from None
+            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
-            raise DataError(f"{self.name(index)}: the shard became shorter while it was in use")
+            raise DataError(f"{self.name(index)}: the shard became shorter while it was in use", "changed shard")
         return data
 
     def text(self, index: int, kind: str) -> str:
@@ -84,7 +86,9 @@ class ShardReader:
         try:
             return data.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}") from None
+            raise DataError(
+                f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8"
+            ) from None
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
@@ -115,7 +119,7 @@ class ShardReader:
         status = os.fstat(file)
         if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
             os.close(file)
-            raise DataError(f"{facts.path}: has changed since it was indexed; start the run again")
+            raise DataError(f"{facts.path}: has changed since it was indexed; start the run again", "changed shard")
         self._files[shard] = file
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

@@ -1,0 +1,49 @@
+"""All that a run writes down while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from vqclip import dist
+from vqclip.data import TrainData
+from vqclip.report.bad_samples import BadSamples
+from vqclip.report.events import Events
+from vqclip.report.lines import Lines
+from vqclip.report.log import MetricsLog
+
+
+class Records:
+    """``metrics.jsonl`` and TensorBoard, ``bad_samples.jsonl`` and ``events.jsonl``: rank 0 writes, all ranks hold it.
+
+    Args:
+        folder: The run's folder.
+        start_step: Number of steps done.
+        data: What this rank reads.
+        bad_before: Bad samples in the steps done: kind → number.
+    """
+
+    def __init__(self, folder: Path, start_step: int, data: TrainData, bad_before: Mapping[str, int]):
+        writes = dist.is_main()
+        self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
+        """None on all ranks but one."""
+        self._files = [Lines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
+        bad, events = self._files or (None, None)
+        self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
+
+    def flush(self) -> None:
+        """Wait until all is on the disk; to be called before a checkpoint, which vouches for its steps."""
+        for file in (self.metrics, *self._files):
+            if file is not None:
+                file.flush()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for file in (self.metrics, *self._files):
+            if file is not None:
+                file.close()

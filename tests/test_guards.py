@@ -1,0 +1,174 @@
+"""What happens when numbers go bad."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_VQ
+from tests.training import metrics, run_tree, weights
+from vqclip import dist
+from vqclip.collapse import CollapseConfig
+from vqclip.errors import NonFiniteError
+from vqclip.guards import GuardConfig, SpikeConfig
+from vqclip.quantizers import ProductConfig, VQConfig
+from vqclip.report import read_metrics
+from vqclip.step import TrainStep
+from vqclip.train import TrainConfig, train
+
+POISONED = 3
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def looking(losses, **spikes):
+    """The events of a run with these losses."""
+    guards = GuardConfig(spikes=SpikeConfig(window=10, **spikes)).build()
+    return [guards.look(step, {"total": loss}) for step, loss in enumerate(losses)]
+
+
+def test_a_loss_far_above_the_usual_is_a_spike():
+    usual = [1.0 + 0.05 * math.sin(7.0 * step) for step in range(15)]
+    *before, event, after = looking([*usual, 2.0, 1.0])
+    assert before == [None] * 15
+    assert event.kind == "spike"
+    assert event.reason.startswith("loss 2, where 0.99")
+    assert not event.skip
+    assert after is None
+    assert looking([*usual, 0.1])[-1] is None  # far below is no harm
+    assert looking([*usual, 2.0], skip=True)[-1].skip
+    assert looking([*usual[:9], 2.0])[-1] is None  # nothing is usual yet
+
+
+def test_equal_losses_do_not_make_the_next_one_a_spike():
+    assert looking([1.0] * 12 + [1.09])[-1] is None
+    assert looking([1.0] * 12 + [1.11])[-1].kind == "spike"
+
+
+def test_a_new_level_is_usual_after_a_while():
+    events = looking([1.0] * 12 + [3.0] * 12)
+    assert [event is not None for event in events[12:]] == [True] * 5 + [False] * 7
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stops_or_is_left_out(value):
+    with pytest.raises(NonFiniteError, match=rf"step 7: gradient norm = {value}; the step was not applied"):
+        GuardConfig().build().look(7, {"total": 1.0, "gradient norm": value})
+    guards = GuardConfig(on_nonfinite="skip", max_skipped=2).build()
+    for step in range(2):
+        event = guards.look(step, {"total": value, "gradient norm": 1.0})
+        assert (event.kind, event.reason, event.skip) == ("nonfinite", f"total = {value}", True)
+    with pytest.raises(NonFiniteError, match=r"step 2: .*nor were 2 others.*guards.max_skipped"):
+        guards.look(2, {"total": value})
+
+
+def test_guards_go_on_where_they_were():
+    first, second = (GuardConfig(on_nonfinite="skip", spikes=SpikeConfig(window=10)).build() for _ in range(2))
+    for step in range(12):
+        first.look(step, {"total": 1.0 if step != 5 else math.nan})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.skipped == 1
+    assert second.look(12, {"total": 5.0}) == first.look(12, {"total": 5.0}) is not None
+
+
+def train_poisoned(tree, cache):
+    """NaN in rank 1's (or the only rank's) text features of one step; what each rank raised and whether it moved."""
+    os.environ["VQCLIP_CACHE"] = cache
+    call, moved = TrainStep.__call__, []
+
+    def poisoned(self, batch, number):
+        if number != POISONED:
+            return call(self, batch, number)
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        multiply = float("nan") if dist.rank() == dist.world_size() - 1 else 1.0
+        hook = self.model.text.tower.register_forward_hook(lambda module, inputs, output: output * multiply)
+        try:
+            return call(self, batch, number)
+        finally:
+            hook.remove()
+            moved.append(any(not torch.equal(before[name], now) for name, now in self.model.state_dict().items()))
+
+    TrainStep.__call__ = poisoned
+    try:
+        train(TrainConfig.model_validate(tree))
+        return None, moved
+    except NonFiniteError as error:
+        return str(error), moved
+    finally:
+        TrainStep.__call__ = call
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks, world_size, precision):
+    tree = run_tree(tmp_path, shards, train__steps=6, train__checkpoint_every=5, train__precision=precision)
+    tree["guards"] = {"on_nonfinite": "skip"}
+    for error, moved in ranks(world_size, train_poisoned, tree, str(tmp_path / "cache"), init=False):
+        assert error is None
+        assert moved == [False]
+    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
+    assert (event["step"], event["event"], event["applied"]) == (POISONED + 1, "nonfinite", False)
+    assert "total = nan" in event["reason"]
+    assert len(set(event["sample_ids"])) == 12
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 6).values())
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 7))
+    state = json.loads((tmp_path / "tiny/checkpoints/step-00000006/state.json").read_text())["state"]
+    assert state["guards"]["skipped"] == 1
+
+
+def test_a_run_that_stops_names_the_samples(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=6)
+    cache = str(tmp_path / "cache")
+    for error, moved in ranks(2, train_poisoned, tree, cache, init=False):
+        assert error.startswith(f"step {POISONED}: total = nan")
+        assert moved == [False]
+    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
+    assert (event["step"], event["applied"]) == (POISONED + 1, False)
+    assert len(set(event["sample_ids"])) == 12
+
+
+def figures(usage, tokens=1000.0):
+    return {"usage": usage, "tokens": tokens}
+
+
+def test_a_collapsed_codebook_is_told_of_once():
+    quantizer = VQConfig(dim=4, codebook_size=100).build()
+    watch = CollapseConfig(usage=0.1, steps=50).build()
+    told = [watch.look(done, "image", quantizer, figures(0.09)) for done in range(20, 201, 10)]
+    assert [message is not None for message in told] == [False] * 5 + [True] + [False] * 13
+    assert told[5].startswith(
+        "image: since step 20 or before, a step of 1,000 tokens uses 9.00% of the codes, where 100%"
+    )
+    assert watch.look(210, "image", quantizer, figures(0.11)) is None
+    assert [watch.look(done, "image", quantizer, figures(0.09)) is None for done in (220, 260, 270)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_no_more_codes_are_expected_than_there_are_tokens():
+    quantizer = ProductConfig(layer=VQConfig(dim=4, codebook_size=1000), codebooks=2).build()
+    watch = CollapseConfig(usage=0.5, steps=1).build()
+    for done in (1, 9):
+        assert watch.look(done, "text", quantizer, figures(0.06, tokens=100.0)) is None
+    assert watch.look(10, "text", quantizer, figures(0.04, tokens=100.0)) is None
+    assert "4.00% of the codes, where 10% could be" in watch.look(11, "text", quantizer, figures(0.04, tokens=100.0))
+
+
+def test_the_loop_looks_at_its_codebooks(tmp_path, shards, caplog, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree = run_tree(tmp_path, shards, BUSY_VQ, train__steps=6, train__report_every=2)
+    tree["guards"] = {"collapse": {"usage": 1.0, "steps": 3}}
+    with caplog.at_level("WARNING"):
+        train(TrainConfig.model_validate(tree))
+    found = [record.getMessage() for record in caplog.records if "collapsed" in record.getMessage()]
+    assert [message.split(":")[:2] for message in found] == [["step 6", " image"], ["step 6", " text"]]
