@@ -112,7 +112,11 @@ def in_rank(rank: int, ranks: int, port: int, job: Callable[..., Any], args: tup
     torch.set_num_threads(1)
     if ranks > 1:
         c10d.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    queue.put((rank, job(rank, ranks, *args)))
+    try:
+        queue.put((rank, job(rank, ranks, *args)))
+    except Exception as error:
+        queue.put((rank, error))
+        raise
     if ranks > 1:
         c10d.destroy_process_group()
 
@@ -130,6 +134,9 @@ def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
     results = dict(queue.get(timeout=3600) for _ in processes)
     for process in processes:
         process.join()
+    for rank, result in results.items():
+        if isinstance(result, Exception):
+            raise SystemExit(f"rank {rank}: {result}")
     return [results[rank] for rank in range(ranks)]
 
 

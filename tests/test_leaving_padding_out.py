@@ -133,14 +133,19 @@ def test_a_tower_that_sees_padding_keeps_it():
             use(inputs)
 
 
-def test_a_compiled_model_takes_any_length():
-    """One graph of the first length, one of any, one of all positions."""
-    model = built(dtype=torch.float32)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_steps_of_any_length_compile_to_few_graphs(monkeypatch, micro_batches):
+    """One for any length and one for all positions, twice with micro-batches: with gradients and without."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     counters = torch._dynamo.utils.counters
     counters.clear()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    images, tokens = torch.zeros(4, 3, 16, 16, dtype=torch.uint8), model.text.preprocess(SHORT)
-    for columns in (8, 16, 24, 8, 12, 20, 16):
-        out, expected = (each(images, tokens[:, :columns]).text.embedding for each in (compiled, model))
-        torch.testing.assert_close(out, expected)
-    assert counters["stats"]["unique_graphs"] <= 3
+    model = built(dtype=torch.float32)
+    optim = OptimConfig(lr=1e-3, warmup_steps=0)
+    compute = ComputeConfig(compile=True, micro_batches=micro_batches)
+    step = TrainStep(model, ContrastiveConfig().build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    own, graphs = torch.arange(4), []
+    for number, captions in enumerate(([SHORT[1]] * 4, LONG[:1] * 4, LONG, SHORT, LONG[:1] * 4)):
+        texts = model.text.preprocess(captions)
+        step(Batch(number, 0, torch.zeros(4, 3, 16, 16, dtype=torch.uint8), texts, own, own, own, 4), number)
+        graphs.append(counters["stats"]["unique_graphs"] // micro_batches)
+    assert graphs == [1, 1, 2, 2, 2]

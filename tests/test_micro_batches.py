@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from unittest import mock
 
 import numpy as np
@@ -117,6 +118,8 @@ def alone():
         ("residual of vq with dropout", (7, 5), 2),
         ("residual of vq with dropout", (5, 3, 4), 3),
         ("residual of vq with dropout", (3, 3, 3, 3), 3),
+        ("lfq with entropy loss", (12, 0), 2),
+        ("residual of vq with dropout", (6, 0, 6), 2),
     ],
 )
 def test_equals_one_process_under_ddp(ranks, alone, name, sizes, micro_batches):
@@ -189,6 +192,7 @@ class Restless(nn.Module):
 RESTLESS = {
     "scaled": lambda x, generator: x * (1 + generator.random()),
     "dropout": lambda x, generator: x * torch.from_numpy(generator.random(tuple(x.shape)) > 0.1) / 0.9,
+    "another with gradients": lambda x, generator: x * (1.5 if torch.is_grad_enabled() else 1.0),
     "shuffled": lambda x, generator: x[torch.from_numpy(generator.permutation(len(x)))],
 }
 
@@ -219,6 +223,39 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
     with pytest.raises(RankError) as failure:
         ranks(2, restless_on_one_rank, timeout=30.0)
     assert str(failure.value).count("ReplayError: train.micro_batches") == 2
+    named = (
+        r"On rank 1: embeddings moved by .*, the first module with other outputs: model\.image\.tower.*blocks\.1\.mlp"
+    )
+    assert len(re.findall(named, str(failure.value))) == 2
+
+
+def test_embeddings_of_both_passes_are_compared():
+    """Also where no module is to be caught: what is kept of the first pass is not what the second gives."""
+    model, step = model_and_step(FSQ, micro_batches=2)
+    kept = step._looked_at
+
+    def others(parts, number):
+        for out in kept(parts, number):
+            turned = out.image.embedding.roll(1, dims=1)
+            yield out._replace(image=out.image._replace(embedding=turned))
+
+    step._looked_at = others
+    with pytest.raises(
+        ReplayError, match="On rank 0: embeddings moved by .*, the first module with other outputs: none"
+    ):
+        step(batch_number(0, model), 0)
+
+
+@pytest.mark.parametrize("frozen", ["logit_scale", "image.", "text.", "image.tower."])
+def test_parts_of_the_model_may_be_frozen(frozen):
+    results = []
+    for micro_batches in (1, 3):
+        model, step = model_and_step(ENTROPY_LFQ, micro_batches=micro_batches)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        step(batch_number(0, model), 0)
+        results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert_alike(results[1:], results[:1], 1e-10)
 
 
 @pytest.mark.parametrize(

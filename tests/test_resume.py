@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tests.training import all_equal, largest_difference, metrics, run, run_tree
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.step import towers_draw
+from vqclip.evaluation import Attempt
+from vqclip.step import TrainStep, towers_draw
 from vqclip.train import TrainConfig, train
 
 STEPS = 24
@@ -202,6 +204,64 @@ def test_whether_towers_draw_leaves_the_generator_alone(tmp_path, shards):
         before = torch.get_rng_state()
         assert towers_draw(model) is draws
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    tree["train"] |= {"steps": 6, "batch_size": 10}
+    tree["optim"]["lr"] = 2e-3
+    with pytest.raises(CheckpointError) as error:
+        train(TrainConfig.model_validate(tree))
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["optim.lr", "train.batch_size", "train.steps"]
+    tree["run"]["resume_allow"] = ["optim", "train.steps"]
+    with pytest.raises(CheckpointError) as error:
+        train(TrainConfig.model_validate(tree))
+    assert str(error.value).splitlines()[1:-1] == ["  train.batch_size: 12 in the checkpoint, 10 now"]
+    tree["run"]["resume_allow"].append("train.batch")
+    with pytest.raises(ConfigError, match=r"^run.resume_allow: got 'train.batch'; expected some of .*train.batch_size"):
+        train(TrainConfig.model_validate(tree))
+    tree["run"]["resume_allow"][-1] = "train.batch_size"
+    with caplog.at_level("WARNING"):
+        assert train(TrainConfig.model_validate(tree)) is not None
+    assert "allowed to differ:  train.batch_size: 12 in the checkpoint, 10 now" in caplog.text
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def kept(tmp_path):
+    return [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "tiny" / "checkpoints").iterdir())]
+
+
+def test_some_checkpoints_are_kept_for_good(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree = run_tree(tmp_path, shards, train__steps=9, train__checkpoint_every=1, train__keep_checkpoints=2)
+    train(TrainConfig.model_validate(tree | {"train": tree["train"] | {"keep_every": 3}}))
+    assert kept(tmp_path) == [3, 6, 8, 9]
+
+
+def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkeypatch):
+    """Rates by step: best after 2, then after 6."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    rates = {1: 0.1, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.2, 6: 0.7, 7: 0.3, 8: 0.3}
+    done = []
+
+    def rated(model, *args, **kwargs):
+        return Attempt([SimpleNamespace(scalars=lambda: {"pairs/rate": rates[done[-1]]})], None)
+
+    call = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
+    monkeypatch.setattr("vqclip.train.try_all", rated)
+    monkeypatch.setattr("vqclip.train.summarise", lambda *args: None)
+    monkeypatch.setattr("vqclip.train.write_summary", lambda *args: None)
+    best = {"train__keep_best": "eval/pairs/rate", "train__evaluate_every": 1, "train__checkpoint_every": 1}
+    tree = run_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1, **best)
+    train(TrainConfig.model_validate(tree))
+    assert kept(tmp_path) == [2, 5]
+    tree["train"]["steps"], tree["run"]["resume_allow"] = 8, ["train.steps"]
+    train(TrainConfig.model_validate(tree))
+    assert kept(tmp_path) == [6, 8]
 
 
 @pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])

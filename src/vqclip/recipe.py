@@ -27,6 +27,9 @@ class RunConfig(Config):
     """Folder of all runs."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
+    resume_allow: tuple[str, ...] = ()
+    """What may differ from the checkpoint, by the names that the error gives, such as `train.steps`, or the beginning
+    of several, such as `data`. The run then goes on, but not as it would have."""
     seed: int = Field(0, ge=0)
     """Key of every random draw: weights, sample order, augmentation, dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -53,8 +56,23 @@ class ScheduleConfig(ComputeConfig):
     """Steps between two checkpoints; the last step is always one."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Also keep, for good, the checkpoints after every so many steps; a multiple of `checkpoint_every`."""
+    keep_best: str | None = None
+    """Also keep the checkpoint that does best by a figure of `evaluation`, named as in `metrics.jsonl`, such as
+    `eval/unseen pictures/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
+
+    @model_validator(mode="after")
+    def _what_is_kept_is_saved(self) -> ScheduleConfig:
+        for name, every in (("keep_every", self.keep_every), ("evaluate_every", self.evaluate_every)):
+            needed = name == "keep_every" or self.keep_best is not None
+            if needed and every is not None and every % self.checkpoint_every:
+                raise ValueError(f"got {name} {every}; expected a multiple of checkpoint_every {self.checkpoint_every}")
+        if self.keep_best is not None and self.evaluate_every is None:
+            raise ValueError(f"got keep_best {self.keep_best!r} and evaluate_every null; expected a number of steps")
+        return self
 
 
 class TrainConfig(Config):

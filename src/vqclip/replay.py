@@ -68,21 +68,18 @@ def hand_on(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> None:
         whole: what `joined` gave, after the loss's backward.
         rows: of the micro-batch in it.
     """
-    outputs, gradients = [], []
+    pairs: list[tuple[Tensor, Tensor | None]] = []
     for mine, all_rows in ((out.image, whole.image), (out.text, whole.text)):
         assert all_rows.embedding.grad is not None
-        outputs.append(mine.embedding)
-        gradients.append(all_rows.embedding.grad[rows])
-        for name, total in mine.stats.items():
-            if total.requires_grad:
-                found = all_rows.stats[name].grad
-                outputs.append(total)
-                gradients.append(torch.zeros_like(total) if found is None else found)
-    for number in (out.scale, out.bias):  # they have theirs; DDP wants to see all weights in every backward
-        if number is not None:
-            outputs.append(number)
-            gradients.append(torch.zeros_like(number))
-    torch.autograd.backward(outputs, gradients)
+        pairs.append((mine.embedding, all_rows.embedding.grad[rows]))
+        pairs += [(total, all_rows.stats[name].grad) for name, total in mine.stats.items()]
+    # The temperature has its gradient; DDP wants to see all weights in every backward.
+    pairs += [(number, None) for number in (out.scale, out.bias) if number is not None]
+    learning = [(output, found) for output, found in pairs if output.requires_grad]  # parts of the model may be frozen
+    torch.autograd.backward(
+        [output for output, _ in learning],
+        [torch.zeros_like(output) if found is None else found for output, found in learning],
+    )
 
 
 def drift(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> float:
@@ -92,16 +89,20 @@ def drift(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> float:
     return float(distances.mean()) if len(distances) else 0.0
 
 
-@torch.no_grad()
 def drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: float) -> str | None:
     """The first module of ``model``, in the order in which they finish, whose outputs differ between two forwards.
+
+    As in the two passes, the first is without gradients and the second with them.
 
     Args:
         model: its modules are looked at.
         forward: runs the model, from the same state of torch's generators every time.
         tolerance: difference of an output, relative to its norm, that counts as rounding.
     """
-    first, second = _prints(model, forward), _prints(model, forward)
+    with torch.no_grad():
+        first = _prints(model, forward)
+    with torch.enable_grad():
+        second = _prints(model, forward)
     for before, after in itertools.zip_longest(first, second, fillvalue=_Print("", 0.0, 0.0)):
         if before.name != after.name or abs(after.projection - before.projection) > tolerance * before.norm:
             return before.name or after.name
@@ -125,7 +126,7 @@ def _prints(model: nn.Module, forward: Callable[[], object]) -> list[_Print]:
         def note(module: nn.Module, inputs: object, output: object) -> None:
             for leaf in output if isinstance(output, tuple) else (output,):
                 if isinstance(leaf, Tensor):
-                    wide = leaf.double()
+                    wide = leaf.detach().double()
                     found.append(_Print(name, float((wide * _signs(wide)).sum()), float(wide.norm())))
 
         return note

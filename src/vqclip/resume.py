@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vqclip import checkpoint, dist
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, ConfigError
 from vqclip.pretrained import load_weights
 from vqclip.step import TrainStep
 
@@ -29,18 +29,29 @@ class Snapshots:
             checkpoint with others is refused.
         step: the training step, whose model, optimizer and gradient scaler are saved.
         keep: newest checkpoints to keep.
+        keep_every: keep those after every so many steps too; None for no others.
+        allow: facts that may be others, by their names or the beginnings of these.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], step: TrainStep, keep: int):
-        self.folder, self.keep, self.step = folder, keep, step
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        step: TrainStep,
+        keep: int,
+        keep_every: int | None = None,
+        allow: Sequence[str] = (),
+    ):
+        self.folder, self.keep, self.keep_every, self.step, self.allow = folder, keep, keep_every, step, allow
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
 
-    def save(self, done: int, replaced: Mapping[str, int]) -> None:
+    def save(self, done: int, replaced: Mapping[str, int], best: int | None = None) -> None:
         """Save the state after ``done`` steps; every rank calls it, rank 0 writes, nobody runs ahead.
 
         Args:
             done: steps done.
             replaced: bad samples replaced so far, over all ranks: kind → number.
+            best: a step whose checkpoint is kept as well.
 
         Raises:
             CheckpointError: on rank 0, when it cannot be written; older checkpoints are untouched.
@@ -59,6 +70,7 @@ class Snapshots:
                     "replaced": dict(replaced),
                 },
                 keep_last=self.keep,
+                keep=lambda step: step == best or (self.keep_every is not None and step % self.keep_every == 0),
             )
         dist.barrier()
 
@@ -76,13 +88,14 @@ class Snapshots:
 
         Raises:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
+            ConfigError: `allow` names what there is not.
         """
         found = checkpoint.latest(self.folder) if dist.is_main() else None
         path = dist.broadcast_json(None if found is None else str(found))
         if path is None:
             return 0, {}
         saved = checkpoint.load(Path(path), check=False)
-        _require_same(saved.path, saved.state["identity"], self.identity)
+        _require_same(saved.path, saved.state["identity"], self.identity, self.allow)
         load_weights(saved.model_folder, self.step.model)
         saved.restore_optimizer(self.step.optimizer)
         self.step.scaler.load_state_dict(saved.state["scaler"])
@@ -94,20 +107,31 @@ class Snapshots:
         return saved.step, saved.state["replaced"]
 
 
-def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises CheckpointError listing every fact in which a checkpoint and this run differ."""
+def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:
+    """Raises CheckpointError listing every fact in which a checkpoint and this run differ and may not."""
     before, after = _flat(saved), _flat(now)
-    differing = [
-        f"  {key}: {before.get(key, 'absent')!r} in the checkpoint, {after.get(key, 'absent')!r} now"
-        for key in sorted(before.keys() | after.keys())
+    keys = sorted(before.keys() | after.keys())
+    for name in allow:
+        if not any(_begins(key, name) for key in keys):
+            raise ConfigError(f"run.resume_allow: got {name!r}; expected some of {', '.join(keys)}, or how they begin")
+    differing = {
+        key: f"  {key}: {before.get(key, 'absent')!r} in the checkpoint, {after.get(key, 'absent')!r} now"
+        for key in keys
         if before.get(key) != after.get(key)
-    ]
-    if differing:
-        shown = "\n".join(differing[:20]) + (f"\n  ... and {len(differing) - 20} more" if len(differing) > 20 else "")
+    }
+    refused = [line for key, line in differing.items() if not any(_begins(key, name) for name in allow)]
+    if refused:
+        shown = "\n".join(refused[:20]) + (f"\n  ... and {len(refused) - 20} more" if len(refused) > 20 else "")
         raise CheckpointError(
             f"{path} belongs to another run, so going on from it would not be exact:\n{shown}\n"
-            "restore these, or give this run another name (run.name=...)"
+            "restore these, give this run another name (run.name=...), or name in run.resume_allow what may differ"
         )
+    for line in differing.values():
+        logger.warning("%s: allowed to differ:%s", path, line)
+
+
+def _begins(key: str, name: str) -> bool:
+    return key == name or (key.startswith(name) and key[len(name)] in ".[ ")
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

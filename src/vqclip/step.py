@@ -197,6 +197,7 @@ class TrainStep:
     def _forward(self, share: _Share, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), micro_batch))
+        torch._dynamo.maybe_mark_dynamic(share.tokens, 1)  # captions differ in length: a graph for any
         with autocast(self.device, self.precision):
             return (model or self.parallel)(share.images, share.tokens)
 
@@ -218,13 +219,14 @@ class TrainStep:
         restless = drifting_module(
             self.model, lambda: self._forward(parts[worst], step, worst, self.model), 1e-2 if half else 1e-4
         )
-        if dist.any_rank(moved or restless is not None):
-            named = "none" if restless is None else f"model.{restless}"
+        named = "none" if restless is None else f"model.{restless}"
+        found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
+        reports = dist.gather_json(found if moved or restless is not None else None)
+        if guilty := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
             raise ReplayError(
                 f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
-                f"be wrong. On rank {dist.rank()} embeddings moved by {drifts[worst]:.2g} on average; the first module "
-                f"that gives other outputs every time: {named}. A module may draw random numbers from torch's "
-                "generators alone and must not change its state in forward; replace it, or set train.micro_batches to 1"
+                f"be wrong. On {guilty[0]}. A module may draw random numbers from torch's generators alone and must "
+                "not change its state in forward; replace it, or set train.micro_batches to 1"
             )
         self._replays = True
 

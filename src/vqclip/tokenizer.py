@@ -28,7 +28,7 @@ from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
 from vqclip.quantizers import QuantizerConfig, Stats
-from vqclip.quantizers.base import check_direction
+from vqclip.quantizers.base import check_channels
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
 from vqclip.towers.text import heads_divide_width
 
@@ -82,7 +82,8 @@ class Tokenizer(nn.Module):
         self.project_in = Projection(nn.LayerNorm(tower.width), *into)
         self.normalize = config.normalize
         if config.normalize != "none":
-            check_direction(f"{self.modality}.normalize {config.normalize}", quantizer.dim)
+            least = 3 if config.normalize == "layer" else 2  # taking off the mean costs one more
+            check_channels(f"{self.modality}.normalize {config.normalize}", quantizer.dim, least)
         self.quantizer = quantizer
         self.project_out = Projection(*config.project_out.layers(quantizer.dim, config.width))
         self.pool = PooledEmbedding(tower.num_tokens, config.width, embed_dim, config.heads, config.depth)
@@ -169,7 +170,8 @@ class Tokenizer(nn.Module):
         require_ids(ids)
         codebooks = len(self.codebook_sizes)
         if ids.ndim != 3 or not self.fewest_tokens <= ids.shape[1] <= self.num_tokens or ids.shape[2] != codebooks:
-            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {self.num_tokens}, {codebooks})")
+            tokens = f"{self.num_tokens}" if self.fewest_tokens == self.num_tokens else f"1 to {self.num_tokens}"
+            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {tokens}, {codebooks})")
         return self.quantizer.decode(ids)
 
     def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:

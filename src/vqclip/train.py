@@ -27,7 +27,6 @@ from vqclip.files import write_text
 from vqclip.lock import RunLock
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
-from vqclip.report import MetricsLog
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
 from vqclip.report.events import Events
@@ -87,13 +86,20 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
         config.guards.build(),
     )
     identity = config.identity(data.fingerprint, towers_draw=towers_draw(model))
-    snapshots = Snapshots(folder / "checkpoints", identity, step, config.train.keep_checkpoints)
+    snapshots = Snapshots(
+        folder / "checkpoints",
+        identity,
+        step,
+        config.train.keep_checkpoints,
+        config.train.keep_every,
+        config.run.resume_allow,
+    )
     start, bad_before = _resume(config, snapshots)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config))
 
     clock = Clock()
-    with Records(folder, start, data, bad_before) as records:
+    with Records(folder, start, data, bad_before, config.train.keep_best) as records:
         try:
             done = _loop(config, data, step, snapshots, start, records, clock)
         except DataError:  # too many bad samples: what this rank knows is not lost
@@ -104,7 +110,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
             return None
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        attempt = _evaluate(config, step, done, records.metrics)
+        attempt = _evaluate(config, step, done, records)
 
     speed, processes = clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
@@ -167,10 +173,10 @@ def _loop(
                 clock.pause()
                 records.flush()
                 step.agree()
-                snapshots.save(done, records.bad.counts)
+                snapshots.save(done, records.bad.counts, records.best_step)
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 clock.pause()
-                _require_success(_evaluate(config, step, done, log))
+                _require_success(_evaluate(config, step, done, records))
             data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
@@ -180,13 +186,11 @@ def _loop(
     return done
 
 
-def _evaluate(config: TrainConfig, step: TrainStep, done: int, log: MetricsLog | None) -> Attempt:
+def _evaluate(config: TrainConfig, step: TrainStep, done: int, records: Records) -> Attempt:
     """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
     step.agree()
     attempt = try_all(step.model, config.evaluation, precision=config.train.precision)
-    if log and attempt.results:
-        scalars = {f"eval/{name}": value for result in attempt.results for name, value in result.scalars().items()}
-        log.write(done, scalars)
+    records.evaluated(done, {key: value for result in attempt.results for key, value in result.scalars().items()})
     return attempt
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from tests.losses.test_tiled import KINDS, pairs, value_and_gradients
+from tests.losses.test_tiled import KINDS, pairs, tile_bytes, value_and_gradients
 from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.losses import ContrastiveConfig, ContrastiveLoss, pair_keys
@@ -39,7 +39,10 @@ def sigmoid_without(image, text, numbers, keys):
 BY_HAND = {"contrastive": softmax_without, "sigmoid": sigmoid_without}
 
 
-def on_a_rank(kind, impl, sizes):
+def on_a_rank(kind, impl, sizes, tile=None):
+    if tile is not None:
+        with tile_bytes(*tile):
+            return on_a_rank(kind, impl, sizes)
     loss, numbers = KINDS[kind]
     rank = dist.rank()
     mine = [t.split(sizes)[rank] for t in pairs(11)]
@@ -47,16 +50,20 @@ def on_a_rank(kind, impl, sizes):
     return value_and_gradients(lambda *inputs: loss(impl)(*inputs, *bias, KEYS.split(sizes)[rank]), *mine, numbers)
 
 
-@pytest.mark.parametrize("sizes", [[11], [6, 5], [4, 0, 7]], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [([11], None), ([11], (200, 0)), ([11], (200, 400)), ([6, 5], None), ([6, 5], (200, 400)), ([4, 0, 7], (200, 0))],
+    ids=str,
+)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_of_one_key_are_no_negatives(ranks, kind, impl, sizes):
+def test_pairs_of_one_key_are_no_negatives(ranks, kind, impl, sizes, tile):
     _, numbers = KINDS[kind]
     by_hand = BY_HAND[kind]
     value, image, text, *others = value_and_gradients(
         lambda image, text, *numbers: by_hand(image, text, numbers, KEYS), *pairs(11), numbers
     )
-    results = ranks(len(sizes), on_a_rank, kind, impl, sizes)
+    results = ranks(len(sizes), on_a_rank, kind, impl, sizes, tile)
     for each in results:
         torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
     for k, whole in ((1, image), (2, text)):

@@ -123,10 +123,12 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def remove_old(folder: Path, newest: Path, keep_last: int) -> None:
-    """Remove all but ``keep_last`` of the checkpoints up to ``newest``, oldest first; newer ones do not count."""
+def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int], bool]) -> None:
+    """Remove the checkpoints before the last ``keep_last`` up to ``newest``, but those whose step is to be kept."""
     older = [path for path in checkpoints(folder) if step_of(path) <= step_of(newest)]
     for path in older[: max(0, len(older) - keep_last)]:
+        if keep(step_of(path)):
+            continue
         # Renamed first: a removal that is cut short must not leave half a checkpoint under its old name.
         doomed = folder / f"{TEMPORARY}removed-{path.name}"
         try:

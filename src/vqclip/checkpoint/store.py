@@ -55,8 +55,9 @@ def save(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     keep_last: int,
+    keep: Callable[[int], bool] = lambda step: False,
 ) -> Path:
-    """Save a checkpoint of ``step``, then remove all but the newest ``keep_last``.
+    """Save a checkpoint of ``step``, then remove old ones.
 
     Returns when the checkpoint is on the disk, not merely in the page cache. A process that dies at any moment
     leaves either the new checkpoint whole or none of it, and never harms an older one.
@@ -68,6 +69,7 @@ def save(
         optimizer: Its state is stored exactly.
         state: Anything JSON can hold exactly: data position, fingerprints, gradient scaler, configuration.
         keep_last: How many checkpoints up to this one stay, at least 1.
+        keep: By step, which of those before them stay too.
 
     Returns:
         The checkpoint's folder.
@@ -87,7 +89,7 @@ def save(
         (aside / _STATE).write_text(text, encoding="utf-8")
 
     path = write_folder(Path(folder), step, fill)
-    remove_old(Path(folder), path, keep_last)
+    remove_old(Path(folder), path, keep_last, keep)
     return path
 
 

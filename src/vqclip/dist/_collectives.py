@@ -62,7 +62,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = Non
     return torch.cat([rows[:size] for rows, size in zip(gathered.split(longest), sizes, strict=True)])
 
 
-def gather_sizes(x: Tensor, group: Group = None) -> list[int]:
+def gather_sizes(x: Tensor, group: Group = None, note: str = "") -> list[int]:
     """Every rank's number of rows B_r, in rank order, having checked that `all_gather(x)` is possible.
 
     Raises:
@@ -70,7 +70,7 @@ def gather_sizes(x: Tensor, group: Group = None) -> list[int]:
     """
     if not is_distributed(group):
         return [x.shape[0]]
-    row = f"{tuple(x.shape[1:])} of {x.dtype}"
+    row = f"{tuple(x.shape[1:])} of {x.dtype}{note}"
     wants_grad = torch.is_grad_enabled() and x.requires_grad
     mine = torch.tensor([x.shape[0], zlib.crc32(row.encode()), wants_grad], device=control_device(group))
     gathered = mine.new_empty(world_size(group) * len(mine))

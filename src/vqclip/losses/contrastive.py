@@ -17,6 +17,7 @@ from vqclip.losses.features import (
     Positives,
     check_implementation,
     check_keys,
+    check_numbers,
     gathered,
     not_negatives,
     precise,
@@ -83,6 +84,7 @@ class ContrastiveLoss(nn.Module):
         check_keys(self.positives, keys)
         _check_smoothing(self.label_smoothing, keys is not None)
         image, text = precise(image, text, keys)
+        check_numbers(scale=scale)
         with full_precision(image.device):
             if self.impl == "gather":
                 return self._of_all_logits(image, text, scale, keys)

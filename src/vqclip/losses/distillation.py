@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.errors import ShapeError
 from vqclip.losses.exchange import Block, Exchange
-from vqclip.losses.features import Implementation, check_implementation, gathered, precise
+from vqclip.losses.features import Implementation, check_implementation, check_numbers, gathered, precise
 from vqclip.losses.tiled import EXCHANGES, Outputs, outputs_like, without_gradients
 from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, add_logsumexp_, connected, softmaxes
 from vqclip.precision import full_precision
@@ -62,9 +62,11 @@ class DistillationLoss(nn.Module):
         """
         if len(teacher_image) != len(image):
             raise ShapeError(
-                f"features: got {len(image)} pairs of the student's and {len(teacher_image)} of the teacher's"
+                f"features: got {len(image)} pairs of the student's and {len(teacher_image)} of the teacher's; "
+                "expected the teacher's features of the student's pairs, in their order"
             )
         image, text = precise(image, text)
+        check_numbers(scale=scale, teacher_scale=teacher_scale)
         teacher_image, teacher_text = precise(teacher_image.detach(), teacher_text.detach())
         scale = scale.to(image.dtype)
         teacher = (teacher_image.to(image.dtype), teacher_text.to(image.dtype), teacher_scale.detach().to(image.dtype))
@@ -82,7 +84,7 @@ class DistillationLoss(nn.Module):
                 dist.group_name(self.group),
                 wants_grad,
             )
-            return connected(*inputs, Gradients(*known)) if wants_grad else known[0]
+            return connected(*inputs, Gradients(*known))
 
     def _of_all_logits(
         self, image: Tensor, text: Tensor, scale: Tensor, teacher_image: Tensor, teacher_text: Tensor, factor: Tensor

@@ -38,16 +38,17 @@ class Exchange(ABC):
         text: ``(B, E)`` this rank's.
         group: the ranks.
         wants_grad: whether this rank wants gradients; all must agree.
+        note: what else all must agree on, in words.
 
     Raises:
-        DistributedError: the ranks' features do not fit together, or only some of them want gradients.
+        DistributedError: the ranks' features or notes do not fit together, or only some of them want gradients.
         ShapeError: no rank has a pair.
     """
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool):
+    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
         self.group = group
         with torch.enable_grad():
-            self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), group)
+            self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), group, note)
         self.count = sum(self.sizes)
         if self.count == 0:
             raise ShapeError("features: the global batch is empty, expected at least one pair on one rank")
@@ -80,8 +81,8 @@ class Exchange(ABC):
 class Gathered(Exchange):
     """All texts on every rank."""
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool):
-        super().__init__(text, group, wants_grad)
+    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
+        super().__init__(text, group, wants_grad, note)
         self._texts = self.spread(text)
 
     def spread(self, own: Tensor) -> Tensor:
@@ -112,9 +113,13 @@ class Gathered(Exchange):
 class Ring(Exchange):
     """One rank's texts after the other, for as many more bytes: twice those of `Gathered` at most (on two ranks)."""
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool):
-        super().__init__(text, group, wants_grad)
+    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
+        super().__init__(text, group, wants_grad, note)
         self._text = text
+        if (
+            min(self.sizes) == 0
+        ):  # NCCL wants all ranks in a group's first collective, and empty ones stay out of shifts
+            dist.reduce_(text.new_zeros(()), group=group)
 
     def spread(self, own: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -142,10 +147,14 @@ class Ring(Exchange):
         """What the next rank gets from us → what we get from the one before us: ``rows`` rows, in one message."""
         if not going:
             return ()
-        widths = [math.prod(tensor.shape[1:]) for tensor in going]
-        packed = torch.cat([tensor.unsqueeze(-1).flatten(1) for tensor in going], dim=1)
+        widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in going]
+        # As bytes: what is carried is wider than the texts, which must not travel as wide as that.
+        packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in going], dim=1)
         parts = dist.ring_shift(packed, rows, self.group).split(widths, dim=1)
-        return tuple(part.reshape(rows, *tensor.shape[1:]) for part, tensor in zip(parts, going, strict=True))
+        return tuple(
+            part.contiguous().view(tensor.dtype).reshape(rows, *tensor.shape[1:])
+            for part, tensor in zip(parts, going, strict=True)
+        )
 
     def summed(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""

@@ -78,6 +78,13 @@ def precise(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Te
     return image.to(dtype), text.to(dtype)
 
 
+def check_numbers(**numbers: Tensor) -> None:
+    """Raises ShapeError: a scale or bias has dimensions."""
+    for name, number in numbers.items():
+        if number.ndim:
+            raise ShapeError(f"{name}: got shape {tuple(number.shape)}, expected (): pass {name}.squeeze()")
+
+
 def not_negatives(keys: Tensor, group: dist.Group = None) -> Tensor:
     """``(G, G)`` bool: two different pairs of equal keys. A collective."""
     keys = dist.all_gather(keys, group=group)

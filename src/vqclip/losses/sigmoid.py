@@ -16,6 +16,7 @@ from vqclip.losses.features import (
     Positives,
     check_implementation,
     check_keys,
+    check_numbers,
     gathered,
     not_negatives,
     precise,
@@ -67,6 +68,7 @@ class SigmoidLoss(nn.Module):
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
         check_keys(self.positives, keys)
         image, text = precise(image, text, keys)
+        check_numbers(scale=scale, bias=bias)
         with full_precision(image.device):
             if self.impl != "gather":
                 return tiled_sigmoid(image, text, scale, bias, keys, self.impl, self.group)

@@ -57,7 +57,7 @@ def _run(
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     found = op(*(tensor.detach() for tensor in inputs), keys, impl, dist.group_name(group), wants_grad)
-    return connected(*inputs, Gradients(*found)) if wants_grad else found[0]
+    return connected(*inputs, Gradients(*found))
 
 
 def _softmax(
@@ -148,7 +148,8 @@ def _computed(
     group_name: str,
     wants_grad: bool,
 ) -> Outputs:
-    exchange = EXCHANGES[impl](text, dist.named_group(group_name), wants_grad)
+    note = "" if keys is None else ", with keys"
+    exchange = EXCHANGES[impl](text, dist.named_group(group_name), wants_grad, note)
     keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
     return by(image, text, scale, bias, keys, exchange, wants_grad).separate()
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vqclip import dist
+from vqclip.errors import ConfigError
 from vqclip.losses.exchange import Block, Exchange
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class FeatureGradients:
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already."""
+    """A loss whose gradients are known already; derivatives of any other kind are refused."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, *known: Tensor) -> Tensor:
@@ -224,8 +224,13 @@ class _Known(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # `once_differentiable` would let a second derivative pass as 0 where the loss itself is differentiated.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "impl: got a loss with known gradients (tiled or ring) and create_graph=True, expected impl='gather' "
+                "for second derivatives"
+            )
         return (*(grad * known for known in ctx.saved_tensors), *[None] * 5)
 
 

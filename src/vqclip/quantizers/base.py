@@ -347,12 +347,12 @@ def unit(x: Tensor) -> Tensor:
     return x / length.masked_fill(length < SHORT, torch.inf)
 
 
-def check_direction(name: str, channels: int) -> None:
-    """Raises ConfigError where a vector that is brought to one length or spread has nothing left to learn."""
-    if channels < 2:
+def check_channels(name: str, channels: int, least: int = 2) -> None:
+    """Raises ConfigError where vectors have so few channels that normalising leaves a sign, without a gradient."""
+    if channels < least:
         raise ConfigError(
-            f"{name}: got {channels} channel, of which only the sign would be left, without a gradient; expected at "
-            "least 2"
+            f"{name}: got {channels} channel{'s' * (channels > 1)}, of which only a sign would be left, without a "
+            f"gradient; expected at least {least}, or no normalisation"
         )
 
 

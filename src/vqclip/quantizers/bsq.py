@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
-from vqclip.quantizers.base import check_direction, unit
+from vqclip.quantizers.base import check_channels, unit
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
 
 
@@ -31,7 +31,7 @@ class BSQ(BinaryQuantizer):
     """
 
     def __init__(self, bits: int, entropy_temperature: float = 0.01, loss_weights: Mapping[str, float] | None = None):
-        check_direction("BSQ", bits)
+        check_channels("BSQ", bits)
         super().__init__(bits, bits**-0.5, entropy_temperature, loss_weights)
 
     def _bound(self, x: Tensor) -> Tensor:

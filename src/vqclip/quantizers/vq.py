@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
-from vqclip.quantizers.base import check_direction, unit
+from vqclip.quantizers.base import check_channels, unit
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
@@ -100,7 +100,7 @@ class VQ(TableQuantizer):
         _check_range("decay", decay)
         _check_range("dead_below", dead_below)
         if cosine:
-            check_direction("VQ with cosine", dim)
+            check_channels("VQ with cosine", dim)
         if learning not in get_args(Learning):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
         if not diversity_temperature > 0:
@@ -307,7 +307,7 @@ class VQConfig(Config):
     def _fits_together(self) -> VQConfig:
         weights = vq_weights(self.learning, self._given_weights())
         if self.cosine:
-            check_direction("VQ with cosine", self.dim)
+            check_channels("VQ with cosine", self.dim)
         if not self.sync_codebook:
             check_unsynchronised(self.learning, weights)
         return self

@@ -9,9 +9,10 @@ from types import TracebackType
 from vqclip import dist
 from vqclip.data import TrainData
 from vqclip.report.bad_samples import BadSamples
+from vqclip.report.best import PREFIX, Best
 from vqclip.report.events import Events
 from vqclip.report.lines import Lines
-from vqclip.report.log import MetricsLog
+from vqclip.report.log import MetricsLog, read_metrics
 
 
 class Records:
@@ -22,15 +23,40 @@ class Records:
         start_step: Number of steps done.
         data: What this rank reads.
         bad_before: Bad samples in the steps done: kind → number.
+        keep_best: Figure by which a step is best; None for none.
     """
 
-    def __init__(self, folder: Path, start_step: int, data: TrainData, bad_before: Mapping[str, int]):
+    def __init__(
+        self, folder: Path, start_step: int, data: TrainData, bad_before: Mapping[str, int], keep_best: str | None
+    ):
         writes = dist.is_main()
         self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
         """None on all ranks but one."""
         self._files = [Lines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
         bad, events = self._files or (None, None)
         self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
+
+        self._best: Best | None = None
+        if keep_best is not None:
+            path = folder / "metrics.jsonl"
+            self._best = Best(keep_best, read_metrics(path) if writes and path.exists() else ())
+
+    @property
+    def best_step(self) -> int | None:
+        """Which step's evaluation was the best of the run, for rank 0; None without one, or where none is asked for."""
+        return None if self._best is None else self._best.step
+
+    def evaluated(self, done: int, figures: Mapping[str, float]) -> None:
+        """Take down what an evaluation after ``done`` steps found, if anything; on every rank.
+
+        Raises:
+            ConfigError: the figure by which a step is best is none of them.
+        """
+        figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
+        if self.metrics and figures:
+            self.metrics.write(done, figures)
+        if self._best and figures:
+            self._best.see(done, figures)
 
     def flush(self) -> None:
         """Wait until all is on the disk; to be called before a checkpoint, which vouches for its steps."""

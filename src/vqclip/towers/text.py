@@ -103,9 +103,10 @@ class TextTower(nn.Module):
         full = self.context_length
         least = full if self.sees_padding else 1
         if tokens.ndim != 2 or not least <= tokens.shape[1] <= full or tokens.dtype != torch.int64:
+            columns = str(full) if least == full else f"1 to {full}"
             raise ShapeError(
-                f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected "
-                f"(B, {full}) int64; tokenizer.preprocess makes such a tensor from captions"
+                f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected (B, {columns}) int64; "
+                "tokenizer.preprocess makes such a tensor from captions"
             )
 
     def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
