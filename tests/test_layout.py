@@ -14,15 +14,15 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "seeds", "signals"),
+    ("errors", "files", "memory", "seeds", "signals"),
     ("inputs", "precision"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),
     ("attention",),
     ("data", "towers", "quantizers", "pooling", "projection", "temperature"),
-    ("tokenizer",),
-    ("folder",),
+    ("tokenizer", "collapse"),
+    ("folder", "guards"),
     ("model",),
     ("losses", "replay"),
     ("optim", "checkpoint", "evaluation"),

@@ -98,6 +98,7 @@ class TrainStep:
         self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
         self.device = model.logit_scale.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
+        self.compiled = compute.compile
         self.parallel = dist.wrap_ddp(_compiled(model) if compute.compile else model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         for name, quantizer in model.quantizers().items():
@@ -197,7 +198,8 @@ class TrainStep:
     def _forward(self, share: _Share, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), micro_batch))
-        torch._dynamo.maybe_mark_dynamic(share.tokens, 1)  # captions differ in length: a graph for any
+        if self.compiled:  # captions differ in length: a graph for any
+            torch._dynamo.maybe_mark_dynamic(share.tokens, 1)
         with autocast(self.device, self.precision):
             return (model or self.parallel)(share.images, share.tokens)
 
