@@ -71,6 +71,19 @@ SPLITS = {
     "4 equal": ((4, 4, 4, 4), 1),
     "4 unequal, 4 micro-batches": ((7, 1, 5, 3), 4),
 }
+SELDOM = list(FAMILIES)[list(FAMILIES).index("residual of bsq") :]
+"""Nestings whose parts stand above: by default on the last split alone."""
+
+CASES = [
+    pytest.param(
+        name,
+        *case,
+        id=f"{name}-{split}",
+        marks=pytest.mark.slow if name in SELDOM and split != list(SPLITS)[-1] else (),
+    )
+    for name in FAMILIES
+    for split, case in SPLITS.items()
+]
 
 State = dict[str, Tensor]
 
@@ -140,8 +153,7 @@ def alone() -> dict[str, list[State]]:
     return {name: trajectory(config, (16,)) for name, config in FAMILIES.items()}
 
 
-@pytest.mark.parametrize(("split", "micro_batches"), SPLITS.values(), ids=SPLITS.keys())
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "split", "micro_batches"), CASES)
 def test_equals_one_process(
     ranks: RankPool, alone: dict[str, list[State]], name: str, split: Sequence[int], micro_batches: int
 ) -> None:
