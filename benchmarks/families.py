@@ -35,7 +35,8 @@ FAMILIES = {
     "bsq-no-entropy": f"{{kind: product, codebooks: 16, layer: {{kind: bsq, bits: 8, {ENTROPY_OFF}}}}}",
     "vq": "{kind: product, codebooks: 16, layer: {kind: vq, dim: 4, codebook_size: 256}}",
     "simvq": "{kind: product, codebooks: 16, layer: {kind: simvq, dim: 4, codebook_size: 256}}",
-    "residual-vq": "{kind: residual, depth: 16, dropout: true, layer: {kind: vq, dim: 64, codebook_size: 256}}",
+    "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
+    "layer: {kind: vq, dim: 16, codebook_size: 256}}}",
     "residual-fsq": "{kind: product, codebooks: 8, layer: {kind: residual, depth: 4, dropout: true, "
     "layer: {kind: fsq, levels: [4, 4], layout: uniform}}}",
     # 12 bits a token: one codebook against two.
