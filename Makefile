@@ -21,7 +21,7 @@ SOURCES := src tests $(wildcard scripts benchmarks)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow check format clean
+.PHONY: help train test test-slow faults check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -35,6 +35,9 @@ test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processe
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)
+
+faults: $(STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
+	$(BIN)/python -m pytest -m faults $(TESTS)
 
 check: $(STAMP) ## check format, style and types
 	$(BIN)/ruff format --check $(SOURCES)
