@@ -58,7 +58,7 @@ def save(folder: Path, number: int, keep_last: int = 3, state: dict | None = Non
         folder,
         number,
         write_model=writer(model),
-        optimizer=optimizer,
+        optimizer=checkpoint.pack_optimizer(optimizer),
         state=STATE if state is None else state,
         keep_last=keep_last,
     )
@@ -104,7 +104,14 @@ def test_resume_equals_going_on(tmp_path, device, options, memory_format):
     model.to(memory_format=memory_format)
     for number in range(3):
         step(model, optimizer, number)
-    path = checkpoint.save(tmp_path, 3, write_model=writer(model), optimizer=optimizer, state={"step": 3}, keep_last=1)
+    path = checkpoint.save(
+        tmp_path,
+        3,
+        write_model=writer(model),
+        optimizer=checkpoint.pack_optimizer(optimizer),
+        state={"step": 3},
+        keep_last=1,
+    )
     saved = {key: value.clone() for key, value in snapshot(optimizer).items()}
     for number in range(3, 6):
         step(model, optimizer, number)
@@ -340,7 +347,9 @@ def test_error_in_write_model_leaves_nothing_behind(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 1, write_model=broken, optimizer=optimizer, state={}, keep_last=1)
+        checkpoint.save(
+            tmp_path, 1, write_model=broken, optimizer=checkpoint.pack_optimizer(optimizer), state={}, keep_last=1
+        )
     assert names(tmp_path) == []
 
 
@@ -361,7 +370,8 @@ SAVER = """
             value = torch.full((20_000,), float(step))
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), "exp_avg": value}
             model = lambda aside: save_file({"w": value}, aside / "model.safetensors")
-            checkpoint.save(folder, step, write_model=model, optimizer=optimizer, state={"at": step}, keep_last=1)
+            packed = checkpoint.pack_optimizer(optimizer)
+            checkpoint.save(folder, step, write_model=model, optimizer=packed, state={"at": step}, keep_last=1)
             step += draw.random() < 0.5  # often the same step again
 
     last = 0
@@ -413,7 +423,8 @@ def test_full_disk_for_real(tmp_path):
         parameter = torch.nn.Parameter(torch.zeros(100_000))
         optimizer = torch.optim.AdamW([("w", parameter)])
         def save(step):
-            checkpoint.save(Path(sys.argv[1]), step, write_model=lambda aside: None, optimizer=optimizer, state={},
+            packed = checkpoint.pack_optimizer(optimizer)
+            checkpoint.save(Path(sys.argv[1]), step, write_model=lambda aside: None, optimizer=packed, state={},
                             keep_last=1)
         save(1)
         parameter.grad = torch.ones_like(parameter)

@@ -175,7 +175,14 @@ def test_resume_in_the_middle_of_the_schedule_changes_no_bit(tmp_path, implement
     optimizer = config.build(model)
     train(model, optimizer, range(4))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    path = checkpoint.save(tmp_path, 4, write_model=lambda folder: None, optimizer=optimizer, state={}, keep_last=1)
+    path = checkpoint.save(
+        tmp_path,
+        4,
+        write_model=lambda folder: None,
+        optimizer=checkpoint.pack_optimizer(optimizer),
+        state={},
+        keep_last=1,
+    )
     train(model, optimizer, range(4, 8))
 
     resumed = Model().to(dtype)

@@ -125,9 +125,12 @@ class CLIP(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
-        config = {"image": self.image.section(), "text": self.text.section()}
-        temperature = {"temperature": self.config.temperature.model_dump(mode="json")}
-        write_folder(Path(folder), config | temperature, self.state_dict())
+        write_folder(Path(folder), self.section(), self.state_dict())
+
+    def section(self) -> dict[str, Any]:
+        """What ``config.json`` says of it."""
+        temperature = self.config.temperature.model_dump(mode="json")
+        return {"image": self.image.section(), "text": self.text.section(), "temperature": temperature}
 
     @staticmethod
     def from_pretrained(folder: str | Path) -> CLIP:

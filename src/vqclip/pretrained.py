@@ -29,10 +29,19 @@ def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor])
     folder.mkdir(parents=True, exist_ok=True)
     header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
     (folder / CONFIG_FILE).write_text(json.dumps(header | config, indent=2) + "\n")
-    # The file is read on any machine: from the CPU, contiguous, tied tensors apart.
-    save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}, folder / WEIGHTS_FILE
-    )
+    save_file(_as_stored(state), folder / WEIGHTS_FILE)
+
+
+def _as_stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The file is read on any machine: tensors on the CPU, contiguous, tied ones apart."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        stored[name] = plain.clone() if memory in seen else plain
+        seen.add(memory)
+    return stored
 
 
 def read_config(folder: Path) -> dict[str, Any]:

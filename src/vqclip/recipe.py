@@ -54,6 +54,8 @@ class ScheduleConfig(ComputeConfig):
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(500, ge=1)
     """Steps between two checkpoints; the last step is always one."""
+    save_in_background: bool = True
+    """Write checkpoints while the training goes on, from a copy in the host's memory; false: the training waits."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     keep_every: int | None = Field(None, ge=1)

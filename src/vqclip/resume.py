@@ -6,31 +6,49 @@ whole data position and there is no generator state to save.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.pretrained import load_weights
+from vqclip.pretrained import load_weights, write_folder
 from vqclip.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which checkpoints of a run stay."""
+
+    newest: int
+    """So many of the newest."""
+    every: int | None = None
+    """Also those after every so many steps; None for no others."""
+
+    def keeps(self, step: int, best: int | None) -> bool:
+        """Whether the checkpoint of ``step`` stays when it is no longer among the newest."""
+        return step == best or (self.every is not None and step % self.every == 0)
+
+
 class Snapshots:
-    """Saves and restores the state of a run.
+    """Saves and restores the state of a run; a context, which ends when what was saved is on the disk.
 
     Args:
         folder: where the checkpoints lie.
         identity: JSON-able facts that define the trajectory, such as seed, batch size and data fingerprint; a
             checkpoint with others is refused.
         step: the training step, whose model, optimizer and gradient scaler are saved.
-        keep: newest checkpoints to keep.
-        keep_every: keep those after every so many steps too; None for no others.
+        kept: which checkpoints stay.
         allow: facts that may be others, by their names or the beginnings of these.
+        in_background: write while the training goes on, from a copy in the host's memory.
     """
 
     def __init__(
@@ -38,15 +56,18 @@ class Snapshots:
         folder: Path,
         identity: Mapping[str, Any],
         step: TrainStep,
-        keep: int,
-        keep_every: int | None = None,
+        kept: Kept,
         allow: Sequence[str] = (),
+        in_background: bool = True,
     ):
-        self.folder, self.keep, self.keep_every, self.step, self.allow = folder, keep, keep_every, step, allow
+        self.folder, self.step, self.kept, self.allow, self.in_background = folder, step, kept, allow, in_background
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
+        self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
 
     def save(self, done: int, replaced: Mapping[str, int], best: int | None = None) -> None:
-        """Save the state after ``done`` steps; every rank calls it, rank 0 writes, nobody runs ahead.
+        """Save the state after ``done`` steps; rank 0 does, the others do nothing.
+
+        The state is copied now; writing it takes its time in the background, and `wait` waits for that.
 
         Args:
             done: steps done.
@@ -54,25 +75,59 @@ class Snapshots:
             best: a step whose checkpoint is kept as well.
 
         Raises:
-            CheckpointError: on rank 0, when it cannot be written; older checkpoints are untouched.
+            CheckpointError: on rank 0, when this or the former one cannot be written; older checkpoints are untouched.
         """
-        if dist.is_main():
-            checkpoint.save(
-                self.folder,
-                done,
-                write_model=self.step.model.save_pretrained,
-                optimizer=self.step.optimizer,
-                state={
+        if not dist.is_main():
+            return
+        self.wait()
+        model, step = self.step.model, self.step
+        save = functools.partial(
+            checkpoint.save,
+            self.folder,
+            done,
+            write_model=functools.partial(
+                write_folder, config=model.section(), state=self._model.copy(model.state_dict())
+            ),
+            optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
+            state=copy.deepcopy(
+                {
                     "identity": self.identity,
-                    "scaler": self.step.scaler.state_dict(),
-                    "skipped": self.step.skipped,
-                    "guards": self.step.guards.state_dict(),
+                    "scaler": step.scaler.state_dict(),
+                    "skipped": step.skipped,
+                    "guards": step.guards.state_dict(),
                     "replaced": dict(replaced),
-                },
-                keep_last=self.keep,
-                keep=lambda step: step == best or (self.keep_every is not None and step % self.keep_every == 0),
-            )
-        dist.barrier()
+                }
+            ),
+            keep_last=self.kept.newest,
+            keep=functools.partial(self.kept.keeps, best=best),
+        )
+        self._writer.write(save)
+        if not self.in_background:
+            self.wait()
+
+    def look(self) -> None:
+        """Raise at once what has gone wrong in the background.
+
+        Raises:
+            CheckpointError: on rank 0, when a checkpoint could not be written.
+        """
+        self._writer.look()
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+            CheckpointError: on rank 0, when it cannot be written.
+        """
+        self._writer.wait()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._writer.close(failed=error is not None)
 
     def path(self, done: int) -> Path:
         """The folder of the checkpoint after ``done`` steps."""

@@ -33,7 +33,7 @@ from vqclip.report.events import Events
 from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.report.records import Records
 from vqclip.report.summary import RunSummary, render, summarise
-from vqclip.resume import Snapshots
+from vqclip.resume import Kept, Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
 from vqclip.step import StepResult, TrainStep, towers_draw
@@ -90,16 +90,16 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
         folder / "checkpoints",
         identity,
         step,
-        config.train.keep_checkpoints,
-        config.train.keep_every,
+        Kept(config.train.keep_checkpoints, config.train.keep_every),
         config.run.resume_allow,
+        config.train.save_in_background,
     )
     start, bad_before = _resume(config, snapshots)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config))
 
     clock = Clock()
-    with Records(folder, start, data, bad_before, config.train.keep_best) as records:
+    with snapshots, Records(folder, start, data, bad_before, config.train.keep_best) as records:
         try:
             done = _loop(config, data, step, snapshots, start, records, clock)
         except DataError:  # too many bad samples: what this rank knows is not lost
@@ -174,12 +174,15 @@ def _loop(
                 records.flush()
                 step.agree()
                 snapshots.save(done, records.bad.counts, records.best_step)
+            snapshots.look()
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 clock.pause()
+                snapshots.wait()
                 _require_success(_evaluate(config, step, done, records))
             data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
+        snapshots.wait()
         coverage = data.coverage(done)
         logger.info("data: %s", coverage)
         bar.last_line(str(coverage))

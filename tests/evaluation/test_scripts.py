@@ -27,7 +27,7 @@ def run_folder(tmp_path_factory):
             folder / "checkpoints",
             step,
             write_model=model.save_pretrained,
-            optimizer=optimizer,
+            optimizer=checkpoint.pack_optimizer(optimizer),
             state={},
             keep_last=2,
         )

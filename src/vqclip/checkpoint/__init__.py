@@ -7,9 +7,11 @@
       state.json               the caller's JSON-able state
       manifest.json            size and SHA-256 of each file, and of itself
 
-One process writes (the caller decides which); any number may read.
+One process writes (the caller decides which), in a thread of its own where it has better things to do; any number may
+read.
 """
 
+from vqclip.checkpoint.background import Staging, Writer
 from vqclip.checkpoint.folders import checkpoints, latest, set_aside_newer, verify
 from vqclip.checkpoint.optimizer import OptimizerState, pack_optimizer, restore_optimizer
 from vqclip.checkpoint.store import Checkpoint, load, save
@@ -17,6 +19,8 @@ from vqclip.checkpoint.store import Checkpoint, load, save
 __all__ = [
     "Checkpoint",
     "OptimizerState",
+    "Staging",
+    "Writer",
     "checkpoints",
     "latest",
     "load",

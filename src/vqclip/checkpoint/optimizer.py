@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from vqclip.checkpoint.background import Staging
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
 
@@ -45,8 +46,12 @@ class OptimizerState:
     """``<parameter>/<key>`` to a contiguous tensor on the CPU."""
 
 
-def pack_optimizer(optimizer: Optimizer) -> OptimizerState:
+def pack_optimizer(optimizer: Optimizer, staging: Staging | None = None) -> OptimizerState:
     """Copy the state of ``optimizer`` to the CPU.
+
+    Args:
+        optimizer: Its state is copied exactly.
+        staging: Memory to copy to; it belongs to the result until its next use. By default fresh memory.
 
     Raises:
         CheckpointError: A part of the state is neither a tensor nor JSON-able.
@@ -59,13 +64,13 @@ def pack_optimizer(optimizer: Optimizer) -> OptimizerState:
             scalars: dict[str, Any] = {}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+                    tensors[f"{name}/{key}"] = value
                 else:
                     check_plain(value, f"optimizer state {key!r} of parameter {name!r}")
                     scalars[key] = value
             parameters[name] = {**_outline(parameter), "scalars": scalars}
         groups.append({"options": _options(group), "parameters": parameters})
-    return OptimizerState(type(optimizer).__name__, groups, tensors)
+    return OptimizerState(type(optimizer).__name__, groups, (staging or Staging()).copy(tensors))
 
 
 def write_optimizer(state: OptimizerState, folder: Path) -> None:

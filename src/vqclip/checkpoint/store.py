@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
-from vqclip.checkpoint.optimizer import pack_optimizer, read_optimizer, restore_optimizer, write_optimizer
+from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def save(
     step: int,
     *,
     write_model: Callable[[Path], object],
-    optimizer: Optimizer,
+    optimizer: OptimizerState,
     state: Mapping[str, Any],
     keep_last: int,
     keep: Callable[[int], bool] = lambda step: False,
@@ -66,7 +66,7 @@ def save(
         folder: Where the checkpoints of one run lie; made if it is missing. One process at a time may write to it.
         step: Number of optimizer steps done.
         write_model: Called with an empty folder to write the model into, e.g. ``model.save_pretrained``.
-        optimizer: Its state is stored exactly.
+        optimizer: What `pack_optimizer` made.
         state: Anything JSON can hold exactly: data position, fingerprints, gradient scaler, configuration.
         keep_last: How many checkpoints up to this one stay, at least 1.
         keep: By step, which of those before them stay too.
@@ -84,7 +84,7 @@ def save(
     def fill(aside: Path) -> None:
         (aside / _MODEL).mkdir()
         write_model(aside / _MODEL)
-        write_optimizer(pack_optimizer(optimizer), aside)
+        write_optimizer(optimizer, aside)
         text = json.dumps({"step": step, "state": dict(state)}, indent=1, allow_nan=False) + "\n"
         (aside / _STATE).write_text(text, encoding="utf-8")
 
