@@ -70,10 +70,10 @@ def optimizer_state(folder, step) -> OptimizerState:
     return read_optimizer(folder / "tiny" / "checkpoints" / f"step-{step:08d}")
 
 
-def assert_same_run(one, other):
+def assert_same_run(one, other, steps=STEPS):
     """Bit for bit the same weights, optimizer and metrics."""
-    assert all_equal(weights(one, STEPS), weights(other, STEPS))
-    first, second = optimizer_state(one, STEPS), optimizer_state(other, STEPS)
+    assert all_equal(weights(one, steps), weights(other, steps))
+    first, second = optimizer_state(one, steps), optimizer_state(other, steps)
     assert all_equal(first.tensors, second.tensors)
     timeless = [
         [

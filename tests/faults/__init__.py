@@ -1,0 +1,1 @@
+"""Tests that kill and corrupt for minutes: ``make faults``."""
