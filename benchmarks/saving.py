@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/saving.py
     OMP_NUM_THREADS=1 python benchmarks/saving.py --config configs/base.yaml --rounds 5
 
-Model and optimizer are the configuration's, with an optimizer state as after a step. A round saves once each way, in turn; a background
-save is waited for before the next round begins, outside of the pause. The first of each is left out: it makes the folder
-and takes the host's memory, which later ones find. Prints a Markdown table of medians, with the range of the ratio.
+Model and optimizer are the configuration's, with an optimizer state as after a step. A round saves once each way, in
+turn; a background save is waited for before the next round begins, outside of the pause. The first of each is left out:
+it makes the folder and takes the host's memory, which later ones find. Prints a Markdown table of medians, with the
+range of the ratio.
 """
 
 from __future__ import annotations

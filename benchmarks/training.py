@@ -42,8 +42,9 @@ from pathlib import Path
 from typing import Any
 
 PEER, IDENTITY, SAME, NARROW, FSQ = "open_clip", "identity", "identity, same ViT", "identity, 12 channels", "fsq"
+UNGUARDED = "fsq, unguarded"
 ROWS = (PEER, IDENTITY, SAME, NARROW, FSQ)
-RATIOS = ((IDENTITY, PEER), (SAME, PEER), (FSQ, PEER), (FSQ, NARROW))
+RATIOS = ((IDENTITY, PEER), (SAME, PEER), (FSQ, PEER), (FSQ, NARROW), (FSQ, UNGUARDED))
 BATCH, WIDTH, HEADS, TOKENS, EMBED, MANY = 128, 192, 3, 32, 192, 100_000
 
 PEER_MODEL = {
@@ -65,6 +66,7 @@ OURS = {
     SAME: (SAME_VIT, {"kind": "identity", "dim": WIDTH}),
     NARROW: (TIMM_VIT, {"kind": "identity", "dim": 12}),
     FSQ: (TIMM_VIT, FSQ_CODES),
+    UNGUARDED: (TIMM_VIT, FSQ_CODES),
 }
 
 
@@ -162,7 +164,7 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
     tower, quantizer = OURS[row]
     head = {"quantizer": quantizer, "width": WIDTH, "heads": HEADS, "depth": 0}
     config = {
-        "run": {"name": f"row-{ROWS.index(row)}", "folder": str(folder), "device": "cpu"},
+        "run": {"name": row.replace(", ", "-").replace(" ", "-"), "folder": str(folder), "device": "cpu"},
         "data": {"sources": [{"kind": "shards", "path": str(shards)}], "workers": 0},
         "model": {
             "embed_dim": EMBED,
@@ -180,7 +182,19 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
         },
         "train": {"steps": MANY, "batch_size": BATCH, "report_every": report_every, "checkpoint_every": MANY},
     }
+    if row == UNGUARDED:
+        config["guards"] = {"spikes": None, "collapse": None}
+        config["run"]["step_timeout_s"] = None
+        without_looking()
     train(TrainConfig.model_validate(config))
+
+
+def without_looking() -> None:
+    """Take out the look at loss and gradient, which no configuration turns off, and the wait for the device in it."""
+    from vqclip import guards, step
+
+    guards.Guards.look = lambda self, step, values: None
+    step._read = lambda values: {}
 
 
 class Side:
@@ -189,7 +203,7 @@ class Side:
     def __init__(self, row: str, python: str, shards: Path, folder: Path, steps: int):
         command = [python, __file__, "--child", row, "--shards", shards, "--folder", folder, "--steps", str(steps)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.row, self.log = row, (folder / f"{ROWS.index(row)}.log").open("w+")
+        self.row, self.log = row, (folder / f"{row}.log").open("w+")
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
         )
