@@ -87,6 +87,8 @@ CONFIGS = {
     "product of identity": ProductConfig(layer=IdentityConfig(dim=2), codebooks=2),
 }
 
+DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
+
 WITHOUT_TOKENS = {"orthogonality"}
 """Losses that look at the codebook alone."""
 
@@ -95,6 +97,11 @@ EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 3e38, -3e38]
 
 @pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
 def quantizer(request: pytest.FixtureRequest) -> Quantizer:
+    return request.param.build()
+
+
+@pytest.fixture(params=DISCRETE.values(), ids=DISCRETE.keys())
+def discrete(request: pytest.FixtureRequest) -> Quantizer:
     return request.param.build()
 
 
@@ -159,24 +166,27 @@ class TestOutput:
             assert same_bits(quantizer.decode(out.ids), out.vectors)
         assert torch.isfinite(out.vectors).all()
 
-    def test_decode_equals_vectors(self, quantizer: Quantizer) -> None:
-        if not quantizer.codebook_sizes:
-            pytest.skip("nothing to decode")
-        x = vectors_for(quantizer, 200, 5)
-        out = quantizer(x)
-        assert same_bits(quantizer.decode(out.ids), out.vectors)
-        wide = quantizer(x.double())
-        assert torch.equal(quantizer.decode(wide.ids).double(), wide.vectors)
+    def test_decode_equals_vectors(self, discrete: Quantizer) -> None:
+        x = vectors_for(discrete, 200, 5)
+        out = discrete(x)
+        assert same_bits(discrete.decode(out.ids), out.vectors)
+        wide = discrete(x.double())
+        assert torch.equal(discrete.decode(wide.ids).double(), wide.vectors)
 
-    def test_decoded_vectors_quantize_to_their_own_ids(self, quantizer: Quantizer) -> None:
+    def test_decoded_vectors_quantize_to_their_own_ids(self, discrete: Quantizer) -> None:
         """Two ids never share a vector: a random id is found again in its vector."""
-        if not quantizer.codebook_sizes:
-            pytest.skip("nothing to decode")
         generator = torch.Generator().manual_seed(0)
-        columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in quantizer.codebook_sizes]
+        columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in discrete.codebook_sizes]
         ids = torch.stack(columns, dim=-1)
-        vectors = quantizer.decode(ids)
+        vectors = discrete.decode(ids)
         assert len(vectors.unique(dim=0)) == len(ids.unique(dim=0))
+
+    @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - DISCRETE.keys()))
+    def test_where_there_are_no_codes_there_is_nothing_to_decode(self, name: str) -> None:
+        quantizer = CONFIGS[name].build()
+        assert quantizer.codebook_sizes == ()
+        with pytest.raises(ShapeError, match=r"Identity has no codebook.*use FSQ or LFQ"):
+            quantizer.decode(quantizer(vectors_for(quantizer, 2, 3)).ids)
 
     def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
@@ -413,13 +423,11 @@ class TestGraphs:
             ]
             torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
-    def test_decode_compiles(self, quantizer: Quantizer) -> None:
-        if not quantizer.codebook_sizes:
-            pytest.skip("nothing to decode")
+    def test_decode_compiles(self, discrete: Quantizer) -> None:
         torch._dynamo.reset()
-        ids = quantizer(vectors_for(quantizer, 4, 6)).ids
-        decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
-        assert torch.equal(decode(ids), quantizer.decode(ids))
+        ids = discrete(vectors_for(discrete, 4, 6)).ids
+        decode = torch.compile(discrete.decode, fullgraph=True, backend="aot_eager")
+        assert torch.equal(decode(ids), discrete.decode(ids))
 
     def test_exports_in_eval(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 4, 6), ragged_mask(4, 6)

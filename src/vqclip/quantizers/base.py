@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
+from vqclip.quantizers.checks import require_ids, require_vectors
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, usage
+from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage
+from vqclip.quantizers.vectors import straight_through
 from vqclip.seeds import derive_seed
-
-SHORT = 1e-6
-"""A vector of less than this length has no direction."""
 
 
 class QuantizerOutput(NamedTuple):
@@ -100,7 +99,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
-        self._check_input(x, mask)
+        require_vectors(self, x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             bounded = self._bound(tokens)
@@ -116,7 +115,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        self._check_input(x, mask)
+        require_vectors(self, x, mask)
         with full_precision(x.device), torch.no_grad():
             tokens, keep = self._tokens(x, mask)
             ids = self._nearest(self._bound(tokens))[1]
@@ -137,7 +136,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        self._check_ids(ids)
+        require_ids(self, ids)
         grouped = ids.long().reshape(-1, 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
@@ -150,7 +149,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        self._check_input(x, mask)
+        require_vectors(self, x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             vectors = self._bound(tokens)
@@ -291,89 +290,6 @@ class Quantizer(nn.Module, ABC):
         keep = mask.reshape(-1)
         # Whatever stands in the padding, NaN as well, reaches neither a statistic nor a gradient.
         return tokens.masked_fill(~keep[:, None, None], 0), keep
-
-    def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
-        name = type(self).__name__
-        if x.ndim == 0 or x.shape[-1] != self.dim:
-            raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {self.dim}): one channel per entry")
-        if not x.is_floating_point():
-            raise ShapeError(f"{name}: x is {x.dtype}, expected floating-point vectors (ids are decoded with `decode`)")
-        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
-            raise ShapeError(
-                f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool of shape "
-                f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
-            )
-
-    def _check_ids(self, ids: Tensor) -> None:
-        name, width = type(self).__name__, len(self.codebook_sizes)
-        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-            raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
-        if ids.ndim == 0 or ids.shape[-1] != width:
-            raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
-        if torch.compiler.is_compiling():  # the check below looks at values, which a graph cannot
-            return
-        largest = torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
-        wide = ids.long()  # a narrow type could not hold what it is compared with
-        wrong = (wide < -1) | (wide > largest)
-        if bool(wrong.any()):
-            *_, codebook = (int(index) for index in wrong.nonzero()[0])
-            raise ShapeError(
-                f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
-                "-1 for none"
-            )
-
-
-def summary(name: str, each: Tensor) -> Tensor:
-    """One number for several codebooks' or stages' ``(C,)``: their sum, largest or mean, as the metric's name says."""
-    if name == "bits_used":
-        return each.sum()
-    return each.max() if name == "oldest" else each.mean()
-
-
-def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
-
-    Raises:
-        ConfigError: a weight for a loss that does not exist.
-    """
-    if unknown := set(weights or {}) - set(defaults):
-        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
-    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
-
-
-def unit(x: Tensor) -> Tensor:
-    """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes."""
-    length = x.norm(dim=-1, keepdim=True)
-    return x / length.masked_fill(length < SHORT, torch.inf)
-
-
-def check_channels(name: str, channels: int, least: int = 2) -> None:
-    """Raises ConfigError where vectors have so few channels that normalising leaves a sign, without a gradient."""
-    if channels < least:
-        raise ConfigError(
-            f"{name}: got {channels} channel{'s' * (channels > 1)}, of which only a sign would be left, without a "
-            f"gradient; expected at least {least}, or no normalisation"
-        )
-
-
-def straight_through(quantized: Tensor, x: Tensor) -> Tensor:
-    """``quantized`` in value, bit for bit, with the gradient of ``x``; NaN where ``x`` is (Bengio et al. 2013).
-
-    ``quantized + (x - x.detach())``: the usual ``x + (quantized - x).detach()`` rounds, so its value is not a code.
-    """
-    return (x - x.detach()).add_(quantized)
-
-
-def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
-    """Number in a mixed radix, least significant digit first: ``(..., d)`` integer or bool digits → ``(...)`` int64.
-
-    Horner's rule on integers: exact up to 2^63 codes, and faster than a sum over so short a dimension.
-    """
-    *lower, highest = digits.unbind(-1)
-    ids = highest.to(torch.int64, copy=True)
-    for digit, base in zip(reversed(lower), reversed(bases[:-1]), strict=True):
-        ids.mul_(base).add_(digit)
-    return ids
 
 
 # So that a quantizer that was exported can be saved.

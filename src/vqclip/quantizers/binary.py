@@ -13,10 +13,12 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, checked_weights, ids_from_digits
+from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.checks import checked_weights
 from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy_gap
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
+from vqclip.quantizers.vectors import ids_from_digits
 
 MAX_BITS = 63
 

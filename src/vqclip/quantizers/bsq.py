@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
-from vqclip.quantizers.base import check_channels, unit
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
+from vqclip.quantizers.checks import check_channels
+from vqclip.quantizers.vectors import unit
 
 
 class BSQ(BinaryQuantizer):

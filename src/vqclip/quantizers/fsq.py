@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, ids_from_digits
+from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.vectors import ids_from_digits
 
 MARGIN = 1e-3  # how far the bounded value reaches beyond the outermost levels, of their range (Mentzer et al.)
 MAX_LEVELS = 1000  # beyond, the margin would reach past the rounding of the outermost level

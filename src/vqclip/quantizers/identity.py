@@ -29,19 +29,11 @@ class Identity(Quantizer):
             raise ConfigError(f"Identity: dim is {dim}, expected at least 1")
         super().__init__(dim=dim, codebook_sizes=())
 
-    def decode(self, ids: Tensor) -> Tensor:
-        """Not possible.
-
-        Raises:
-            ShapeError: always.
-        """
-        raise ShapeError("Identity has no codebook, so ids cannot be decoded; use FSQ or LFQ for discrete tokens")
-
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         return bounded.detach(), bounded.new_empty((*bounded.shape[:-1], 0)).long()
 
     def _decode(self, ids: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise ShapeError("Identity has no codebook, so ids cannot be decoded; use FSQ or LFQ for discrete tokens")
 
 
 class IdentityConfig(Config):

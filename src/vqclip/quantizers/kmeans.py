@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vqclip.quantizers.base import unit
 from vqclip.quantizers.nearest import nearest
 from vqclip.quantizers.replacement import different
 from vqclip.quantizers.usage import histogram, sums_by_code
+from vqclip.quantizers.vectors import unit
 
 
 def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import SHORT, Quantizer, straight_through, unit
+from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
+from vqclip.quantizers.vectors import SHORT, straight_through, unit
 
 CHUNK = 2**20
 """Scores (tokens × codes) that are held at a time when looking for the nearest code: 4 MiB in float32."""

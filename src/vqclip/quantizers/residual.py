@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer, summary
+from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.draws import random_integers, stream
 from vqclip.quantizers.stats import Stats
+from vqclip.quantizers.usage import summary
 
 if TYPE_CHECKING:
     from vqclip.quantizers import QuantizerConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import checked_weights
+from vqclip.quantizers.checks import checked_weights
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 

@@ -58,3 +58,10 @@ def perplexity(counts: Tensor) -> Tensor:
     counts = counts.double()
     share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.special.entr(share).sum(dim=-1).exp()
+
+
+def summary(name: str, each: Tensor) -> Tensor:
+    """One number for several codebooks' or stages' ``(C,)``: their sum, largest or mean, as the metric's name says."""
+    if name == "bits_used":
+        return each.sum()
+    return each.max() if name == "oldest" else each.mean()

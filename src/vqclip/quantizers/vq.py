@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
-from vqclip.quantizers.base import check_channels, unit
+from vqclip.quantizers.checks import check_channels
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
@@ -23,6 +23,7 @@ from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
+from vqclip.quantizers.vectors import unit
 from vqclip.quantizers.vq_losses import (
     Learning,
     VQLossWeights,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import checked_weights, unit
+from vqclip.quantizers.checks import checked_weights
+from vqclip.quantizers.vectors import unit
 
 Learning = Literal["ema", "gradient"]
 """How codes follow the vectors: a moving mean of those they stand for, or the codebook loss."""

@@ -1,16 +1,9 @@
-"""Tokenizers: image or text → ids → vectors → joint embedding.
-
-    tower → project to the quantizer → quantizer → project back → pool → unit-norm embedding
-                                           └→ ids
-
-Everything after the quantizer sees the codes alone, so the embedding that training optimises is the one that stored
-ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit in fp32.
-"""
+"""What the tokenizers of images and texts share: everything from tower features on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,23 +13,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.data.decode import pil_to_uint8
-from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.inputs import require_ids, require_picture, require_pictures
+from vqclip.inputs import require_ids
 from vqclip.pooling import PooledEmbedding, isometric_
 from vqclip.pretrained import write_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
 from vqclip.quantizers import QuantizerConfig, Stats
-from vqclip.quantizers.base import check_channels
-from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
+from vqclip.quantizers.checks import check_channels
+from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.text import heads_divide_width
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
-ConfigT = TypeVar("ConfigT", bound="_TokenizerConfig")
+ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
 
 
 @contextmanager
@@ -61,7 +48,7 @@ class TokenizerOutput(NamedTuple):
     """This rank's sums for the quantizer's losses and metrics."""
 
 
-class Tokenizer(nn.Module):
+class Tokenizer(nn.Module, ABC):
     """What image and text tokenizers share: everything from tower features on.
 
     Args:
@@ -73,7 +60,7 @@ class Tokenizer(nn.Module):
     modality: str
     config: Any
 
-    def __init__(self, config: _TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int):
+    def __init__(self, config: TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int):
         super().__init__()
         self.config = config
         quantizer = config.quantizer.build()
@@ -111,9 +98,9 @@ class Tokenizer(nn.Module):
         """Tokens × Σ log2(codebook size); for text that of a caption that fills every position."""
         return self.num_tokens * self.quantizer.bits
 
+    @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
-        raise NotImplementedError
 
     def ids_mask(self, ids: Tensor) -> Tensor | None:
         """`mask`, read off the ids ``(B, N, C)``: a token is absent when all of its ids are -1."""
@@ -196,114 +183,9 @@ class Tokenizer(nn.Module):
         return self.pool.position.device
 
 
-class ImageTokenizer(Tokenizer):
-    """Images → ids → vectors and embeddings. Built by `ImageTokenizerConfig.build`.
+class TokenizerConfig(Config):
+    """What the sections of both modalities have; each adds its ``tower``."""
 
-    Attributes:
-        config: what it was built from.
-        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation.
-    """
-
-    modality = "image"
-    config: ImageTokenizerConfig
-    tower: ImageTower
-
-    def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
-        super().__init__(config, config.tower.build(), embed_dim)
-        self.transform = config.preprocess.build(self.tower.image_size)
-
-    def mask(self, inputs: Tensor) -> None:
-        """Every patch is real."""
-
-    def ids_mask(self, ids: Tensor) -> Tensor | None:
-        """As for any tokenizer; None where every patch is there, as in training, so that the sums are the same."""
-        mask = super().ids_mask(ids)
-        if torch.compiler.is_compiling():  # looking at values would break the graph
-            return mask
-        return None if mask is not None and bool(mask.all()) else mask
-
-    def preprocess(self, image: Image) -> Tensor:
-        """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
-        require_picture(image)
-        return self.transform(pil_to_uint8(image))
-
-    def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """Images → ids ``(B, N, C)`` int64.
-
-        Args:
-            images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
-
-        Raises:
-            ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
-        """
-        if not isinstance(images, Tensor):
-            pixels = [self.preprocess(image) for image in require_pictures(images)]
-            size = self.tower.image_size
-            images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
-        elif images.is_floating_point() and not torch.compiler.is_compiling():
-            _require_unit_range(images)
-        return self._encode(images.to(self.device))
-
-
-class TextTokenizer(Tokenizer):
-    """Captions → ids → vectors and embeddings. Built by `TextTokenizerConfig.build`.
-
-    Attributes:
-        config: what it was built from.
-        preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded.
-    """
-
-    modality = "text"
-    tower: TextTower
-
-    def __init__(self, config: TextTokenizerConfig, embed_dim: int):
-        super().__init__(config, config.tower.build(), embed_dim)
-        self.preprocess = config.tower.vocabulary()
-
-    def mask(self, inputs: Tensor) -> Tensor:
-        """``(B, N)`` bool, True at real tokens."""
-        return self.tower.mask(inputs)
-
-    @property
-    def fewest_tokens(self) -> int:
-        """1, or N where the tower sees the padding."""
-        return self.num_tokens if self.tower.sees_padding else 1
-
-    def needed_tokens(self, tokens: Tensor) -> int:
-        """How many columns of ``(B, N)`` token numbers hold a caption's; the others change nothing but the time.
-
-        In steps of 8, so that kernels and compiled graphs meet few shapes; N where the tower sees the padding. Looks at
-        values: ask where they are, before they go to another device.
-        """
-        longest = int(self.mask(tokens).any(dim=0).sum())
-        return max(self.fewest_tokens, min(self.num_tokens, 8 * max(1, math.ceil(longest / 8))))
-
-    def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding.
-
-        Raises:
-            ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
-                `preprocess` never makes (the last two are not checked under `torch.compile`).
-        """
-        if isinstance(captions, Tensor):
-            tokens = captions
-            if not torch.compiler.is_compiling():
-                self.tower.require_captions(tokens)
-        else:
-            tokens = self.preprocess(captions)
-        return self._encode(tokens.to(self.device))
-
-
-def _require_unit_range(images: Tensor) -> None:
-    if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
-        raise ShapeError(
-            f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 to 1: "
-            "neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing may overshoot: "
-            "clamp(0, 1)"
-        )
-
-
-class _TokenizerConfig(Config):
     if TYPE_CHECKING:
         tower: Any
     quantizer: QuantizerConfig
@@ -327,29 +209,3 @@ class _TokenizerConfig(Config):
         """The same network with random weights: what is read and written beside weights, so that none are fetched."""
         tower = self.tower
         return self.model_copy(update={"tower": tower.model_copy(update=tower.random_weights)})
-
-
-class ImageTokenizerConfig(_TokenizerConfig):
-    """An image tokenizer."""
-
-    tower: ImageTowerConfig
-    """What turns pixels into patch features."""
-    preprocess: EvalTransformConfig = EvalTransformConfig()
-    """How an image is brought to the tower's size outside training."""
-
-    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
-    def build(self, embed_dim: int) -> ImageTokenizer:
-        """Make the tokenizer with a joint embedding of ``embed_dim``."""
-        return ImageTokenizer(self, embed_dim)
-
-
-class TextTokenizerConfig(_TokenizerConfig):
-    """A text tokenizer."""
-
-    tower: TextTowerConfig
-    """What turns captions into per-token features."""
-
-    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
-    def build(self, embed_dim: int) -> TextTokenizer:
-        """Make the tokenizer with a joint embedding of ``embed_dim``."""
-        return TextTokenizer(self, embed_dim)

@@ -1,0 +1,71 @@
+"""What a quantizer refuses: inputs, ids and settings that cannot be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vqclip.errors import ConfigError, ShapeError
+
+if TYPE_CHECKING:
+    from vqclip.quantizers.base import Quantizer
+
+
+def require_vectors(quantizer: Quantizer, x: Tensor, mask: Tensor | None) -> None:
+    """Raises ShapeError for what `Quantizer.forward` does not take: width, dtype, or a mask that does not fit."""
+    name = type(quantizer).__name__
+    if x.ndim == 0 or x.shape[-1] != quantizer.dim:
+        raise ShapeError(
+            f"{name}: x has shape {tuple(x.shape)}, expected (..., {quantizer.dim}): one channel per entry"
+        )
+    if not x.is_floating_point():
+        raise ShapeError(f"{name}: x is {x.dtype}, expected floating-point vectors (ids are decoded with `decode`)")
+    if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
+        raise ShapeError(
+            f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool of shape "
+            f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
+        )
+
+
+def require_ids(quantizer: Quantizer, ids: Tensor) -> None:
+    """Raises ShapeError for what `Quantizer.decode` does not take: width, dtype, or ids that are out of range."""
+    name, sizes = type(quantizer).__name__, quantizer.codebook_sizes
+    width = len(sizes)
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
+    if ids.ndim == 0 or ids.shape[-1] != width:
+        raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
+    if torch.compiler.is_compiling():  # the check below looks at values, which a graph cannot
+        return
+    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
+    wide = ids.long()  # a narrow type could not hold what it is compared with
+    wrong = (wide < -1) | (wide > largest)
+    if bool(wrong.any()):
+        *_, codebook = (int(index) for index in wrong.nonzero()[0])
+        raise ShapeError(
+            f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
+            "-1 for none"
+        )
+
+
+def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
+
+    Raises:
+        ConfigError: a weight for a loss that does not exist.
+    """
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
+
+
+def check_channels(name: str, channels: int, least: int = 2) -> None:
+    """Raises ConfigError where vectors have so few channels that normalising leaves a sign, without a gradient."""
+    if channels < least:
+        raise ConfigError(
+            f"{name}: got {channels} channel{'s' * (channels > 1)}, of which only a sign would be left, without a "
+            f"gradient; expected at least {least}, or no normalisation"
+        )

@@ -1,0 +1,91 @@
+"""Images → ids → vectors and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vqclip.data.decode import pil_to_uint8
+from vqclip.data.transforms import EvalTransformConfig
+from vqclip.errors import ShapeError
+from vqclip.inputs import require_picture, require_pictures
+from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
+from vqclip.towers import ImageTower, ImageTowerConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageTokenizer(Tokenizer):
+    """Images → ids → vectors and embeddings. Built by `ImageTokenizerConfig.build`.
+
+    Attributes:
+        config: what it was built from.
+        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation.
+    """
+
+    modality = "image"
+    config: ImageTokenizerConfig
+    tower: ImageTower
+
+    def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
+        super().__init__(config, config.tower.build(), embed_dim)
+        self.transform = config.preprocess.build(self.tower.image_size)
+
+    def mask(self, inputs: Tensor) -> None:
+        """Every patch is real."""
+
+    def ids_mask(self, ids: Tensor) -> Tensor | None:
+        """As for any tokenizer; None where every patch is there, as in training, so that the sums are the same."""
+        mask = super().ids_mask(ids)
+        if torch.compiler.is_compiling():  # looking at values would break the graph
+            return mask
+        return None if mask is not None and bool(mask.all()) else mask
+
+    def preprocess(self, image: Image) -> Tensor:
+        """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
+        require_picture(image)
+        return self.transform(pil_to_uint8(image))
+
+    def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+        """Images → ids ``(B, N, C)`` int64.
+
+        Args:
+            images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
+
+        Raises:
+            ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
+        """
+        if not isinstance(images, Tensor):
+            pixels = [self.preprocess(image) for image in require_pictures(images)]
+            size = self.tower.image_size
+            images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        elif images.is_floating_point() and not torch.compiler.is_compiling():
+            _require_unit_range(images)
+        return self._encode(images.to(self.device))
+
+
+class ImageTokenizerConfig(TokenizerConfig):
+    """An image tokenizer."""
+
+    tower: ImageTowerConfig
+    """What turns pixels into patch features."""
+    preprocess: EvalTransformConfig = EvalTransformConfig()
+    """How an image is brought to the tower's size outside training."""
+
+    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
+    def build(self, embed_dim: int) -> ImageTokenizer:
+        """Make the tokenizer with a joint embedding of ``embed_dim``."""
+        return ImageTokenizer(self, embed_dim)
+
+
+def _require_unit_range(images: Tensor) -> None:
+    if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
+        raise ShapeError(
+            f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 to 1: "
+            "neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing may overshoot: "
+            "clamp(0, 1)"
+        )
