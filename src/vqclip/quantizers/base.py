@@ -137,7 +137,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
         require_ids(self, ids)
-        grouped = ids.long().reshape(-1, 1, len(self.codebook_sizes))
+        grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
 
