@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema, ErrorDetails, to_jsonable_python
 
 from vqclip._config_types import Place, describe, kinds_of, locate, members, model_of, quoted, show, step
-from vqclip._config_yaml import Node, Origin, Problem, dump_yaml, node_from_plain, path_text, read_yaml
+from vqclip._config_yaml import MAX_BYTES, Node, Origin, Problem, dump_yaml, node_from_plain, path_text, read_yaml
 from vqclip.errors import ConfigError
+from vqclip.files import read_bounded
 
 __all__ = ["Config", "json_schema", "load_config", "to_yaml"]
 
@@ -112,7 +113,10 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
 
 def _read_file(path: Path, problems: list[Problem]) -> Node:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = read_bounded(path, 4 * MAX_BYTES)  # a character has at most four bytes
+        if len(data) > 4 * MAX_BYTES:
+            raise ConfigError(f"{path}: more than {4 * MAX_BYTES} bytes; a configuration has fewer")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file (looked in {Path.cwd()})") from None
     except UnicodeDecodeError as error:

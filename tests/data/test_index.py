@@ -162,7 +162,7 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
     assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
     (tmp_path / "folder.tar").mkdir()
-    assert "Is a directory" in refusal(tmp_path / "folder.tar")
+    assert "is a folder; expected a tar file" in refusal(tmp_path / "folder.tar")
 
 
 def test_no_samples(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_shard_that_changes_or_goes_is_noticed(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path, (2, 2))
     source = CaptionShardsConfig(path=str(folder)).build()
     write_tar(folder / "00000.tar", caption_members(9, 3))
-    assert "00000.tar: has changed since it was indexed" in refusal(source.read, 0)
+    assert "00000.tar: sample 000000000: the shard has changed since it was indexed" in refusal(source.read, 0)
     (folder / "00001.tar").unlink()
     assert "sample 000000002: cannot be read: No such file" in refusal(source.read, 2)
 

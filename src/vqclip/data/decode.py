@@ -159,8 +159,10 @@ def _decode_with_pillow(data: bytes, kind: str) -> Tensor:
     from PIL import Image
 
     with Image.open(io.BytesIO(data), formats=(kind.upper(),)) as image:
-        if kind == "webp" and getattr(image, "n_frames", 1) > 1:
-            raise DataError("animated WebP image; expected a still one", "animated image")
+        if getattr(image, "n_frames", 1) > 1:
+            raise DataError(f"animated {kind} image; expected a still one", "animated image")
+        if kind == "png" and data[24] == 16 and "transparency" in image.info:
+            raise DataError("16-bit png image with one transparent colour, which Pillow would miss", "image mode")
         image.load()  # the orientation may come after the pixels
         # Looking for an orientation is slow, and without such a field there is none.
         turned = any("exif" in key.lower() or "xmp" in key.lower() for key in image.info if isinstance(key, str))
