@@ -193,8 +193,8 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         "laughs.yaml": "\n".join(laughs),
         "deep.yaml": "data: " + "[" * 100_000,
         "block.yaml": "\n".join(" " * n + "a:" for n in range(1000)),
-        "long.yaml": "data:\n" + "- a\n" * 250_000,
-        "digits.yaml": "run: {seed: 0x" + "f" * 900_000 + "}",
+        "long.yaml": "data:\n" + "- a\n" * 60_000,
+        "digits.yaml": "run: {seed: 0x" + "f" * 200_000 + "}",
     }
     for name, text in texts.items():
         (root / name).write_text(text)
@@ -203,8 +203,8 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("config", root / "deep.yaml", "more than 64 levels; a configuration is smaller"),
         ("config", root / "block.yaml", "more than 64 levels; a configuration is smaller"),
         ("config", root / "long.yaml", "more than 20000 values; a configuration is smaller"),
-        ("config", root / "digits.yaml", "run.seed: cannot be read: an integer of 900002 digits; at most 100 are read"),
-        ("config", hole(root / "zeros.yaml", b"a: 1\n", GIB), "more than 4194304 bytes; a configuration has fewer"),
+        ("config", root / "digits.yaml", "run.seed: cannot be read: an integer of 200002 digits; at most 100 are read"),
+        ("config", hole(root / "zeros.yaml", b"a: 1\n", GIB), "more than 1048576 bytes; a configuration has fewer"),
     ]
 
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())

@@ -15,7 +15,7 @@ import yaml
 
 from vqclip.errors import ConfigError, printable
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_DIGITS = 100
@@ -205,7 +205,7 @@ class _Reader:
             except ValueError as error:
                 self.problems.append(Problem(origin, path, f"cannot be read: {error}"))
                 return Node(None, origin)
-        tag = node.tag.replace(_TAG, "!!")
+        tag = node.tag.replace(_TAG, "!!")[:_SHOWN]
         self.problems.append(Problem(origin, path, f"tag {tag!r} is not allowed; write plain values"))
         return Node(None, origin)
 
@@ -214,10 +214,13 @@ class _Reader:
         for key_node, value_node in node.value:
             origin = self.origin(key_node)
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                shown = key_node.value[:_SHOWN] if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 self.problems.append(Problem(origin, path, f"key {shown!r} is not a string; put it in quotes"))
                 continue
             key = key_node.value
+            if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
+                self.problems.append(Problem(origin, (*path, key), "half a character (a lone surrogate) in a key"))
+                continue
             if key in result:
                 first = f" (first on line {result[key].origin.line})" if result[key].origin.line else ""
                 self.problems.append(Problem(origin, (*path, key), f"given twice{first}; remove one"))
@@ -233,6 +236,8 @@ def _scalar(tag: str, text: str) -> Any:
     """Raises KeyError for an unknown tag, ValueError for a text that does not fit its tag."""
     kind = tag.removeprefix(_TAG)
     if kind == "str":
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("half a character (a lone surrogate)")  # which could not be written back
         return text
     if kind == "null":
         return None
