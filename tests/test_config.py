@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 from pathlib import Path
 from typing import Annotated, Literal
@@ -333,8 +334,41 @@ def test_endless_or_deep_nesting_is_refused(problems, text):
 
 
 def test_huge_file_and_huge_number_are_refused(problems):
-    assert "characters; a configuration has at most" in problems("# " + "x" * (1 << 20))[0]
+    assert "characters; a configuration has at most" in problems("# " + "x" * (1 << 18))[0]
+    assert "more than 1048576 bytes; a configuration has fewer" in problems("# " + "x" * (1 << 20))[0]
     assert "cannot be read" in problems("name: " + "9" * 5000)[0]
+
+
+def test_large_documents_are_refused_before_they_are_composed(problems, monkeypatch):
+    composed = []
+    monkeypatch.setattr("vqclip._config_yaml._Reader.read", lambda *arguments: composed.append(arguments))
+    for text, limit in (
+        ("- a\n" * 60_000, "20000 values"),
+        ("\n".join(" " * n + "a:" for n in range(100)), "64 levels"),
+    ):
+        (line,) = problems(text)
+        assert f"more than {limit}; a configuration is smaller" in line
+    assert composed == []
+
+
+def test_a_pipe_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match=r"c\.yaml: cannot be read: not a regular file"):
+        load_config(Tree, tmp_path / "c.yaml")
+
+
+def test_messages_cannot_steer_a_terminal_or_forge_lines(problems):
+    text = '"\\e[2Jx\\nc.yaml:9: forged": 1\nname: ["\\u202e"]\n'
+    lines = problems(text, "\x1b[2J=1", "optim.\u202e=2")
+    assert len(lines) == 4
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith(r"c.yaml:1: \x1b[2Jx\nc.yaml:9: forged: unknown key")
+
+
+def test_messages_are_short(problems):
+    (line,) = problems("", "a" * 100_000 + "=1")
+    assert len(line) < 500
+    assert len(problems("\n".join(f"k{n}: 1" for n in range(3000)))) <= 202
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------

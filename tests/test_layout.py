@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "files", "memory", "seeds", "signals"),
-    ("inputs", "precision"),
+    ("inputs", "logs", "precision", "sealed"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),

@@ -13,6 +13,9 @@ import vqclip
 from tests.models import FSQ, LFQ, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP, ModelConfig
+from vqclip.sealed import facts_of, seal
+
+BIAS = "image.project_out.0.bias"
 
 
 @pytest.fixture
@@ -98,25 +101,29 @@ def test_one_tokenizer_alone(saved, tmp_path):
         CLIP.from_pretrained(tmp_path / "text")
 
 
-def damage_missing(folder):
-    state = load_file(folder / "model.safetensors")
-    state.pop("image.project_out.0.bias")
-    save_file(state, folder / "model.safetensors")
+def rewritten(change):
+    """A damage that changes the tensors; whoever made it gave the hashes that belong to it."""
+
+    def damage(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+        edited(lambda config: None)(folder)
+
+    return damage
 
 
-def damage_extra(folder):
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"image.surplus": torch.zeros(1)}, folder / "model.safetensors")
+def edited(change):
+    """A damage that changes the configuration, with the hashes that belong to it."""
 
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        del config["sha256"]
+        config["weights"] = facts_of(folder / "model.safetensors")._asdict()
+        (folder / "config.json").write_bytes(seal(config))
 
-def damage_shape(folder):
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"image.project_out.0.bias": torch.zeros(3)}, folder / "model.safetensors")
-
-
-def damage_dtype(folder):
-    state = load_file(folder / "model.safetensors")
-    save_file(state | {"image.project_out.0.bias": torch.zeros(16).half()}, folder / "model.safetensors")
+    return damage
 
 
 def damage_cut(folder):
@@ -132,40 +139,33 @@ def damage_json(folder):
     (folder / "config.json").write_text("{")
 
 
-def damage_version(folder):
+def damage_by_hand(folder):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"width": 16', '"width": 32', 1))
+
+
+def damage_old(folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"id_layout": 99}))
-
-
-def damage_key(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["image"]["widht"] = 3
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def edited(change):
-    """A damage that changes the configuration."""
-
-    def damage(folder):
-        config = json.loads((folder / "config.json").read_text())
-        change(config)
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return damage
+    (folder / "config.json").write_text(json.dumps(config | {"format_version": 1}))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_missing, "missing image.project_out.0.bias"),
-        (damage_extra, "unexpected image.surplus"),
-        (damage_shape, r"image.project_out.0.bias: got shape \(3,\), expected \(16,\)"),
-        (damage_dtype, "image.project_out.0.bias: got dtype torch.float16, expected torch.float32"),
+        (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
+        (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
+        (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
+        (
+            rewritten(lambda state: state.update({BIAS: torch.zeros(16).half()})),
+            "image.project_out.0.bias: got dtype torch.float16, expected torch.float32",
+        ),
         (damage_cut, "damaged or cut short"),
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),
-        (damage_version, "id_layout is 99, this vqclip reads 1"),
-        (damage_key, "config.json: image.widht: Extra inputs"),
+        (damage_by_hand, "config.json: does not match its own hash: the file is damaged, or was edited"),
+        (damage_old, "format_version is 1, which had no hashes; this vqclip reads 2. Run the training command"),
+        (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
+        (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: Extra inputs"),
         (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),
         (
             edited(lambda c: c["image"].update(embed_dim="16")),

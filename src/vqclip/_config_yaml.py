@@ -13,11 +13,14 @@ from typing import Any
 
 import yaml
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, printable
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
+MAX_DIGITS = 100
+_SHOWN = 80
+"""Characters of a key in a message."""
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS = (
@@ -97,14 +100,40 @@ def path_text(path: tuple[str | int, ...]) -> str:
     """Key path as users write it: ``quantizer.levels[2]``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, int):
+            text += f"[{part}]"
+            continue
+        key = printable(part if len(part) <= _SHOWN else part[: _SHOWN - 3] + "...", one_line=True)
+        text += f".{key}" if text else key
     return text
 
 
+class _TooMuch(Exception):
+    """More values or levels than any configuration has; carries the line, from 1, and the limit in words."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; Python values are made by `_Reader`."""
+    """Composes nodes only; Python values are made by `_Reader`.
+
+    Stops at the limits, so that a large document costs neither the time nor the memory of composing it.
+    """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """One node with all below it."""
+        self._values += 1
+        self._depth += 1
+        if self._values > 2 * MAX_VALUES or self._depth > MAX_DEPTH + 2:  # keys count here, and not in `_Reader`
+            limit = f"{MAX_VALUES} values" if self._depth <= MAX_DEPTH + 2 else f"{MAX_DEPTH} levels"
+            raise _TooMuch(self.line + 1, limit)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -163,7 +192,7 @@ class _Reader:
         self.values += 1
         if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
             limit = f"{MAX_VALUES} values" if self.values > MAX_VALUES else f"{MAX_DEPTH} levels"
-            raise ConfigError(f"{origin}: more than {limit}; a configuration is smaller (look at its aliases)")
+            raise _too_much(origin, limit)
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return Node(self.mapping(node, path), origin)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
@@ -176,7 +205,7 @@ class _Reader:
             except ValueError as error:
                 self.problems.append(Problem(origin, path, f"cannot be read: {error}"))
                 return Node(None, origin)
-        tag = node.tag.replace(_TAG, "!!")
+        tag = node.tag.replace(_TAG, "!!")[:_SHOWN]
         self.problems.append(Problem(origin, path, f"tag {tag!r} is not allowed; write plain values"))
         return Node(None, origin)
 
@@ -185,10 +214,13 @@ class _Reader:
         for key_node, value_node in node.value:
             origin = self.origin(key_node)
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                shown = key_node.value if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                shown = key_node.value[:_SHOWN] if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 self.problems.append(Problem(origin, path, f"key {shown!r} is not a string; put it in quotes"))
                 continue
             key = key_node.value
+            if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
+                self.problems.append(Problem(origin, (*path, key), "half a character (a lone surrogate) in a key"))
+                continue
             if key in result:
                 first = f" (first on line {result[key].origin.line})" if result[key].origin.line else ""
                 self.problems.append(Problem(origin, (*path, key), f"given twice{first}; remove one"))
@@ -196,16 +228,24 @@ class _Reader:
         return result
 
 
+def _too_much(origin: Origin, limit: str) -> ConfigError:
+    return ConfigError(f"{origin}: more than {limit}; a configuration is smaller (look at its aliases)")
+
+
 def _scalar(tag: str, text: str) -> Any:
     """Raises KeyError for an unknown tag, ValueError for a text that does not fit its tag."""
     kind = tag.removeprefix(_TAG)
     if kind == "str":
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("half a character (a lone surrogate)")  # which could not be written back
         return text
     if kind == "null":
         return None
     if kind == "bool" and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if kind == "int":
+        if len(text) > MAX_DIGITS:
+            raise ValueError(f"an integer of {len(text)} digits; at most {MAX_DIGITS} are read")
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
     if kind == "float":
         return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
@@ -239,6 +279,9 @@ def read_yaml(
         raise ConfigError(f"{where}: not valid YAML: {detail}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except _TooMuch as error:
+        line, limit = error.args
+        raise _too_much(origin if is_override else Origin(source, line), limit) from None
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply; a configuration has at most {MAX_DEPTH} levels") from error
     if node is None:

@@ -21,12 +21,17 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema, ErrorDetails, to_jsonable_python
 
 from vqclip._config_types import Place, describe, kinds_of, locate, members, model_of, quoted, show, step
-from vqclip._config_yaml import Node, Origin, Problem, dump_yaml, node_from_plain, path_text, read_yaml
+from vqclip._config_yaml import MAX_BYTES, Node, Origin, Problem, dump_yaml, node_from_plain, path_text, read_yaml
 from vqclip.errors import ConfigError
+from vqclip.files import read_bounded
 
 __all__ = ["Config", "json_schema", "load_config", "to_yaml"]
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+_MAX_PROBLEMS = 200
+_MAX_SHOWN = 120
+"""Characters of an override in a message, and of a word that another one is suggested for."""
 
 
 def _make_scalars_strict(schema: Any) -> None:
@@ -95,7 +100,9 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
     if problems or config is None:
         # In the order of the file, then the overrides.
         problems.sort(key=lambda p: (p.origin.is_override, p.origin.line or 0))
-        raise ConfigError("\n".join(dict.fromkeys(str(problem) for problem in problems)))
+        lines = list(dict.fromkeys(str(problem) for problem in problems[:_MAX_PROBLEMS]))
+        more = [f"... and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        raise ConfigError("\n".join(lines + more))
     return config
 
 
@@ -112,7 +119,10 @@ def json_schema(schema: type[Config]) -> dict[str, Any]:
 
 def _read_file(path: Path, problems: list[Problem]) -> Node:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = read_bounded(path, 4 * MAX_BYTES)  # a character has at most four bytes
+        if len(data) > 4 * MAX_BYTES:
+            raise ConfigError(f"{path}: more than {4 * MAX_BYTES} bytes; a configuration has fewer")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file (looked in {Path.cwd()})") from None
     except UnicodeDecodeError as error:
@@ -131,19 +141,20 @@ def _read_file(path: Path, problems: list[Problem]) -> Node:
 # --- overrides --------------------------------------------------------------------------------------------------------
 
 _KEY = r"[^\s.\[\]=]+"
-_OVERRIDE = re.compile(rf"({_KEY}(?:\.{_KEY}|\[\d+\])*)=(.*)", re.DOTALL)
+_INDEX = re.compile(r"[0-9]{1,9}")
+_OVERRIDE = re.compile(rf"({_KEY}(?:\.{_KEY}|\[{_INDEX.pattern}\])*)=(.*)", re.DOTALL)
 
 
 def _apply(schema: type[Config], root: Node, override: str, problems: list[Problem]) -> None:
     """Sets one value in the tree."""
-    label = f'override "{override}"'
+    label = f'override "{override if len(override) <= _MAX_SHOWN else override[: _MAX_SHOWN - 3] + "..."}"'
     match = _OVERRIDE.fullmatch(override.strip())
     if match is None:
         raise ConfigError(f"{label}: expected section.key=value or section.list[0]=value")
     origin = Origin(label, is_override=True)
     node, place = root, Place((), schema)
     *parents, last = parts = re.findall(r"[^.\[\]]+", match[1])
-    path = tuple(int(part) if part.isdecimal() else part for part in parts)
+    path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
     value = read_yaml(match[2], label, problems, path=path, is_override=True)
     for part in parents:
         node, place = _descend(node, place, part, origin)
@@ -183,11 +194,11 @@ def _checked_part(node: Node, place: Place, part: str, origin: Origin) -> str | 
         return part
     if isinstance(node.value, list):
         size = len(node.value)
-        if not part.isdecimal() or int(part) >= size:
+        if not _INDEX.fullmatch(part) or int(part) >= size:
             allowed = f"an index from 0 to {size - 1}" if size else "no index, for the list is empty"
-            raise ConfigError(f"{where}: a list; got {part!r}, expected {allowed}")
+            raise ConfigError(f"{where}: a list; got {show(part)}, expected {allowed}")
         return int(part)
-    raise ConfigError(f"{where}: is {show(node.value)} ({type(node.value).__name__}), which has no {part!r} to set")
+    raise ConfigError(f"{where}: is {show(node.value)} ({type(node.value).__name__}), which has no {show(part)} to set")
 
 
 def _kind(node: Node | None) -> Any:
@@ -204,6 +215,8 @@ def _problems(schema: type[Config], root: Node, error: ValidationError) -> list[
     for detail in error.errors(include_url=False):
         if _counts_good_ones(detail):
             continue
+        if len(found) > _MAX_PROBLEMS:  # nobody reads more of them, and each takes time
+            break
         place = locate(schema, detail["loc"])
         problem = _problem(place, root, detail)
         found.setdefault(problem.path, problem)
@@ -258,6 +271,8 @@ def _expected(place: Place, kind: str, error: ErrorDetails | None = None) -> str
 
 
 def _closest(word: str, allowed: Sequence[Any]) -> str:
+    if len(word) > _MAX_SHOWN:
+        return ""
     close = difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1)
     return f'; did you mean "{close[0]}"?' if close else ""
 

@@ -1,8 +1,32 @@
 """One root for every error that a user can cause or meet, so that a caller can catch them all at once."""
 
+from __future__ import annotations
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Text of unknown origin, as it may go to a terminal or a log.
+
+    Control characters, marks that turn the direction of writing, lone surrogates and the like are spelt out as
+    escapes of Python.
+
+    Args:
+        text: what somebody else wrote.
+        one_line: spell out line breaks too; for names, which could otherwise pass for lines of their own.
+    """
+    if text.isprintable():
+        return text
+    kept = "" if one_line else "\n"
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
 
 class VqclipError(Exception):
-    """Root of all errors raised on purpose by vqclip."""
+    """Root of all errors raised on purpose by vqclip.
+
+    Messages quote names and values from files that nobody checked: each is made `printable`.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(VqclipError, ValueError):

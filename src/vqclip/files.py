@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,21 @@ TEMPORARY = ".tmp-"
 """How the name of what is not finished begins."""
 REPLACED = ".replaced-"
 """How the name of a folder begins that is being replaced."""
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The first ``limit + 1`` bytes of a file at most: more than ``limit`` of them mean that it is too large.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; a pipe or device is never waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, "Is a directory" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+        return file.read(limit + 1)
 
 
 def sync(path: Path) -> None:

@@ -6,7 +6,6 @@ under its name (``image.``, ``text.``), so that one modality is read without the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError
+from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
+_HEADER = ("format", "format_version", "id_layout", "weights")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 
 def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
     """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
-    (folder / CONFIG_FILE).write_text(json.dumps(header | config, indent=2) + "\n")
     save_file(_as_stored(state), folder / WEIGHTS_FILE)
+    seal_folder(folder, config)
 
 
 def _as_stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -44,30 +45,66 @@ def _as_stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
+def seal_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Write ``config.json`` for the weights that lie in ``folder``: it holds their hash, and its own."""
+    header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
+    weights = {"weights": facts_of(folder / WEIGHTS_FILE)._asdict()}
+    (folder / CONFIG_FILE).write_bytes(seal(header | weights | config))
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json`` and check whose it is; returns what it holds besides format and versions.
+    """Read ``config.json``, check whose it is, and compare every byte of it and of the weights with their hashes.
+
+    Returns:
+        What it holds besides format, versions and hashes.
 
     Raises:
-        CheckpointError: when the folder or file is missing, not ours, or of a newer version.
+        CheckpointError: when the folder or a file is missing, not ours, damaged, or of another version.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}"
+            + _pickles(folder)
         )
     try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("format") != "vqclip":
-        raise CheckpointError(f'{path}: expected "format": "vqclip"; this is some other model\'s folder')
+        config, data = read_json(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if config.get("format") != "vqclip":
+        raise CheckpointError(
+            f'{path}: expected "format": "vqclip"; this is some other model\'s folder' + _pickles(folder)
+        )
+    if config.get("format_version") == 1:
+        raise CheckpointError(
+            f"{path}: format_version is 1, which had no hashes; this vqclip reads {FORMAT_VERSION}. Run the training "
+            "command of the finished run once more: it exports the folder anew"
+        )
     for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
         if config.get(key) != known:
             raise CheckpointError(
                 f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one"
             )
-    return {key: value for key, value in config.items() if key not in ("format", "format_version", "id_layout")}
+    config = unsealed(path, config, data)
+    try:
+        weights = Facts(**config["weights"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: does not say what {WEIGHTS_FILE} should be") from error
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / WEIGHTS_FILE}: no such file" + (_pickles(folder) or "; pickled weights are never fetched")
+        )
+    require_facts(folder / WEIGHTS_FILE, weights, CONFIG_FILE)
+    return {key: value for key, value in config.items() if key not in _HEADER}
+
+
+def _pickles(folder: Path) -> str:
+    """What to say of files that could hold a pickle, if there are any."""
+    if not folder.is_dir():
+        return ""
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
+    return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
 def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False) -> None:

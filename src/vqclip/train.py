@@ -25,6 +25,7 @@ from vqclip.errors import ConfigError, DataError, NonFiniteError, VqclipError
 from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
+from vqclip.logs import PrintableFormatter
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
 from vqclip.report.bar import Bar
@@ -325,7 +326,9 @@ def _fail(error: VqclipError | OSError, status: int) -> int:
 def _log_to_stderr() -> None:
     """Rank 0 tells what it does; the others only what went wrong."""
     level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.data import hostile
 from tests.data.making import encode, pixels
 from vqclip.data.decode import decode_image, image_header, pil_to_uint8
 from vqclip.errors import DataError
@@ -148,25 +147,13 @@ def test_header_gives_the_size(kind: str, shape: tuple[int, int]) -> None:
         assert rgb(data).shape == (*shape, 3)
 
 
-def huge_png(side: int) -> bytes:
-    """A PNG of side x side black pixels, a few kilobytes long for 20,000."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    packer = zlib.compressobj(9)
-    rows = b"".join(packer.compress(bytes(1 + side // 8)) for _ in range(side)) + packer.flush()
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
 def test_too_many_pixels_are_refused_by_the_header() -> None:
-    data = huge_png(20_000)
+    data = hostile.huge_png(20_000)
     with pytest.raises(DataError, match="20000x20000.*at most 50000000 pixels"):
         decode_image(data)
     with pytest.raises(DataError, match="20000x20000"):
         decode_image(data[:40])  # nothing but the header is needed
-    assert rgb(huge_png(800)).shape == (800, 800, 3)
+    assert rgb(hostile.huge_png(800)).shape == (800, 800, 3)
     with pytest.raises(DataError, match="at most 100 pixels"):
         decode_image(encode(pixels(0)), max_pixels=100)
 
@@ -192,6 +179,36 @@ def test_truncated_files_are_refused(kind: str, share: float) -> None:
     data = encode(pixels(9, 90, 90), kind)
     with pytest.raises(DataError):
         decode_image(data[: int(len(data) * share)])
+
+
+def test_any_flipped_bit_of_a_png_is_detected_or_changes_no_pixel() -> None:
+    data = encode(pixels(3), "PNG")
+    good = decode_image(data)
+    refused = 0
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        try:
+            assert torch.equal(decode_image(bytes(damaged)), good)
+        except DataError as error:
+            assert error.kind in ("damaged image", "image format", "image size")  # noqa: PT017
+            refused += 1
+    assert refused == len(data)
+
+
+def test_sixteen_bits_of_several_channels_are_scaled() -> None:
+    for colour, row, expected in (
+        (2, "123456789abc" * 2, [0x12, 0x56, 0x9A]),
+        (4, "1234ffff" * 2, [0x12, 0x12, 0x12]),
+        (6, "123456789abcffff" * 2, [0x12, 0x56, 0x9A]),
+    ):
+        image = rgb(hostile.png(2, 1, 16, colour, b"\0" + bytes.fromhex(row)))
+        assert image.tolist() == [[expected, expected]]
+
+
+def test_animated_png_is_refused() -> None:
+    with pytest.raises(DataError, match="animated png image"):
+        decode_image(hostile.animated("PNG"))
 
 
 SAMPLES = [

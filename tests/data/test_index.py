@@ -13,6 +13,7 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data import hostile
 from tests.data.making import caption_members, write_tar
 from vqclip.data.index import KINDS, ShardIndex, load_index
 from vqclip.errors import DataError
@@ -162,7 +163,7 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
     assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
     (tmp_path / "folder.tar").mkdir()
-    assert "Is a directory" in refusal(tmp_path / "folder.tar")
+    assert "is a folder; expected a tar file" in refusal(tmp_path / "folder.tar")
 
 
 def test_no_samples(tmp_path: Path) -> None:
@@ -196,6 +197,99 @@ def test_sparse_members(tmp_path: Path) -> None:
         info.type = tarfile.GNUTYPE_SPARSE
         tar.addfile(info)
     assert "a sparse file" in refusal(tmp_path / "b.tar")
+
+
+def test_long_pax_headers_take_no_time(tmp_path: Path) -> None:
+    """Each record used to copy all that came after it."""
+    for count, expected in (
+        (10_000, "no samples"),
+        (11_000, "extended header of 66000 bytes at offset 0; at most 65536"),
+    ):
+        info = tarfile.TarInfo("header")
+        info.type = tarfile.XHDTYPE
+        path = hostile.tar_with(tmp_path / f"{count}.tar", [(info, b"6 a=b\n" * count)], tarfile.USTAR_FORMAT)
+        assert expected in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "records", [b"9 path=a", b"0 a=b\n", b"99999999 path=x\n", b"6 ab\n\n", b"x", b" 6 a=b\n", b"7 =a\n"]
+)
+def test_damaged_pax_headers(tmp_path: Path, records: bytes) -> None:
+    info = tarfile.TarInfo("header")
+    info.type = tarfile.XHDTYPE
+    path = hostile.tar_with(tmp_path / "a.tar", [(info, records)], tarfile.USTAR_FORMAT)
+    assert "damaged PAX header at offset 0" in refusal(path)
+
+
+def test_a_tar_that_boasts_is_refused_by_its_header(tmp_path: Path) -> None:
+    """10 KB each, which say that they unpack to 1 GiB."""
+    assert "is a sparse file; only regular files" in refusal(hostile.sparse_tar(tmp_path / "a.tar", 1 << 30))
+    assert "needs 1073742336 bytes, the file has 10240" in refusal(hostile.boastful_tar(tmp_path / "b.tar", 1 << 30))
+    path = hostile.gzip_bomb_tar(tmp_path / "c.tar", 1 << 30)
+    assert path.stat().st_size <= 10_240
+    assert "is gzip-compressed" in refusal(path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, b"V", b"M", b"9"])
+def test_devices_and_unknown_members(tmp_path: Path, kind: bytes) -> None:
+    info = tarfile.TarInfo("1.jpg")
+    info.type = kind
+    path = hostile.tar_with(tmp_path / "a.tar", [(info, b"")], tarfile.USTAR_FORMAT)
+    assert f"member '1.jpg' at offset 0 is of type {kind!r}; only regular files are read" in refusal(path)
+
+
+def test_a_pipe_is_no_shard(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tar")
+    assert refusal(tmp_path / "a.tar") == f"{tmp_path}/a.tar: is a named pipe; expected a tar file"
+
+
+def test_names_lead_nowhere(tmp_path: Path, cache: Path) -> None:
+    """Members are never written: their names are names of samples and nothing else."""
+    names = [
+        "../../../1.jpg",
+        "/etc/2.jpg",
+        "..",
+        "a/../../3.txt",
+        "~/4.jpg",
+        "C:\\5.jpg",
+        "pipe:touch x; 6.jpg",
+        "$(id).jpg",
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    path = write_tar(tmp_path / "a.tar", {name: b"x" for name in names}, tarfile.PAX_FORMAT)
+    index = load_index(path)
+    assert [index.key(row) for row in range(len(index))] == [
+        name.rpartition(".")[0] for name in names if name.endswith((".jpg", ".txt"))
+    ]
+    assert sorted(tmp_path.rglob("*")) == [*before, path]
+    (stored,) = (file for file in cache.rglob("*") if file.is_file())
+    assert stored.parent == cache / "index"
+
+
+def test_a_damaged_index_is_made_anew_or_means_the_same(tmp_path: Path, cache: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 2))
+    first = load_index(path)
+    (stored,) = cache.rglob("*.npz")
+    data = stored.read_bytes()
+    for place in range(0, len(data), 9):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place // 9 % 8
+        stored.write_bytes(damaged)
+        again = load_index(path)
+        assert np.array_equal(again.offsets, first.offsets)
+        assert np.array_equal(again.sizes, first.sizes)
+        assert (again.keys, again.sha256, again.ignored) == (first.keys, first.sha256, first.ignored)
+
+
+def test_a_pickle_in_place_of_the_index_is_not_read(tmp_path: Path, cache: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 2))
+    load_index(path)
+    (stored,) = cache.rglob("*.npz")
+    stored.write_bytes(hostile.marking_pickle(tmp_path / "was here"))
+    assert len(load_index(path)) == 2
+    np.savez(stored, facts=np.array([hostile.Marker(tmp_path / "was here")], dtype=object))
+    assert len(load_index(path)) == 2
+    assert not (tmp_path / "was here").exists()
 
 
 def test_sizes_in_pax_and_binary_notation(tmp_path: Path) -> None:

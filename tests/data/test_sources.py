@@ -98,9 +98,47 @@ def test_a_shard_that_changes_or_goes_is_noticed(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path, (2, 2))
     source = CaptionShardsConfig(path=str(folder)).build()
     write_tar(folder / "00000.tar", caption_members(9, 3))
-    assert "00000.tar: has changed since it was indexed" in refusal(source.read, 0)
+    assert "00000.tar: sample 000000000: the shard has changed since it was indexed" in refusal(source.read, 0)
     (folder / "00001.tar").unlink()
     assert "sample 000000002: cannot be read: No such file" in refusal(source.read, 2)
+
+
+def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:
+    """In place, as rsync --inplace does; one that is replaced by another file stays readable as it was."""
+    folder = caption_shards(tmp_path, (2, 2))
+    source = CaptionShardsConfig(path=str(folder)).build()
+    first, second = source.read(0), source.read(2)
+    with (folder / "00000.tar").open("r+b") as file:
+        file.seek(600)
+        file.write(b"x")
+    os.utime(folder / "00000.tar", ns=(1, 1))
+    assert "00000.tar: sample 000000000: the shard has changed since it was indexed" in refusal(source.read, 0)
+    assert first.captions == ("caption 0",)
+    write_tar(folder / "new", caption_members(9, 3)).replace(folder / "00001.tar")
+    assert source.read(2) == second
+    os.truncate(folder / "00000.tar", 700)
+    assert "sample 000000000: the shard has changed" in refusal(source.read, 0)
+
+
+def test_class_names_and_prompts_are_bounded(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path)
+    (folder / "classnames.txt").write_text("cat\n" + "d" * 1001 + "\n")
+    assert refusal(ClassShardsConfig(path=folder).build).endswith(
+        "classnames.txt:2: 1001 characters; expected one class name a line"
+    )
+    (folder / "classnames.txt").write_bytes(b"cat\n\xff\n")
+    assert refusal(ClassShardsConfig(path=folder).build).endswith(
+        "classnames.txt: not UTF-8: invalid start byte at byte 4"
+    )
+    (folder / "classnames.txt").unlink()
+    os.mkfifo(folder / "classnames.txt")
+    assert "classnames.txt: cannot be read (not a regular file)" in refusal(ClassShardsConfig(path=folder).build)
+
+
+def test_shards_whose_names_break_lines(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a\nstep 1: forged.tar", caption_members(0, 1))
+    message = refusal(CaptionShardsConfig(path=str(tmp_path)).build)
+    assert message == f"'{tmp_path}/a\\nstep 1: forged.tar': a line break in the name of a shard; rename it"
 
 
 def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.text import BPE, OpenCLIPTextTowerConfig, TransformerTowerConfig
+from vqclip.towers.text import BPE, OpenCLIPTextTowerConfig, TransformerTowerConfig, _bpe
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
@@ -153,3 +153,15 @@ def test_text_towers_of_another_vocabulary_are_refused():
 def test_token_embeddings_start_with_the_deviation_asked_for(std):
     tower = TransformerTowerConfig(context_length=8, width=8, heads=2, layers=1, token_std=std).build()
     assert tower.transformer.token_embedding.weight.std().item() == pytest.approx(std, rel=0.01)  # of 395,264 numbers
+
+
+def test_the_vocabulary_forgets(monkeypatch):
+    """open_clip remembers every word it has ever met: on captions of chance without an end."""
+    from open_clip.tokenizer import SimpleTokenizer
+
+    monkeypatch.setattr("vqclip.towers.text._CACHED_WORDS", 10)
+    captions = [f"word{chr(97 + n % 26) * (n + 1)} {n}" for n in range(79, -1, -1)]
+    theirs = SimpleTokenizer()(captions, context_length=32)
+    assert torch.equal(BPE(32)(captions), theirs)
+    assert len(_bpe().cache) <= 10
+    assert max(map(len, _bpe().cache)) <= 64

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import stat
 from pathlib import Path
-from typing import Any
 
 from vqclip.errors import CheckpointError
+from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
 
 MANIFEST = "manifest.json"
 FORMAT = "vqclip-checkpoint"
 VERSION = 2
-_CHUNK = 1 << 20
 
 
 def write_manifest(folder: Path, step: int) -> None:
     """Describe every file now in ``folder`` in its ``manifest.json``."""
-    files = {name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in _files(folder).items()}
+    files = {name: facts_of(path)._asdict() for name, path in _files(folder).items()}
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
-    (folder / MANIFEST).write_bytes(_render(body))
+    (folder / MANIFEST).write_bytes(seal(body))
 
 
 def verify(folder: Path) -> int:
@@ -39,48 +36,27 @@ def verify(folder: Path) -> int:
         raise CheckpointError(
             f"{folder}: missing files: {missing or 'none'}; files not in {MANIFEST}: {added or 'none'}"
         )
-    for name, (size, digest) in expected.items():
-        path = found[name]
-        if (actual_size := path.stat().st_size) != size:
-            raise CheckpointError(f"{path}: {actual_size} bytes; {MANIFEST} says {size}: the file is damaged")
-        if (actual := _sha256(path)) != digest:
-            raise CheckpointError(f"{path}: SHA-256 {actual}; {MANIFEST} says {digest}: the file is damaged")
+    for name, facts in expected.items():
+        require_facts(found[name], facts, MANIFEST)
     return step
 
 
-def _read_manifest(folder: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """The step, and the size and hash of each file by its relative name."""
+def _read_manifest(folder: Path) -> tuple[int, dict[str, Facts]]:
+    """The step, and what each file should be by its relative name."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        body = unsealed(path, *read_json(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): not a complete checkpoint") from error
-    try:
-        body = json.loads(text)
-        del body["sha256"]
-        intact = _render(body) == text  # the manifest's own hash and every byte of its spelling
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a manifest ({error}): the file is damaged") from error
-    if not intact:
-        raise CheckpointError(f"{path}: does not match its own hash: the file is damaged")
     if body.get("format") != FORMAT or body.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: format {body.get('format')!r} version {body.get('version')!r}; "
             f"this vqclip reads {FORMAT!r} version {VERSION}: use the vqclip that wrote it"
         )
     try:
-        return int(body["step"]), {name: (int(f["size"]), str(f["sha256"])) for name, f in body["files"].items()}
+        return int(body["step"]), {name: Facts(int(f["size"]), str(f["sha256"])) for name, f in body["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a manifest of a checkpoint ({error})") from error
-
-
-def _render(body: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(_dump(body)).hexdigest()
-    return _dump({**body, "sha256": digest})
-
-
-def _dump(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -94,11 +70,3 @@ def _files(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint holds nothing else")
         found[path.relative_to(folder).as_posix()] = path
     return found
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

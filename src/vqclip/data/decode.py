@@ -13,6 +13,7 @@ import io
 import re
 import struct
 import warnings
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,6 +60,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
             return _decode_jpeg(data)
         if kind == "webp" and not _webp_needs_pillow(data):
             return _decode_webp(data)
+        if kind == "png":
+            _check_png(data)
         return _decode_with_pillow(data, kind)
     except DataError:
         raise
@@ -159,12 +162,31 @@ def _decode_with_pillow(data: bytes, kind: str) -> Tensor:
     from PIL import Image
 
     with Image.open(io.BytesIO(data), formats=(kind.upper(),)) as image:
-        if kind == "webp" and getattr(image, "n_frames", 1) > 1:
-            raise DataError("animated WebP image; expected a still one", "animated image")
+        if getattr(image, "n_frames", 1) > 1:
+            raise DataError(f"animated {kind} image; expected a still one", "animated image")
+        if kind == "png" and data[24] == 16 and "transparency" in image.info:
+            raise DataError("16-bit png image with one transparent colour, which Pillow would miss", "image mode")
         image.load()  # the orientation may come after the pixels
         # Looking for an orientation is slow, and without such a field there is none.
         turned = any("exif" in key.lower() or "xmp" in key.lower() for key in image.info if isinstance(key, str))
         return pil_to_uint8(image) if turned else _to_rgb(image)
+
+
+def _check_png(data: bytes) -> None:
+    """Compare the checksums of all that decides about pixels; Pillow leaves out those of the pixels themselves."""
+    at, view = 8, memoryview(data)
+    while at + 12 <= len(data):
+        length, name = struct.unpack_from(">I4s", data, at)
+        end = at + 8 + length
+        if end + 4 > len(data):
+            break
+        critical = not name[0] & 0x20
+        if (critical or name == b"tRNS") and zlib.crc32(view[at + 4 : end]) != struct.unpack_from(">I", data, end)[0]:
+            raise DataError(f"png image cannot be decoded: wrong checksum of its chunk {name!r}", "damaged image")
+        if name == b"IEND":
+            return
+        at = end + 4
+    raise DataError("png image cannot be decoded: it is cut short", "damaged image")
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:

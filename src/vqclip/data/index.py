@@ -13,8 +13,8 @@ import json
 import logging
 import os
 import re
+import stat
 import uuid
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,12 +80,19 @@ def load_index(path: Path, cache: Path | None = None) -> ShardIndex:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path}: shard cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):  # to open a pipe is to wait for who writes into it
+        raise DataError(f"{path}: is a {_what(status.st_mode)}; expected a tar file")
     index = _read(cached, path)
     if index is not None and (index.length, index.modified_ns) == (status.st_size, status.st_mtime_ns):
         return index
     index = _make(path)
     _write(cached, index)
     return index
+
+
+def _what(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(mode), "device")
 
 
 def _make(path: Path) -> ShardIndex:
@@ -211,7 +218,7 @@ def _read(cached: Path, path: Path) -> ShardIndex | None:
             )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
         logger.warning("%s: damaged index of %s is made anew (%s)", cached, path, error)
         return None
     shape = (len(index.key_ends), len(KINDS))

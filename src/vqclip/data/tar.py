@@ -17,7 +17,7 @@ from vqclip.errors import DataError
 __all__ = ["Member", "walk"]
 
 _BLOCK = 512
-_MAX_EXTENDED = 1 << 20
+_MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -167,15 +167,17 @@ def _read_extended(path: Path, file: int, kind: bytes, start: int, size: int, at
     if kind == b"L":
         return {"path": payload.partition(b"\0")[0].decode("utf-8", "replace")}
     records = {}
-    while payload.strip(b"\0"):
-        stated, blank, _ = payload.partition(b" ")
-        end = int(stated) if stated.isdigit() and len(stated) < 8 else 0
-        keyword, equals, value = payload[len(stated) + 1 : end - 1].partition(b"=")
-        if not (blank and equals and len(stated) < end <= len(payload)):
+    payload, begin = payload.rstrip(b"\0"), 0
+    while begin < len(payload):
+        blank = payload.find(b" ", begin, begin + 8)
+        stated = payload[begin:blank] if blank >= 0 else b""
+        end = begin + int(stated) if stated.isdigit() else 0
+        keyword, equals, value = payload[blank + 1 : max(end - 1, 0)].partition(b"=")
+        if not (equals and blank < end <= len(payload)):
             raise DataError(f"{path}: damaged PAX header at offset {at}")
         if keyword.startswith(b"GNU.sparse"):
             raise DataError(f"{path}: sparse member at offset {at}; write the shard again without --sparse")
         if keyword in (b"path", b"size"):
             records[keyword.decode()] = value.decode("utf-8", "replace")
-        payload = payload[end:]
+        begin = end
     return records

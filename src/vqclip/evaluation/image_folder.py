@@ -8,7 +8,9 @@ from typing import Any
 
 from vqclip.data import RawSample
 from vqclip.data.sources.classes import TEMPLATES, read_templates
-from vqclip.errors import DataError
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.errors import DataError, printable
+from vqclip.files import read_bounded
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 DEFAULT_TEMPLATE = "a photo of a {c}"
@@ -52,15 +54,17 @@ class ImageFolder:
         """
         path, label = self._files[index]
         try:
-            image = path.read_bytes()
+            image = read_bounded(path, MAX_IMAGE_BYTES)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+            raise DataError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
+        if len(image) > MAX_IMAGE_BYTES:
+            raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
         name = self.classnames[label]
         return RawSample(image, tuple(template.replace("{c}", name) for template in self.templates), label)
 
     def name(self, index: int) -> str:
         """The file, for messages."""
-        return str(self._files[index][0])
+        return printable(str(self._files[index][0]), one_line=True)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

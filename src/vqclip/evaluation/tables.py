@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vqclip.errors import printable
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result
@@ -20,7 +21,9 @@ def format_results(results: Sequence[Result]) -> str:
     if codes:
         heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
         text += "\n\n" + table(heads, codes, left=2)
-    notes = dict.fromkeys(f"{result.name}: {note}" for result in results for note in result.notes)
+    notes = dict.fromkeys(
+        printable(f"{result.name}: {note}", one_line=True) for result in results for note in result.notes
+    )
     return "\n\n".join([text, "\n".join(notes)]) if notes else text
 
 
@@ -65,7 +68,8 @@ def percent(rate: float) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Columns two spaces apart, the first ``left`` of them flush left, the others flush right."""
-    widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
+    head, *body = [[printable(cell, one_line=True) for cell in row] for row in (heads, *rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -74,4 +78,4 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(heads), "  ".join("-" * width for width in widths), *map(line, rows)])
+    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, body)])

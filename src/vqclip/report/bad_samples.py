@@ -40,7 +40,8 @@ class BadSamples:
     def _take(self, found: list[dict[str, Any]]) -> None:
         self.counts.update(bad["kind"] for bad in found)
         if self._lines is not None:
-            for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"])):
+            # A sample may be bad in its own place and in another's: the order must not depend on the ranks.
+            for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"], each["substitute_id"])):
                 self._lines.write(bad.pop("step"), bad)
 
     def figures(self) -> dict[str, float]:

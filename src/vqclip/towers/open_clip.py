@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 from safetensors import SafetensorError
 
 from vqclip.errors import ConfigError
 from vqclip.towers.names import unknown_model
+from vqclip.towers.weights import require_plain_size
 
 
 def create_open_clip(model: str, pretrained: str | None) -> Any:
@@ -43,10 +45,12 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
                 f"{model + '-quickgelu' if activation else model.removesuffix('-quickgelu')} as the model"
             )
     try:
+        if pretrained is not None and pretrained not in tags and not pretrained.endswith(".safetensors"):
+            require_plain_size(Path(pretrained))
         return open_clip.create_model(
             model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
         )
-    except (RuntimeError, OSError, ImportError, UnpicklingError, SafetensorError) as error:
+    except (RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile) as error:
         if pretrained is None:
             raise ConfigError(
                 f"tower.model: open_clip cannot make {model}: {type(error).__name__}: {error}; a model of open_clip's "

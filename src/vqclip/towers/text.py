@@ -17,6 +17,9 @@ from vqclip.inputs import require_captions
 
 Vocabulary = Callable[[Sequence[str]], Tensor]
 """Captions to token numbers ``(B, N)`` int64: an end mark after the last token, then zeros."""
+_CACHED_WORDS = 100_000
+_LONG_WORD = 64
+"""Characters of a word that is not worth remembering."""
 
 
 def heads_divide_width(config: Any) -> Any:
@@ -228,6 +231,16 @@ class BPE:
         return _bpe()(require_captions(captions), context_length=self.context_length)
 
 
+class _Bounded(dict[str, str]):
+    """A cache that is emptied when it is full: open_clip's own keeps every word of every caption for ever."""
+
+    def __setitem__(self, word: str, pairs: str) -> None:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        if len(word) <= _LONG_WORD:
+            super().__setitem__(word, pairs)
+
+
 @lru_cache(maxsize=1)
 def _bpe() -> Any:
     """open_clip's tokenizer, for which a caption that holds ``<end_of_text>`` is text like any other."""
@@ -242,4 +255,5 @@ def _bpe() -> Any:
         raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
     regex = theirs.re  # the package of that name: Python's own does not know \p{L}
     tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
+    tokenizer.cache = _Bounded()
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,44 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
         ConfigError: for a file that is missing, damaged or holds more than tensors, and for missing, unexpected or
             wrongly shaped or typed tensors.
     """
+    expected = model.state_dict()
     state = {
-        name: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        name: _widened(tensor, expected.get(name))
         for name, tensor in _read(path).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
-    problems = misfits(model.state_dict(), state)
+    problems = misfits(expected, state)
     if problems:
         raise ConfigError(f"tower.checkpoint: {path} does not fit the model: " + "; ".join(problems[:10]))
     model.load_state_dict(state, strict=True)
+
+
+def _widened(tensor: Tensor, expected: Tensor | None) -> Tensor:
+    """Half precision as fp32, where the shape fits: a few bytes may claim to be any number of elements."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if half and expected is not None and expected.shape == tensor.shape else tensor
+
+
+def require_plain_size(path: Path) -> None:
+    """Refuse a PyTorch file whose parts, unpacked, are larger than the file: torch itself packs nothing.
+
+    Raises:
+        ValueError: it is such a file, or a damaged one.
+        OSError: it cannot be read.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as parts:
+        claimed = sum(part.file_size for part in parts.infolist())
+    if claimed > path.stat().st_size:
+        raise ValueError(f"its parts claim to unpack to {claimed} bytes, from a file of {path.stat().st_size}")
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        require_plain_size(path)
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(f"tower.checkpoint: {path}: no such file") from error
@@ -54,7 +78,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     for key in ("state_dict", "model"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]
-    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
+    if not isinstance(stored, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
+        for name, value in stored.items()
+    ):
         raise ConfigError(
             f"tower.checkpoint: {path}: got a {type(stored).__name__} that is no state dict; expected tensors by name"
         )

@@ -7,7 +7,11 @@ import json
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = ["json_captions", "txt_captions"]
+__all__ = ["MAX_CAPTION", "json_captions", "txt_captions"]
+
+MAX_CAPTION = 65_536
+"""Characters of a caption. All are split into byte pairs before those beyond the context are cut off, so that a few
+gigantic captions would hold up every process."""
 
 
 def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[str, ...]:
@@ -21,7 +25,7 @@ def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[s
     captions = tuple(line.strip() for line in lines if line.strip())
     if not captions:
         raise DataError(f"{reader.name(index)}: the caption (.txt) is empty", "no caption")
-    return captions
+    return _usable(captions, reader.name(index))
 
 
 def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -59,4 +63,19 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
             f"its keys: {', '.join(map(repr, list(facts)[:20]))}",
             "no caption",
         )
-    return tuple(captions)
+    return _usable(tuple(captions), reader.name(index))
+
+
+def _usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
+    for caption in captions:
+        if len(caption) > MAX_CAPTION:
+            raise DataError(
+                f"{name}: caption of {len(caption)} characters; at most {MAX_CAPTION} are read", "caption too long"
+            )
+        try:
+            caption.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a character
+            raise DataError(
+                f"{name}: caption with a lone surrogate at character {error.start}: {caption[:80]!r}", "not UTF-8"
+            ) from None
+    return captions

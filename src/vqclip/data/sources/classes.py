@@ -12,11 +12,15 @@ from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.reader import ShardReader
 from vqclip.data.sources.shards import Weight, require_members
 from vqclip.errors import DataError
+from vqclip.files import read_bounded
 
 __all__ = ["ClassShards", "ClassShardsConfig", "ClassShardsData"]
 
 CLASSNAMES = "classnames.txt"
 TEMPLATES = "zeroshot_classification_templates.txt"
+_MAX_BYTES = 4 << 20
+_MAX_LINE = 1000
+"""Limits of these two files; ImageNet's classes have 15 kB, and 120 characters at most."""
 
 
 class ClassShardsData(Config):
@@ -142,12 +146,19 @@ def read_lines(file: Path, expected: str) -> tuple[str, ...]:
         DataError: the file is missing, empty, not UTF-8, or has a blank line in between.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        data = read_bounded(file, _MAX_BYTES)
     except OSError as error:
         raise DataError(f"{file.absolute()}: cannot be read ({error.strerror}); expected {expected}") from None
+    if len(data) > _MAX_BYTES:
+        raise DataError(f"{file.absolute()}: more than {_MAX_BYTES} bytes; expected {expected}")
+    try:
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file.absolute()}: not UTF-8: {error.reason} at byte {error.start}") from None
-    lines = tuple(line.strip() for line in text.rstrip().split("\n"))
+    lines = tuple(line.strip() for line in text.rstrip().replace("\r\n", "\n").replace("\r", "\n").split("\n"))
+    for number, line in enumerate(lines, 1):
+        if len(line) > _MAX_LINE:
+            raise DataError(f"{file.absolute()}:{number}: {len(line)} characters; expected {expected}")
     if not all(lines):
         raise DataError(f"{file.absolute()}:{lines.index('') + 1}: blank line; expected {expected}")
     return lines

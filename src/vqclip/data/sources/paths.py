@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from vqclip.errors import DataError
+from vqclip.errors import DataError, printable
 
 __all__ = ["expand_braces", "find_shards"]
 
@@ -30,6 +30,8 @@ def find_shards(paths: Sequence[str | Path]) -> list[Path]:
     shards = [shard for path in paths for shard in _find(str(path))]
     seen: set[Path] = set()
     for shard in shards:
+        if printable(str(shard), one_line=True) != printable(str(shard)):
+            raise DataError(f"{str(shard)!r}: a line break in the name of a shard; rename it")
         if shard in seen:
             raise DataError(f"{shard}: listed twice; to show a source more often, raise its weight")
         seen.add(shard)

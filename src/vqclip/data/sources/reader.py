@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from vqclip.data.index import KINDS, load_index
-from vqclip.errors import DataError
+from vqclip.errors import DataError, printable
 
-__all__ = ["ShardReader"]
+__all__ = ["MAX_IMAGE_BYTES", "ShardReader"]
 
 _OPEN_FILES = 64
-_MAX_BYTES = {"image": 64 << 20, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
+MAX_IMAGE_BYTES = 64 << 20
+_MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Larger members are refused before they are read."""
 
 
@@ -45,7 +46,7 @@ class ShardReader:
     def name(self, index: int) -> str:
         """Shard and sample, for messages."""
         shard, row = self._locate(index)
-        return f"{self._indexes[shard].path}: sample {self._indexes[shard].key(row)}"
+        return printable(f"{self._indexes[shard].path}: sample {self._indexes[shard].key(row)}", one_line=True)
 
     def count(self, kind: str) -> int:
         """Number of samples that have a member of this kind (see `vqclip.data.index.KINDS`)."""
@@ -70,6 +71,8 @@ class ShardReader:
             )
         try:
             data = os.pread(self._file(shard), size, offset)
+        except DataError as error:
+            raise DataError(f"{self.name(index)}: {error}", error.kind) from None
         except OSError as error:
             raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
@@ -110,17 +113,16 @@ class ShardReader:
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
     def _file(self, shard: int) -> int:
-        file = self._files.get(shard)
-        if file is not None:
-            self._files.move_to_end(shard)
-            return file
         facts = self._indexes[shard]
-        file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC)
-        status = os.fstat(file)
+        file = self._files.pop(shard, None)
+        if file is None:
+            # A pipe that has taken the shard's place must not make the run wait.
+            file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(file)  # at every read: it may be written to while it is open
         if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
             os.close(file)
-            raise DataError(f"{facts.path}: has changed since it was indexed; start the run again", "changed shard")
-        self._files[shard] = file
+            raise DataError("the shard has changed since it was indexed; start the run again", "changed shard")
+        self._files[shard] = file  # the last one used
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
         return file

@@ -1,0 +1,100 @@
+"""JSON files that vouch for every byte of themselves and of the files that they describe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vqclip.errors import CheckpointError
+from vqclip.files import read_bounded
+
+MAX_BYTES = 64 << 20
+"""Larger ones are not read; the manifest of a thousand files has 150 kB."""
+_CHUNK = 1 << 20
+
+
+class Facts(NamedTuple):
+    """What a file is described by."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hash of all of them, in hexadecimal digits."""
+
+
+def facts_of(path: Path) -> Facts:
+    """Read a whole file; raises OSError where that cannot be done."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return Facts(size, digest.hexdigest())
+
+
+def require_facts(path: Path, expected: Facts, source: str) -> None:
+    """Compare a file with what `source` says of it.
+
+    Raises:
+        CheckpointError: it is missing, of another size, or differs in a single bit.
+    """
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            raise CheckpointError(
+                f"{path}: {size} bytes; {source} says {expected.size}: the file is damaged or cut short"
+            )
+        actual = facts_of(path).sha256
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if actual != expected.sha256:
+        raise CheckpointError(f"{path}: SHA-256 {actual}; {source} says {expected.sha256}: the file is damaged")
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """A JSON object (without a key ``sha256``) as bytes that hold their own hash."""
+    assert "sha256" not in body
+    return _dump({**body, "sha256": hashlib.sha256(_dump(body)).hexdigest()})
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, whether it is sealed or not, and the file's bytes, for `unsealed`.
+
+    Raises:
+        CheckpointError: it is too large, or no JSON object.
+        OSError: it cannot be read.
+    """
+    data = read_bounded(path, MAX_BYTES)
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(f"{path}: more than {MAX_BYTES} bytes, which are not read")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}: the file is damaged") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path}: holds a {type(body).__name__}; expected a JSON object")
+    return body, data
+
+
+def unsealed(path: Path, body: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """What `seal` was given.
+
+    Raises:
+        CheckpointError: a byte of the file differs from what `seal` made.
+    """
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    try:
+        intact = seal(body) == data  # its own hash, and every byte of its spelling
+    except (ValueError, RecursionError):  # lone surrogates, numbers of thousands of digits
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path}: does not match its own hash: the file is damaged, or was edited")
+    return body
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

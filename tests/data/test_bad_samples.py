@@ -1,0 +1,327 @@
+"""Every kind of bad sample: one in a shard of ten is counted once by its kind, named, and replaced by the same sample
+on every number of ranks; without tolerance it ends the run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data import hostile
+from tests.data.loading import global_batch, open_data, same
+from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from vqclip import dist
+from vqclip.data import Batch, CaptionShardsConfig, ClassShardsConfig, TrainData
+from vqclip.errors import DataError
+from vqclip.report.bad_samples import BadSamples
+from vqclip.report.lines import Lines
+
+JPEG = encode(pixels(3), "JPEG")
+PNG = encode(pixels(3), "PNG")
+TXT, JSON = b"a good caption", json.dumps({"caption": "a good one"}).encode()
+
+
+class Case(NamedTuple):
+    """A bad sample: its members by extension, how it is counted, and what is said of it (a pattern, as a whole)."""
+
+    members: dict[str, bytes]
+    kind: str
+    message: str
+    captions: str = "txt"
+
+
+def image(data: bytes, kind: str, message: str, extension: str = "jpg") -> Case:
+    return Case({extension: data, "txt": TXT}, kind, message)
+
+
+def text(data: bytes, kind: str, message: str) -> Case:
+    return Case({"jpg": JPEG, "txt": data}, kind, message)
+
+
+def facts(data: bytes, kind: str, message: str) -> Case:
+    return Case({"jpg": JPEG, "json": data}, kind, message, "json")
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+
+
+def foreign(kind: str) -> bytes:
+    return encode(pixels(0), kind)
+
+
+NOT_AN_IMAGE = r"not a JPEG, PNG or WebP image: begins with b'{}.*' \(\d+ bytes\)"
+TOO_LARGE = "{0} image of {1}x{1} pixels; at most 50000000 pixels are decoded"
+BOMB = r"png image cannot be decoded: Decompressed data too large for .*"
+
+CASES = {
+    "no caption": Case({"jpg": JPEG}, "missing member", r"has no \.txt"),
+    "no image": Case({"txt": TXT}, "missing member", r"has no image \(\.jpg, \.jpeg, \.png or \.webp\)"),
+    "an image by another extension": Case(
+        {"gif": foreign("GIF"), "txt": TXT}, "missing member", r"has no image \(\.jpg, \.jpeg, \.png or \.webp\)"
+    ),
+    "empty caption": text(b"", "no caption", r"the caption \(\.txt\) is empty"),
+    "blank caption": text(b" \n\t\r\n ", "no caption", r"the caption \(\.txt\) is empty"),
+    "gigantic caption": text(b"a" * 70_000, "caption too long", "caption of 70000 characters; at most 65536 are read"),
+    "caption of megabytes": text(b"a" * (2 << 20), "too many bytes", "txt of 2097152 bytes; at most 1048576 are read"),
+    "caption in Latin-1": text(
+        b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3"
+    ),
+    "caption cut in a character": text(
+        "é".encode()[:1], "not UTF-8", r"\.txt is not UTF-8: unexpected end of data at byte 0"
+    ),
+    "JSON cut short": facts(JSON[:-3], "damaged JSON", r"\.json cannot be read: Unterminated string .*"),
+    "deep JSON": facts(b"[" * 100_000, "damaged JSON", r"\.json cannot be read: .*recursion.*"),
+    "deep JSON object": facts(b'{"caption":' * 100_000, "damaged JSON", r"\.json cannot be read: .*recursion.*"),
+    "number of 5,000 digits": facts(
+        b'{"caption": "x", "id": ' + b"9" * 5000 + b"}", "damaged JSON", r"\.json cannot be read: Exceeds the limit .*"
+    ),
+    "JSON of megabytes": facts(b" " * (5 << 20), "too many bytes", "json of 5242880 bytes; at most 4194304 are read"),
+    "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json holds a list; expected an object"),
+    "caption that is a number": facts(
+        b'{"caption": 3}', "damaged JSON", r"\.json key 'caption' holds a int; expected text or a list of texts"
+    ),
+    "JSON without caption": facts(
+        b'{"title": "x"}', "no caption", r"no caption under 'caption' in the \.json; its keys: 'title'"
+    ),
+    "half a character": facts(
+        rb'{"caption": "a \ud800"}', "not UTF-8", r"caption with a lone surrogate at character 2: 'a \\ud800'"
+    ),
+    "gigantic caption in JSON": facts(
+        json.dumps({"caption": "b" * 65_537}).encode(),
+        "caption too long",
+        "caption of 65537 characters; at most 65536 are read",
+    ),
+    "empty image": image(b"", "image format", re.escape("not a JPEG, PNG or WebP image: begins with b'' (0 bytes)")),
+    "garbage": image(bytes(range(1, 200)), "image format", NOT_AN_IMAGE.format(r"\\x01")),
+    "zeros": image(bytes(500), "image format", NOT_AN_IMAGE.format(r"\\x00")),
+    "GIF": image(hostile.animated("GIF"), "image format", NOT_AN_IMAGE.format("GIF8")),
+    "BMP": image(foreign("BMP"), "image format", NOT_AN_IMAGE.format("BM")),
+    "TIFF": image(foreign("TIFF"), "image format", NOT_AN_IMAGE.format("II")),
+    "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
+    "SVG": image(b'<svg onload="run()"/>', "image format", NOT_AN_IMAGE.format("<svg")),
+    "PDF": image(b"%PDF-1.7\n", "image format", NOT_AN_IMAGE.format("%PDF")),
+    "zip": image(b"PK\x03\x04" + bytes(50), "image format", NOT_AN_IMAGE.format("PK")),
+    "truncated JPEG": image(
+        JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be decoded: .*)"
+    ),
+    "JPEG without its end": image(JPEG[:-200], "damaged image", "jpeg image cannot be decoded: .*"),
+    "zeroed block in a JPEG": image(bytes(512) + JPEG[512:], "image format", NOT_AN_IMAGE.format(r"\\x00")),
+    "truncated PNG": image(PNG[: len(PNG) // 2], "damaged image", "png image cannot be decoded: .*", "png"),
+    "flipped bit in a PNG": image(
+        flipped(PNG, 600), "damaged image", "png image cannot be decoded: wrong checksum of its chunk b'IDAT'", "png"
+    ),
+    "zeroed block in a PNG": image(
+        PNG[:300] + bytes(512) + PNG[812:], "damaged image", "png image cannot be decoded: .*", "png"
+    ),
+    "truncated WebP": image(foreign("WEBP")[:60], "damaged image", "webp image cannot be decoded: .*", "webp"),
+    "animated WebP": image(
+        hostile.animated("WEBP"), "animated image", "animated webp image; expected a still one", "webp"
+    ),
+    "animated PNG": image(hostile.animated("PNG"), "animated image", "animated png image; expected a still one", "png"),
+    "PNG of 20000²": image(hostile.huge_png(20_000), "image size", TOO_LARGE.format("png", 20000), "png"),
+    "JPEG of 20000²": image(hostile.huge_jpeg(20_000), "image size", TOO_LARGE.format("jpeg", 20000)),
+    "WebP that lies about its size": image(
+        hostile.lying_webp(2000), "damaged image", "webp image cannot be decoded: .*", "webp"
+    ),
+    "PNG of no pixels": image(
+        hostile.png(0, 5, 8, 2, b""), "image size", "png image of 0x5 pixels; expected at least 1x1", "png"
+    ),
+    "text bomb": image(hostile.text_bomb_png(), "damaged image", BOMB, "png"),
+    "profile bomb": image(hostile.profile_bomb_png(), "damaged image", BOMB, "png"),
+    "16 bits with a transparent colour": image(
+        hostile.png(1, 1, 16, 0, b"\0\x12\x34", before=hostile.png_chunk(b"tRNS", b"\x12\x34")),
+        "image mode",
+        "16-bit png image with one transparent colour, which Pillow would miss",
+        "png",
+    ),
+}
+
+
+def shard_with(folder: Path, cases: dict[str, Case], good: int = 9) -> Path:
+    """A shard of good samples, 000000000 ..., and after them one for each case."""
+    members = caption_members(0, good)
+    for number, case in enumerate(cases.values()):
+        members |= {f"bad{number}.{extension}": data for extension, data in case.members.items()}
+    return write_tar(folder / "00000.tar", members)
+
+
+def opened(shard: Path, captions: str = "txt", **options: Any) -> TrainData:
+    options = {"max_bad_fraction": 0.5, **options}
+    return open_data(shard.parent, sources=(CaptionShardsConfig(path=str(shard), captions=captions),), **options)
+
+
+def recorded(data: TrainData, folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The lines of bad_samples.jsonl, and the figures for the log."""
+    path = folder / "bad_samples.jsonl"
+    path.unlink(missing_ok=True)
+    lines = Lines(path)
+    bad = BadSamples(data, {}, lines)
+    bad.collect()
+    lines.close()
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], bad.figures()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_is_counted_named_and_replaced(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    shard = shard_with(tmp_path, {name: case})
+    data = opened(shard, case.captions)
+    (batch,) = data.batches(0, 1)
+    (line,), figures = recorded(data, tmp_path)
+    assert figures == {"data/replaced": 1, f"data/replaced/{case.kind.replace(' ', '_')}": 1}
+    substitute = line.pop("substitute_id")
+    assert line.pop("reason").startswith(prefix := f"{shard}: sample bad0: ")
+    assert re.fullmatch(re.escape(prefix) + case.message, data.last_replaced[0].reason, re.DOTALL)
+    assert line == {"step": 1, "sample_id": 9, "kind": case.kind}
+    assert sorted(batch.sample_ids.tolist()) == sorted([*range(9), substitute])
+
+    again = opened(shard, case.captions)
+    parts = [next(iter(again.batches(0, 1, rank, 4))) for rank in range(4)]
+    assert [len(part) for part in parts] == [3, 3, 2, 2]
+    assert same([global_batch(parts)], [global_batch([batch])])
+    assert recorded(again, tmp_path)[0][0]["substitute_id"] == substitute
+
+    with pytest.raises(DataError, match=r"^1 bad samples among 10: more than data\.max_bad_fraction=0 allows") as error:
+        list(opened(shard, case.captions, max_bad_fraction=0).batches(0, 1))
+    assert data.last_replaced[0].reason in str(error.value)
+
+
+def test_an_image_of_more_bytes_than_are_read(tmp_path: Path) -> None:
+    members = caption_members(0, 9) | {"bad.jpg": bytes((64 << 20) + 1), "bad.txt": TXT}
+    data = opened(shard := write_tar(tmp_path / "00000.tar", members))
+    list(data.batches(0, 1))
+    (line,), _ = recorded(data, tmp_path)
+    assert line["kind"] == "too many bytes"
+    assert line["reason"] == f"{shard}: sample bad: image of 67108865 bytes; at most 67108864 are read"
+
+
+@pytest.mark.parametrize("label", [b"3", b"-1", b"cat", b"", b"1e0", b"9" * 60])
+def test_a_label_without_a_class(tmp_path: Path, label: bytes) -> None:
+    folder = class_folder(tmp_path)
+    members = {f"{n}.{kind}": data for n in range(9) for kind, data in (("jpg", JPEG), ("cls", b"1"))}
+    shard = write_tar(folder / "train" / "0.tar", members | {"bad.jpg": JPEG, "bad.cls": label})
+    data = open_data(folder, sources=(ClassShardsConfig(path=folder),), max_bad_fraction=0.5)
+    list(data.batches(0, 1))
+    (line,), _ = recorded(data, tmp_path)
+    shown = repr(label.decode()[:20])
+    assert line["kind"] == "class number"
+    assert line["reason"] == f"{shard}: sample bad: .cls holds {shown}; expected a class number, 0 to 2"
+
+
+def whole(count: int, world_size: int) -> list[int]:
+    return [len(range(rank, count, world_size)) for rank in range(world_size)]
+
+
+def read_on_this_rank(folder: str) -> tuple[list[Batch], list[dict[str, Any]], dict[str, float]]:
+    """A good epoch of all cases at once."""
+    os.environ["VQCLIP_CACHE"] = f"{folder}/cache"
+    data = opened(Path(folder) / "00000.tar", max_bad_fraction=0.9, batch_size=13)
+    batches = list(data.batches(0, 10))
+    place = Path(folder) / f"{dist.world_size()}-{dist.rank()}"
+    place.mkdir()
+    return batches, *recorded(data, place)
+
+
+def test_batches_are_equal_on_all_ranks_whatever_happens(tmp_path: Path, ranks: Any) -> None:
+    """Real ranks: the same global batches, shares of the right size, and the same lines and counts on all of them."""
+    cases = {name: case for name, case in CASES.items() if case.captions == "txt" and "bomb" not in name}
+    shard_with(tmp_path, cases, good=40)
+    ((alone, lines, figures),) = ranks(1, read_on_this_rank, str(tmp_path))
+    assert {line["kind"] for line in lines} == {case.kind for case in cases.values()}
+    assert len({line["sample_id"] for line in lines}) == len(cases)
+    assert figures["data/replaced"] == len(lines)
+    shown = torch.cat([batch.sample_ids for batch in alone])
+    assert len(shown) == 10 * 13
+    assert int(shown.max()) < 40  # good ones alone
+    for world_size in (2, 4):
+        results = ranks(world_size, read_on_this_rank, str(tmp_path))
+        for step, parts in enumerate(zip(*(batches for batches, _, _ in results), strict=True)):
+            assert [len(part) for part in parts] == whole(13, world_size)
+            assert same([global_batch(list(parts))], [global_batch([alone[step]])])
+        for _, theirs, counted in results:
+            assert theirs == lines
+            assert counted == figures
+
+
+def rotated(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encode(Image.fromarray(pixels(6, 16, 32)), "PNG", exif=exif.tobytes())
+
+
+def test_unusual_images_are_no_bad_samples(tmp_path: Path) -> None:
+    """P, LA, CMYK, 16 bits, rotated, 1 x 1, long and thin: read like any other (their pixels: test_decode.py)."""
+    wide = np.random.default_rng(0).integers(0, 65536, (20, 24), dtype=np.uint16)
+    images = {
+        "palette.png": encode(Image.fromarray(pixels(1)).quantize(8), "PNG"),
+        "palette_clear.png": encode(Image.fromarray(pixels(1)).quantize(8), "PNG", transparency=0),
+        "grey_alpha.png": encode(Image.fromarray(pixels(2, channels=2), "LA"), "PNG"),
+        "cmyk.jpg": encode(Image.fromarray(pixels(3)).convert("CMYK"), "JPEG"),
+        "grey16.png": encode(Image.fromarray(wide), "PNG"),
+        "rgb16.png": hostile.png(1, 1, 16, 2, b"\0" + bytes.fromhex("123456789abc")),
+        "rotated.png": rotated(6),
+        "dot.png": encode(pixels(4, 1, 1), "PNG"),
+        "dot.jpg": encode(pixels(4, 1, 1), "JPEG"),
+        "dot.webp": encode(pixels(4, 1, 1), "WEBP"),
+        "thin.png": encode(pixels(4, 1, 3000), "PNG"),
+        "data_bomb.png": hostile.data_bomb_png(),  # the pixel is read, the rest is not
+    }
+    members: dict[str, bytes] = {}
+    for number, (name, data) in enumerate(images.items()):
+        members |= {f"{number}.{name.partition('.')[2]}": data, f"{number}.txt": TXT}
+    data = opened(write_tar(tmp_path / "00000.tar", members), batch_size=len(images), max_bad_fraction=0)
+    (batch,) = data.batches(0, 1)
+    assert sorted(batch.sample_ids.tolist()) == list(range(len(images)))
+    assert recorded(data, tmp_path) == ([], {"data/replaced": 0})
+
+
+def test_names_cannot_forge_lines_or_steer_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "\x1b[2Jx\nstep 1: sample 0 replaced by 7: \u202egpj"
+    members = {f"{name}.jpg": JPEG, **caption_members(0, 9)}
+    data = opened(shard := write_tar(tmp_path / "00000.tar", members, kind=2))
+    list(data.batches(0, 1))
+    spelt = r"\x1b[2Jx\nstep 1: sample 0 replaced by 7: \u202egpj"
+    (line,), _ = recorded(data, tmp_path)
+    assert line["reason"] == f"{shard}: sample {spelt}: has no .txt"
+    messages = [record.getMessage() for record in caplog.records if "replaced" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].isprintable()
+    with pytest.raises(DataError) as error:
+        list(opened(shard, max_bad_fraction=0).batches(0, 1))
+    assert str(error.value).count("\n") == 1
+    assert str(error.value).replace("\n", "").isprintable()
+
+
+def test_pickles_in_a_shard_are_bytes(tmp_path: Path) -> None:
+    """Whatever extension they have; nothing is unpickled, those with extensions of ours are bad images and captions."""
+    marker = tmp_path / "was here"
+    evil = hostile.marking_pickle(marker)
+    torch.save({"a": hostile.Marker(marker)}, stream := io.BytesIO())
+    extensions = ("pkl", "pickle", "pth", "pt", "npy", "npz", "pyd", "ten", "mp", "msg", "cbor", "dill", "joblib")
+    members = caption_members(0, 9)
+    for number, payload in enumerate((evil, stream.getvalue())):
+        members |= {f"{n:09d}.{'x' * number}{extension}": payload for n in range(9) for extension in extensions}
+    members |= {"bad.jpg": evil, "bad.txt": TXT, "worse.jpg": JPEG, "worse.txt": evil, "worst.jpg": JPEG}
+    members |= {"worst.json": evil, "index.pkl": evil, "000000000.__module__": evil}
+    shard = write_tar(tmp_path / "00000.tar", members)
+    data = opened(shard, batch_size=12)
+    list(data.batches(0, 1))
+    assert {bad.sample_id: bad.kind for bad in data.last_replaced} == {
+        9: "image format",
+        10: "not UTF-8",
+        11: "missing member",
+    }
+    reasons = {bad.sample_id: bad.reason for bad in data.last_replaced}
+    assert reasons[9].startswith(f"{shard}: sample bad: not a JPEG, PNG or WebP image: begins with b'\\x80\\x04\\x95")
+    assert reasons[10].startswith(f"{shard}: sample worse: .txt is not UTF-8: invalid start byte at byte 0")
+    assert not marker.exists()

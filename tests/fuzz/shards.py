@@ -1,0 +1,145 @@
+"""The shard reader on mutated tars: index, cached index, captions, labels, images."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tests.data.making import caption_members, encode, pixels
+from tests.fuzz.mutate import NUMBERS, mutated
+from vqclip.data.decode import decode_image
+from vqclip.data.index import load_index
+from vqclip.data.sources.captions import json_captions, txt_captions
+from vqclip.data.sources.reader import ShardReader
+from vqclip.errors import DataError
+
+_BLOCK = 512
+_SAMPLES = 5
+_MAX_PIXELS = 10**6
+
+
+_FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+_WORDS = (
+    *NUMBERS,
+    b'"',
+    b"\\ud800",
+    b"[" * 200,
+    b'{"caption":' * 50,
+    b"\x1b[2J",
+    b"\xed\xa0\x80",
+    b"9" * 5000,
+    b"..",
+    b"/",
+)
+
+
+def _tar(members: dict[str, bytes], kind: int) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=kind) as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def _members() -> dict[str, bytes]:
+    """Good samples with every kind of member."""
+    images = {
+        "a.jpg": encode(pixels(0)),
+        "b.png": encode(pixels(1), "PNG"),
+        "c.webp": encode(pixels(2), "WEBP"),
+        "d.png": encode(Image.fromarray(pixels(3)).quantize(8), "PNG", transparency=1),
+        "e.webp": encode(pixels(4, channels=4), "WEBP", lossless=True),
+    }
+    members = dict(images)
+    for key in "abcde":
+        members |= {f"{key}.txt": b"a cat\n\xc3\xa9", f"{key}.cls": b"2"}
+        members[f"{key}.json"] = b'{"caption": ["x", "\\u00e9"], "n": 1e3}'
+    return members
+
+
+def seeds() -> list[bytes]:
+    """Good tars of every notation."""
+    long = {f"{'folder/' * 30}{name}": data for name, data in _members().items()}
+    plain = [_tar(_members(), tarfile.USTAR_FORMAT), _tar(caption_members(0, 2), tarfile.USTAR_FORMAT)]
+    return [*plain, _tar(long, tarfile.GNU_FORMAT), _tar(long | {"ünïcode.txt": b"x"}, tarfile.PAX_FORMAT)]
+
+
+def case(draw: random.Random, known: list[bytes]) -> bytes:
+    """One input: mutated, and mostly with checksums that fit, or the first header would end all."""
+    if draw.random() < 0.5:
+        return _case_of_members(draw)
+    data = bytearray(mutated(draw, draw.choice(known), known))
+    if draw.random() < 0.8:
+        for at in range(0, len(data) - _BLOCK + 1, _BLOCK):
+            if data[at + 257 : at + 262] == b"ustar" or draw.random() < 0.01:
+                if draw.random() < 0.1:  # a header's type or size
+                    data[at + draw.choice((124, 130, 134, 156))] = draw.choice(b"0123457LKxgS\0 \x80\xff")
+                data[at + 148 : at + 156] = b" " * 8
+                data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + _BLOCK])
+    return bytes(data)
+
+
+def _case_of_members(draw: random.Random) -> bytes:
+    """A good tar of members that are not."""
+    whole = _members()
+    members: dict[str, bytes] = {}
+    for name, data in whole.items():
+        if draw.random() < 0.1:
+            name = mutated(draw, name.encode(), [b"../", b"/etc/"], _WORDS).decode("utf-8", "replace").replace("\0", "")
+        if draw.random() < 0.5:
+            data = mutated(draw, data, list(whole.values()), _WORDS)
+        members[name[:200]] = data
+    try:
+        return _tar(members, draw.choice(_FORMATS))
+    except ValueError:  # a name that this notation cannot hold
+        return _tar(members, tarfile.PAX_FORMAT)
+
+
+def check(data: bytes, folder: Path) -> str:
+    """Read it all; returns what happened in a word, raises anything that is no `DataError`, or a broken promise."""
+    path, cache = folder / "case.tar", folder / "cache"
+    path.write_bytes(data)
+    try:
+        index = load_index(path, cache)
+    except DataError as error:
+        _require_printable(error)
+        return "refused"
+    assert (index.offsets + index.sizes <= len(data)).all()
+    assert np.array_equal(load_index(path, cache).offsets, index.offsets)
+    reader = ShardReader([path], cache)
+    for number in range(min(len(reader), _SAMPLES)):
+        for read in _readers(reader, number):
+            try:
+                read()
+            except DataError as error:
+                _require_printable(error)
+    reader.close()
+    (stored,) = (cache / "index").iterdir()
+    draw = random.Random(data)
+    stored.write_bytes(mutated(draw, stored.read_bytes(), [data]))
+    again = load_index(path, cache)
+    assert np.array_equal(again.offsets, index.offsets)
+    assert again.sha256 == index.sha256
+    return "read"
+
+
+def _readers(reader: ShardReader, number: int) -> list[Callable[[], object]]:
+    return [
+        lambda: txt_captions(reader, number, one_per_line=True),
+        lambda: json_captions(reader, number, ("caption", "n")),
+        lambda: reader.text(number, "cls"),
+        lambda: decode_image(reader.read(number, "image"), _MAX_PIXELS),
+        lambda: reader.name(number).encode(),
+    ]
+
+
+def _require_printable(error: DataError) -> None:
+    assert str(error).replace("\n", "").isprintable(), ascii(str(error))

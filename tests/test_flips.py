@@ -1,0 +1,94 @@
+"""One flipped bit in a checkpoint or in an exported tokenizer is noticed when it is loaded, whichever it is.
+
+Flips are keyed by the seed and their number: first the file is drawn, so that small ones get as many, then the byte and
+the bit. The card of an exported folder (README.md) is for people, who edit it; it is not loaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import vqclip
+from tests.models import FSQ, VQ, tiny_model
+from vqclip import checkpoint
+from vqclip.errors import CheckpointError
+from vqclip.model import CLIP
+
+SEED = 0
+FEW, ALL = 25, 1000
+
+
+def a_checkpoint(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
+    model = tiny_model(VQ, FSQ).build()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    images, tokens = torch.zeros(1, 3, 16, 16, dtype=torch.uint8), model.text.preprocess(["a"])
+    out = model(images, tokens)
+    (out.image.embedding.sum() + out.text.embedding.sum()).backward()
+    optimizer.step()
+    state = {"identity": {"run.seed": 0}, "replaced": {"damaged image": 3}}
+    path = checkpoint.save(folder, 7, write_model=model.save_pretrained, optimizer=optimizer, state=state, keep_last=1)
+    return path, [checkpoint.load]
+
+
+def a_tokenizer(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
+    tiny_model(VQ, FSQ).build().save_pretrained(folder)
+    (folder / "README.md").write_text("# a card\n")
+    return folder, [
+        lambda path: vqclip.load_tokenizer(path, modality="image"),
+        lambda path: vqclip.load_tokenizer(path, modality="text"),
+        CLIP.from_pretrained,
+    ]
+
+
+def flip(file: Path, place: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        (byte,) = stream.read(1)
+        stream.seek(place)
+        stream.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("made", [a_checkpoint, a_tokenizer])
+@pytest.mark.parametrize("flips", [FEW, pytest.param(ALL, marks=pytest.mark.faults)])
+def test_any_flipped_bit_is_detected(tmp_path: Path, made: Callable, flips: int) -> None:
+    folder, loaders = made(tmp_path)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    assert len(files) == (6 if made is a_checkpoint else 2)
+    met = set()
+    for number in range(flips):
+        draw = random.Random(f"{SEED}-{number}")
+        file = draw.choice(files)
+        place, bit = draw.randrange(file.stat().st_size), draw.randrange(8)
+        met.add(file)
+        flip(file, place, bit)
+        try:
+            with pytest.raises(CheckpointError, match=file.name):
+                loaders[number % len(loaders)](folder)
+        finally:
+            flip(file, place, bit)
+    assert met == set(files)
+    for load in loaders:
+        load(folder)
+
+
+def test_the_card_may_be_edited(tmp_path: Path) -> None:
+    folder, loaders = a_tokenizer(tmp_path)
+    (folder / "README.md").write_text("# another card\n")
+    for load in loaders:
+        load(folder)
+
+
+def test_every_byte_of_the_configuration_is_vouched_for(tmp_path: Path) -> None:
+    folder, loaders = a_tokenizer(tmp_path)
+    file = folder / "config.json"
+    for place in range(file.stat().st_size):
+        flip(file, place, place % 8)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            loaders[0](folder)
+        flip(file, place, place % 8)
+    loaders[0](folder)

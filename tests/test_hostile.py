@@ -1,0 +1,435 @@
+"""Files made to do harm, read by a process whose memory is watched: each is refused by name, and nothing runs."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tarfile
+import textwrap
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vqclip
+from tests.data import hostile
+from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from tests.models import tiny_model
+from vqclip import checkpoint
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.model import CLIP
+from vqclip.sealed import facts_of, seal
+from vqclip.towers import TimmTowerConfig
+
+GIB = 1 << 30
+LIMIT_MB = 300
+
+
+def hole(path: Path, start: bytes, size: int) -> Path:
+    """A file that begins so, and has ``size`` bytes, most of which take no room on the disk."""
+    path.write_bytes(start)
+    os.truncate(path, size)
+    return path
+
+
+def huge_member(path: Path, extension: str) -> Path:
+    """A good tar with a member of 1 GiB of zeros, as holes."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in caption_members(0, 1).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        start = stream.getvalue()[: tar.offset]
+    info = tarfile.TarInfo(f"bad.{extension}")
+    info.size = GIB
+    return hole(path, start + info.tobuf(tarfile.USTAR_FORMAT), GIB + (1 << 20))
+
+
+READER = """
+import json, re, sys
+from pathlib import Path
+
+import vqclip
+from vqclip import checkpoint
+from vqclip.config import load_config
+from vqclip.data import CaptionShardsData, ClassShardsData, decode_image
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.samples import read_decoded
+from vqclip.errors import VqclipError
+from vqclip.evaluation.image_folder import ImageFolder
+from vqclip.recipe import TrainConfig
+from vqclip.towers import TimmTowerConfig
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+def shard(path, captions="txt"):
+    source = CaptionShardsData(path=str(path), captions=captions).build()
+    problems = []
+    for index in range(len(source)):
+        try:
+            read_decoded(source, index, MAX_PIXELS)
+        except VqclipError as error:
+            problems.append(str(error))
+    raise VqclipError(" | ".join(problems))
+
+def tower(path):
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args, checkpoint=path).build()
+
+READ = {
+    "shard": shard,
+    "json": lambda path: shard(path, "json"),
+    "classes": lambda path: ClassShardsData(path=path).build(),
+    "image": lambda path: decode_image(path.read_bytes()),
+    "folder": lambda path: ImageFolder(path).read(0),
+    "config": lambda path: load_config(TrainConfig, path),
+    "checkpoint": checkpoint.load,
+    "tokenizer": lambda path: vqclip.load_tokenizer(path, modality="image"),
+    "tower": tower,
+}
+root = Path(sys.argv[1])
+READ["tokenizer"](root / "good tokenizer")
+try:
+    READ["shard"](root / "good.tar")
+    READ["tower"](root / "missing.pt")
+except VqclipError:
+    pass
+decode_image((root / "good.jpg").read_bytes()), decode_image((root / "good.png").read_bytes())
+before, found = peak(), []
+for kind, path in json.loads((root / "cases.json").read_text()):
+    try:
+        READ[kind](Path(path))
+        found.append([path, "was read", peak() - before])
+    except VqclipError as error:
+        found.append([path, str(error), peak() - before])
+print(json.dumps(found))
+"""
+
+
+def packed_weights(path: Path) -> Path:
+    """PyTorch's zip, its numbers compressed: 256 MiB of zeros in one."""
+    torch.save({"a": torch.zeros(1)}, path)
+    with zipfile.ZipFile(path) as stored:
+        parts = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
+        for name, data in parts.items():
+            packed.writestr(name, data)
+        with packed.open("archive/data/1", "w", force_zip64=True) as target:
+            for _ in range(256):
+                target.write(bytes(1 << 20))
+    return path
+
+
+def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
+    """Kind of reader, file, and what is said of it (a pattern)."""
+    evil = hostile.marking_pickle(marker)
+    good = tiny_model().build()
+    good.save_pretrained(root / "good tokenizer")
+    write_tar(root / "good.tar", caption_members(0, 3))
+    (root / "good.jpg").write_bytes(encode(pixels(0)))
+    (root / "good.png").write_bytes(encode(pixels(0), "PNG"))
+
+    members = caption_members(0, 1) | {"0.pkl": evil, "1.pth": evil, "bad.jpg": evil, "bad.txt": b"x"}
+    tars = [
+        (
+            "shard",
+            write_tar(root / "pickle.tar", members),
+            r"sample bad: not a JPEG, PNG or WebP image: begins with b'\\x80\\x04",
+        ),
+        (
+            "shard",
+            hostile.sparse_tar(root / "sparse.tar", GIB),
+            "member '000000000.txt' at offset 0 is a sparse file; only",
+        ),
+        (
+            "shard",
+            hostile.boastful_tar(root / "boast.tar", GIB),
+            "truncated: member '000000000.txt' at offset 0 needs 1073742336 bytes, the file has 10240",
+        ),
+        ("shard", hostile.gzip_bomb_tar(root / "gz.tar", GIB), "is gzip-compressed; shards are read at random places"),
+        (
+            "shard",
+            huge_member(root / "txt.tar", "txt"),
+            r"sample bad: txt of 1073741824 bytes; at most 1048576 are read",
+        ),
+    ]
+    assert all(path.stat().st_size <= 10_240 for _, path, _ in tars[1:4])
+
+    for name, data in {
+        "20000.png": hostile.huge_png(20_000),
+        "20000.jpg": hostile.huge_jpeg(20_000),
+        "text.png": hostile.text_bomb_png(),
+        "profile.png": hostile.profile_bomb_png(),
+        "lying.webp": hostile.lying_webp(6000),
+    }.items():
+        (root / name).write_bytes(data)
+    images = [
+        ("image", root / "20000.png", "png image of 20000x20000 pixels; at most 50000000 pixels are decoded"),
+        ("image", root / "20000.jpg", "jpeg image of 20000x20000 pixels; at most 50000000 pixels are decoded"),
+        ("image", root / "text.png", "png image cannot be decoded: Decompressed data too large"),
+        ("image", root / "profile.png", "png image cannot be decoded: Decompressed data too large"),
+        ("image", root / "lying.webp", "webp image cannot be decoded: "),
+    ]
+    (root / "pictures" / "cat").mkdir(parents=True)
+    hole(root / "pictures" / "cat" / "1.jpg", b"\xff\xd8\xff", GIB)
+    classes = class_folder(root / "classes")
+    hole(classes / "classnames.txt", b"cat\n", GIB)
+
+    laughs = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    laughs += [f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
+    texts = {
+        "laughs.yaml": "\n".join(laughs),
+        "deep.yaml": "data: " + "[" * 100_000,
+        "block.yaml": "\n".join(" " * n + "a:" for n in range(1000)),
+        "long.yaml": "data:\n" + "- a\n" * 60_000,
+        "digits.yaml": "run: {seed: 0x" + "f" * 200_000 + "}",
+    }
+    for name, text in texts.items():
+        (root / name).write_text(text)
+    configs = [
+        ("config", root / "laughs.yaml", "more than 20000 values; a configuration is smaller"),
+        ("config", root / "deep.yaml", "more than 64 levels; a configuration is smaller"),
+        ("config", root / "block.yaml", "more than 64 levels; a configuration is smaller"),
+        ("config", root / "long.yaml", "more than 20000 values; a configuration is smaller"),
+        ("config", root / "digits.yaml", "run.seed: cannot be read: an integer of 200002 digits; at most 100 are read"),
+        ("config", hole(root / "zeros.yaml", b"a: 1\n", GIB), "more than 1048576 bytes; a configuration has fewer"),
+    ]
+
+    optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    saved = checkpoint.save(
+        root / "checkpoints", 1, write_model=lambda folder: None, optimizer=optimizer, state={}, keep_last=1
+    )
+    (saved / "model" / "optimizer.pt").write_bytes(evil)
+
+    hub = root / "hub"
+    hub.mkdir()
+    (hub / "pytorch_model.bin").write_bytes(evil)
+    only = root / "only"
+    good.save_pretrained(only)
+    (only / "model.safetensors").rename(only / "pytorch_model.bin")
+    (only / "pytorch_model.bin").write_bytes(evil)
+    disguised = root / "disguised"
+    good.save_pretrained(disguised)
+    (disguised / "model.safetensors").write_bytes(evil)
+    resealed(disguised)
+    header = root / "header"
+    good.save_pretrained(header)
+    (header / "model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    resealed(header)
+    fat = root / "fat"
+    good.save_pretrained(fat)
+    hole(fat / "config.json", b"{", GIB)
+    folders = [
+        ("checkpoint", saved, r"files not in manifest\.json: \['model/optimizer\.pt'\]"),
+        ("tokenizer", hub, "expected a tokenizer folder .*pickled files are never opened, .*: pytorch_model.bin"),
+        ("tokenizer", only, "model.safetensors: no such file; pickled files are never opened, .*: pytorch_model.bin"),
+        ("tokenizer", disguised, "model.safetensors: cannot be read, damaged or cut short: .*eader"),
+        ("tokenizer", header, "model.safetensors: cannot be read, damaged or cut short: .*eader"),
+        ("tokenizer", fat, "config.json: more than 67108864 bytes, which are not read"),
+    ]
+
+    (root / "evil.pt").write_bytes(evil)
+    (root / "evil.safetensors").write_bytes(evil)
+    torch.save({"a": hostile.Marker(marker)}, root / "zipped.pt")
+    torch.save({"a": hostile.Marker(marker)}, root / "legacy.pt", _use_new_zipfile_serialization=False)
+    state = dict(tower().backbone.model.state_dict())
+    wide = state | {"norm.weight": torch.zeros(1, dtype=torch.half).expand(1 << 40)}
+    torch.save(wide, root / "wide.pt")
+    towers = [
+        ("tower", root / "evil.pt", "evil.pt cannot be read: UnpicklingError: Weights only load failed"),
+        ("tower", root / "evil.safetensors", "evil.safetensors cannot be read: SafetensorError: .*eader"),
+        ("tower", root / "zipped.pt", "zipped.pt cannot be read: UnpicklingError: Weights only load failed"),
+        ("tower", root / "legacy.pt", "legacy.pt cannot be read: UnpicklingError: Weights only load failed"),
+        ("tower", root / "wide.pt", r"norm.weight: got shape \(1099511627776,\), expected \(16,\)"),
+        ("tower", packed_weights(root / "packed.pt"), r"its parts claim to unpack to 26\d+ bytes, from a file of \d+"),
+    ]
+    others = [
+        ("folder", root / "pictures", "cat/1.jpg: more than 67108864 bytes, which are not read"),
+        ("classes", classes, "classnames.txt: more than 4194304 bytes; expected one class name a line"),
+    ]
+    return [*tars, *images, *configs, *folders, *towers, *others]
+
+
+def tower() -> Any:
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    return TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args).build()
+
+
+def resealed(folder: Path) -> None:
+    """Hashes are no signature: who changes the weights can give theirs."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["sha256"]
+    config["weights"] = facts_of(folder / "model.safetensors")._asdict()
+    (folder / "config.json").write_bytes(seal(config))
+
+
+@pytest.mark.faults
+def test_everything_is_refused_by_name_in_little_memory(tmp_path: Path) -> None:
+    """One process reads them all, so that its peak is the largest of theirs.
+
+    VmHWM, for `resource.getrusage` counts the peak of the process that started this one as well.
+    """
+    marker = tmp_path / "was here"
+    cases = crafted(tmp_path, marker)
+    (tmp_path / "cases.json").write_text(json.dumps([[kind, str(path)] for kind, path, _ in cases]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(READER), str(tmp_path)],
+        env={**os.environ, "VQCLIP_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    wrong = [
+        (path, message[:300])
+        for (_, _, pattern), (path, message, _) in zip(cases, found, strict=True)
+        if re.search(pattern, message, re.DOTALL) is None
+    ]
+    assert wrong == []
+    for (_, _, growth), path in zip(found, (path for _, path, _ in cases), strict=True):
+        print(f"{path.name}: {growth:.1f} MB")
+        assert growth < LIMIT_MB, f"{path}: {growth:.0f} MB above the baseline"
+    assert not marker.exists()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The hub's answers: the model ``owner/name`` is the folder ``name`` in ``server.folder``."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        folder: Path = self.server.folder  # type: ignore[attr-defined]
+        asked: list[str] = self.server.asked  # type: ignore[attr-defined]
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[0] != "api":
+            asked.append(f"{parts[1]}/{parts[-1]}")
+            return self._answer((folder / parts[1] / parts[-1]).read_bytes())
+        files = sorted((folder / parts[3]).iterdir())
+        if "tree" in parts:
+            listed: Any = [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": "2" * 40} for p in files]
+        else:
+            siblings = [{"rfilename": path.name} for path in files]
+            listed = {"id": "/".join(parts[2:4]), "sha": "1" * 40, "siblings": siblings}
+        return self._answer(json.dumps(listed).encode())
+
+    def _answer(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Says nothing."""
+
+
+FROM_HUB = """
+import vqclip
+from vqclip.errors import CheckpointError
+for name in ("both", "pickled"):
+    try:
+        print(type(vqclip.load_tokenizer(f"somebody/{name}", modality="image")).__name__)
+    except CheckpointError as error:
+        print(error)
+"""
+
+
+@pytest.mark.faults
+def test_a_hub_gives_json_and_safetensors_alone(tmp_path: Path) -> None:
+    """From a hub on this machine: one model with pickles and code beside its weights, one of pickled weights alone."""
+    marker = tmp_path / "was here"
+    for name in ("both", "pickled"):
+        tiny_model().build().save_pretrained(tmp_path / "hub" / name)
+        for foreign in ("pytorch_model.bin", "training_args.bin", "modeling_evil.py", "tokenizer.pkl"):
+            (tmp_path / "hub" / name / foreign).write_bytes(hostile.marking_pickle(marker))
+    (tmp_path / "hub" / "pickled" / "model.safetensors").unlink()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.folder, server.asked = tmp_path / "hub", []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        switches = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-c", FROM_HUB],
+            env={**os.environ, **switches, **places},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+    assert done.returncode == 0, done.stderr
+    loaded, refused = done.stdout.splitlines()
+    assert loaded == "ImageTokenizer"
+    assert refused.endswith("model.safetensors: no such file; pickled weights are never fetched")
+    assert set(server.asked) == {"both/config.json", "both/model.safetensors", "pickled/config.json"}  # type: ignore[attr-defined]
+    assert not marker.exists()
+
+
+def test_a_hub_is_asked_for_json_and_safetensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    tiny_model().build().save_pretrained(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert vqclip.load_tokenizer("somebody/model", modality="text").modality == "text"
+    assert asked == [("somebody/model", {"allow_patterns": ["config.json", "model.safetensors", "README.md"]})]
+
+
+def test_no_pickle_is_read(tmp_path: Path) -> None:
+    """What the process that is watched reads, as far as it is a pickle, without watching."""
+    marker = tmp_path / "was here"
+    evil = hostile.marking_pickle(marker)
+    good = tiny_model().build()
+    for name, refused in {"only": "no such file; pickled files", "disguised": "cannot be read, damaged"}.items():
+        folder = tmp_path / name
+        good.save_pretrained(folder)
+        (folder / "pytorch_model.bin").write_bytes(evil)
+        if name == "only":
+            (folder / "model.safetensors").unlink()
+        else:
+            (folder / "model.safetensors").write_bytes(evil)
+            resealed(folder)
+        for load in (lambda: vqclip.load_tokenizer(folder, modality="image"), lambda: CLIP.from_pretrained(folder)):  # noqa: B023
+            with pytest.raises(CheckpointError, match=refused):
+                load()
+    for number, weights in enumerate((evil, {"a": hostile.Marker(marker)})):
+        for legacy in (False, True):
+            path = tmp_path / f"{number}-{legacy}.pt"
+            if isinstance(weights, bytes):
+                path.write_bytes(weights)
+            else:
+                torch.save(weights, path, _use_new_zipfile_serialization=not legacy)
+            config = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, checkpoint=path)
+            with pytest.raises(ConfigError, match=f"{path.name} cannot be read: UnpicklingError: Weights only load"):
+                config.build()
+    assert not marker.exists()
+    assert hostile.Marker(marker).__reduce__()[0] is os.mkdir
+    pickle.loads(evil)  # it would have run
+    assert marker.exists()
