@@ -13,6 +13,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from vqclip.dist import _history
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
@@ -105,13 +106,16 @@ def shutdown() -> None:
 def named_errors(what: str) -> Iterator[None]:
     """Turn torch's errors about lost peers and timeouts inside the block into a `DistributedError` that names `what`.
 
-    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward.
+    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward; the
+    block counts as one of `recent_collectives`.
 
     Raises:
         DistributedError: The block failed because of another rank.
     """
+    entry = _history.begin(what)
     try:
         yield
+        entry.end()
     except DistributedError:
         raise
     except RuntimeError as error:
@@ -126,8 +130,10 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
+    entry = _history.begin(name, args)
     try:
         collective(*args, **kwargs)
+        entry.end()
     except RuntimeError as error:
         raise _lost_peer(name, error) from error
 
