@@ -15,11 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vqclip import dist
 from vqclip.checkpoint import store
+from vqclip.data import prepare
 from vqclip.data.loader import BatchMaker
-from vqclip.evaluation import encode
+from vqclip.evaluation.encode import Encoder
 from vqclip.step import TrainStep
+from vqclip.tokenizer import Tokenizer
 from vqclip.train import main
 
 
@@ -43,17 +47,22 @@ def kill_a_worker() -> None:
     time.sleep(20)
 
 
-def wait_for_nobody() -> None:
-    """A collective that no other rank enters as such."""
+def enter_another_collective() -> None:
+    """In which nobody ever joins."""
+    dist.ring_shift(torch.zeros(3), 3)
+
+
+def take_ten_seconds() -> None:
+    time.sleep(10)
+
+
+def stand_still() -> None:
     time.sleep(1000)
 
 
-def terminate_myself() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 FAULTS = {each.__name__: each for each in (
-    loop_for_ever, hold_the_interpreter, kill_myself, kill_a_worker, wait_for_nobody, terminate_myself,
+    loop_for_ever, hold_the_interpreter, kill_myself, kill_a_worker, enter_another_collective, take_ten_seconds,
+    stand_still,
 )}  # fmt: skip
 
 
@@ -87,9 +96,15 @@ def inject(fault: dict[str, Any]) -> None:
         if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
             time.sleep(1000)
 
-    def in_batch(*args: Any) -> None:
+    def in_evaluation(*args: Any) -> None:
         mark("evaluation")
+
+    def in_batch(*args: Any) -> None:
         time.sleep(fault.get("each_evaluation_batch_s", 0))
+
+    def in_shard(*args: Any) -> None:
+        mark("indexing")
+        time.sleep(fault.get("each_shard_s", 0))
 
     def in_save(*args: Any) -> None:
         mark("saving")
@@ -97,7 +112,9 @@ def inject(fault: dict[str, Any]) -> None:
 
     before(TrainStep, "__call__", in_step)
     before(BatchMaker, "__call__", in_worker)
-    before(encode.progress, "point", in_batch)
+    before(Encoder, "__call__", in_evaluation)
+    before(Tokenizer, "with_continuous", in_batch)
+    before(prepare, "load_index", in_shard)
     before(store, "write_optimizer", in_save)
 
 

@@ -46,6 +46,10 @@ class Job:
         found = [pid for pid in map(int, listed) if b"tests.faults.job" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return sorted(found, key=lambda pid: f"RANK={1}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes())
 
+    def steps(self, rank: int) -> list[int]:
+        """Numbers of the steps that a rank has begun."""
+        return sorted(int(path.name.split("-")[1]) for path in self.marks.glob(f"step-*-{rank}"))
+
     def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         end = time.monotonic() + limit_s
         while not condition():

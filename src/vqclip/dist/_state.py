@@ -14,6 +14,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vqclip.dist import _history
+from vqclip.dist._meeting import own_store
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
@@ -90,7 +91,11 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
     with named_errors("init"):
         # gloo stays for the small messages between the hosts even on GPUs: those then never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
-        c10d.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        store, who, ranks = next(iter(c10d.rendezvous("env://", timeout=timeout)))
+        store.set_timeout(timeout)
+        own = own_store(store, who, ranks, timeout_s)
+        c10d.init_process_group(backend, timeout=timeout, store=own, rank=who, world_size=ranks)
 
 
 def shutdown() -> None:
