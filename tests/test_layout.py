@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "memory", "seeds", "signals"),
-    ("inputs", "logs", "precision", "sealed"),
+    ("errors", "files", "memory", "progress", "seeds", "stacks"),
+    ("inputs", "logs", "precision", "sealed", "signals"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("losses", "replay"),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
-    ("lock", "resume", "recipe"),
+    ("lock", "resume", "recipe", "watchdog"),
     ("train",),
 )
 # Losses see embeddings and nothing else.

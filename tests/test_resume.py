@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     assert_same_run(folder, tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
     cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
     process = start(tree, cache)
@@ -112,7 +112,11 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
     assert process.wait(timeout=60) == 0, process.stderr.read()
     saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
     assert saved, "nothing was saved"
+    marker = tmp_path / "tiny" / "stopped.json"
+    facts = json.loads(marker.read_text())
+    assert (facts["signal"], facts["checkpoint"]) == (number.name, f"checkpoints/{saved[-1]}")
     run(tree, cache)
+    assert not marker.exists()
     assert_same_run(whole[0], tmp_path)
 
 

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from vqclip.signals import StopSignals
+from vqclip.errors import StopRequested
+from vqclip.signals import STOP_SIGNALS, StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +19,18 @@ def handlers_are_restored():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_sets_the_flag(number, capfd):
     with StopSignals() as stop:
-        assert not stop.requested
+        assert (stop.requested, stop.name) == (False, None)
+        stop.require_going_on()
         os.kill(os.getpid(), number)
-        assert stop.requested
+        assert (stop.requested, stop.name) == (True, number.name)
+        with pytest.raises(StopRequested):
+            stop.require_going_on()
         os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat it
     assert stop.requested
-    assert capfd.readouterr().err.count(f"{number.name}: stopping after this step") == 1
+    assert capfd.readouterr().err.count(f"{number.name}: stopping, to go on another time") == 1
 
 
 def test_second_interrupt_is_the_usual_one(capfd):
@@ -80,7 +84,7 @@ def test_other_threads_are_refused():
 
 def test_workers_ignore_the_signals_of_their_group():
     script = "import os, signal, sys; from vqclip.signals import ignore_stop_signals as f; f(); " + (
-        "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGINT); print('alive')"
+        "[os.kill(os.getpid(), getattr(signal, name)) for name in ('SIGTERM', 'SIGINT', 'SIGUSR1')]; print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "alive\n", done.stderr

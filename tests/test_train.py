@@ -28,7 +28,7 @@ from tests.ranks import RankError
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.config import load_config
-from vqclip.data import TrainData, loader
+from vqclip.data import TrainData, loader, prepare
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import RetrievalConfig, evaluate, try_all
 from vqclip.lock import RunLock
@@ -664,20 +664,98 @@ def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
     assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
 
 
-def test_an_interrupt_before_the_first_step_is_one_line(tmp_path, shards, capsys, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """A shell's background job ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_pressed_twice_is_one_line(tmp_path, shards, capsys, monkeypatch, interruptible):
     def interrupt(*args, **options):
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
 
     monkeypatch.setattr("vqclip.train.prepare", interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
-        assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
     assert [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line] == [
         "vqclip.train: interrupted; what is not in a checkpoint is not kept"
     ]
+    assert not (tmp_path / "tiny" / "stopped.json").exists()
+
+
+def signals(number):
+    def signal_myself(*args, **options):
+        os.kill(os.getpid(), number)
+
+    return signal_myself
+
+
+def while_indexing(monkeypatch, number):
+    """In the first of two shards; the second is not read any more."""
+    index, read = prepare.load_index, []
+
+    def signalled(path):
+        read.append(path)
+        assert len(read) == 1
+        signals(number)()
+        return index(path)
+
+    monkeypatch.setattr(prepare, "load_index", signalled)
+
+
+def while_building(monkeypatch, number):
+    monkeypatch.setattr("vqclip.train.towers_draw", signals(number))
+
+
+@pytest.mark.parametrize("when", [while_indexing, while_building])
+def test_a_signal_during_the_start_leaves_a_marker(tmp_path, shards, monkeypatch, when, capsys):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    config = write_config(tmp_path / "run.yaml", tree)
+    marker = tmp_path / "tiny" / "stopped.json"
+    with monkeypatch.context() as patch:
+        when(patch, signal.SIGUSR1)
+        assert main(["--config", str(config)]) == 0
+    facts = json.loads(marker.read_text())
+    assert (facts["step"], facts["steps"], facts["signal"], facts["checkpoint"]) == (0, 4, "SIGUSR1", None)
+    assert "stopped after step 0 of 4" in capsys.readouterr().out
+    assert main(["--config", str(config)]) == 0
+    assert not marker.exists()
+    assert weights(tmp_path, 4)
+
+
+def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypatch):
+    """What was cut short is made up for, so that the records are those of a run that nothing stopped."""
+    changes = {"train__steps": 6, "train__evaluate_every": 2, "evaluation": retrieval(shards)}
+    trees = [run_tree(tmp_path / name, shards, **changes) for name in ("whole", "stopped")]
+    train(TrainConfig.model_validate(trees[0]))
+    run = RetrievalConfig.run
+    calls = []
+
+    def run_signalled(self, *args):
+        calls.append(args)
+        if len(calls) in (2, 4):  # after step 4, and at the end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run(self, *args)
+
+    monkeypatch.setattr(RetrievalConfig, "run", run_signalled)
+    config = TrainConfig.model_validate(trees[1])
+    marker = tmp_path / "stopped" / "tiny" / "stopped.json"
+    for step in (4, 6):
+        assert train(config) is None
+        facts = json.loads(marker.read_text())
+        assert (facts["step"], facts["checkpoint"]) == (step, f"checkpoints/step-{step:08d}")
+        assert not (marker.parent / "summary.json").exists()
+    assert train(config) is not None
+    assert not marker.exists()
+    speeds = ("images_per_second", "data_wait")
+    one, other = (
+        [{name: value for name, value in line.items() if name not in speeds} for line in metrics(tmp_path / name)]
+        for name in ("whole", "stopped")
+    )
+    assert one == other
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

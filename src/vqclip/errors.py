@@ -63,3 +63,7 @@ class NonFiniteError(VqclipError, FloatingPointError):
 
 class ReplayError(VqclipError, RuntimeError):
     """Two forwards of the same samples that differ, where they must not; the message names the module."""
+
+
+class StopRequested(Exception):
+    """A signal has asked the run to stop, and it is left where it can go on later; on every rank alike."""

@@ -36,6 +36,10 @@ class RunConfig(Config):
     """auto: cuda where there is one, else cpu."""
     timeout_s: float = Field(600.0, gt=0, le=604_800)
     """Longest wait for another rank, in seconds, at most a week; then the job ends with a message."""
+    step_timeout_s: float | None = Field(300.0, gt=0, le=604_800)
+    """Longest time between two steps in seconds, waiting for data included, once the first five are done; those,
+    evaluation and saving have `timeout_s`, which is also the limit of this. Then the job ends, and every rank writes
+    its stacks and last collectives into the run's folder. null: no such watch."""
 
     @property
     def path(self) -> Path:

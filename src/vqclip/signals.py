@@ -9,11 +9,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from vqclip.errors import StopRequested
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""SIGUSR1 is what schedulers send some time before the end, as Slurm does with `--signal`."""
 
 
 class StopSignals:
-    """While this context is open, SIGTERM and SIGINT set a flag instead of ending the process.
+    """While this context is open, SIGTERM, SIGINT and SIGUSR1 set a flag instead of ending the process.
 
         with StopSignals() as stop:
             for batch in loader:
@@ -21,7 +24,7 @@ class StopSignals:
                 if dist.any_rank(stop.requested):  # one rank may have got the signal a step before the others
                     break
 
-    A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt` as usual; SIGTERM may come any number of times.
+    A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt` as usual; the others may come any number of times.
     On leaving, the handlers from before are back, whatever happened inside. Only the main thread may open it. A
     process forked inside inherits the handlers: see `ignore_stop_signals`.
 
@@ -40,6 +43,20 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self._received is not None
+
+    @property
+    def name(self) -> str | None:
+        """That of the first signal that has come, such as ``"SIGTERM"``; None before."""
+        return None if self._received is None else self._received.name
+
+    def require_going_on(self) -> None:
+        """Leave what is going on if a signal has come to this process.
+
+        Raises:
+            StopRequested: it has.
+        """
+        if self.requested:
+            raise StopRequested
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is not threading.main_thread():
@@ -66,11 +83,11 @@ class StopSignals:
             if self._notice:
                 # Not through logging or print: the signal may have come in the middle of one of their writes.
                 with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, f"\n{self._received.name}: stopping after this step{again}\n".encode())
+                    os.write(2, f"\n{self._received.name}: stopping, to go on another time{again}\n".encode())
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGTERM and SIGINT in this process; for helpers such as data loader workers.
+    """Ignore SIGTERM, SIGINT and SIGUSR1 in this process; for helpers such as data loader workers.
 
     A launcher signals the whole process group: the workers must live on until the rank that reads from them has saved.
     """

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from vqclip import checkpoint, dist
+from vqclip import checkpoint, dist, progress
 from vqclip.collapse import CollapseWatch
 from vqclip.config import json_schema, load_config, to_yaml
 from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
-from vqclip.errors import ConfigError, DataError, NonFiniteError, VqclipError
+from vqclip.errors import ConfigError, DataError, NonFiniteError, StopRequested, VqclipError
 from vqclip.evaluation import Attempt, format_results, prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
@@ -33,11 +33,13 @@ from vqclip.report.clock import Clock
 from vqclip.report.events import Events
 from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.report.records import Records
+from vqclip.report.stopped import remove_stopped, write_stopped
 from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Kept, Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
 from vqclip.step import StepResult, TrainStep, towers_draw
+from vqclip.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ def train(config: TrainConfig) -> RunSummary | None:
     """Run a configuration from where it stands to its end, on this process's share of every global batch.
 
     Returns:
-        What the run reached; None when a signal stopped it before the end (its state is saved).
+        What the run reached; None when a signal stopped it before the end: its state is saved, and `stopped.json` in
+        its folder says so.
 
     Raises:
         VqclipError: for anything a user can mend; the message says how.
@@ -58,13 +61,21 @@ def train(config: TrainConfig) -> RunSummary | None:
         keep_freed_memory()
     dist.init(device, config.run.timeout_s)
     try:
-        with RunLock(config.run.path) as lock:
-            return _train(config, device, lock)
+        with (
+            StopSignals(notice=dist.is_main()) as stop,
+            progress.heard_by(stop.require_going_on),
+            RunLock(config.run.path) as lock,
+        ):
+            try:
+                return _train(config, device, lock, stop)
+            except StopRequested:
+                _note_stop(config, stop)
+                return None
     finally:
         dist.shutdown()
 
 
-def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSummary | None:
+def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopSignals) -> RunSummary:
     folder = config.run.path
     _check_world(config.train.batch_size, config.train.micro_batches)
     _make_folder(folder)  # so that a wrong place is found now, not after the data
@@ -72,9 +83,11 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
+    _require_going_on(stop)
     data = config.data.build(
         model.image.tower.image_size, model.text.preprocess, config.train.batch_size, config.run.seed
     )
+    _require_going_on(stop)
     prepare(config.evaluation)  # so that a wrong path is found now, not at the end
     step = TrainStep(
         model,
@@ -96,19 +109,29 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock) -> RunSumma
         config.train.save_in_background,
     )
     start, bad_before = _resume(config, snapshots)
+    _require_going_on(stop)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config))
+        remove_stopped(folder)
 
     clock = Clock()
-    with snapshots, Records(folder, start, data, bad_before, config.train.keep_best) as records:
+    with (
+        snapshots,
+        Watchdog(folder / "stacks", config.run.step_timeout_s, config.run.timeout_s) as watchdog,
+        progress.heard_by(watchdog.beat),
+        Records(folder, start, data, bad_before, config.train.keep_best) as records,
+    ):
+        watchdog.at(start, "evaluating", patient=True)
+        if _evaluation_was_cut_short(config, start, records):
+            _require_success(_evaluate(config, step, start, records))
         try:
-            done = _loop(config, data, step, snapshots, start, records, clock)
+            done = _loop(config, data, step, snapshots, start, records, clock, stop, watchdog)
         except DataError:  # too many bad samples: what this rank knows is not lost
             records.bad.write_own()
             raise
         if done < config.train.steps:
-            _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
-            return None
+            raise StopRequested
+        watchdog.at(done, "evaluating", patient=True)
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
         attempt = _evaluate(config, step, done, records)
@@ -146,6 +169,8 @@ def _loop(
     start: int,
     records: Records,
     clock: Clock,
+    stop: StopSignals,
+    watchdog: Watchdog,
 ) -> int:
     """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal."""
     settings, done = config.train, start
@@ -153,10 +178,11 @@ def _loop(
     log, pin = records.metrics, step.device.type == "cuda"
     with (
         named_deaths(),
-        StopSignals(notice=dist.is_main()) as stop,
         Bar(settings.steps, start, log is not None, config.run.name) as bar,
     ):
+        watchdog.at(start, "waiting for the next batch", patient=True)
         for batch in clock.timed(data.batches(start, settings.steps, pin_memory=pin)):
+            watchdog.at(done, "in the next")
             result = _noted(step, batch, records.events)
             done += 1
             clock.count(settings.batch_size)
@@ -172,22 +198,56 @@ def _loop(
                 bar.show(figures)
             if saving:  # before the evaluation, so that one that fails costs nothing
                 clock.pause()
-                records.flush()
-                step.agree()
-                snapshots.save(done, records.bad.counts, records.best_step)
+                watchdog.at(done, "saving", patient=True)
+                _save(done, step, snapshots, records)
             snapshots.look()
             if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
                 clock.pause()
+                watchdog.at(done, "evaluating", patient=True)
                 snapshots.wait()
-                _require_success(_evaluate(config, step, done, records))
+                try:
+                    _require_success(_evaluate(config, step, done, records))
+                except StopRequested:  # the run that goes on makes up for it
+                    stopping = True
+                    if not saving:
+                        _save(done, step, snapshots, records)
             data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
             if stopping:
                 break
+            watchdog.at(done, "waiting for the next batch")
+        watchdog.at(done, "saving", patient=True)
         snapshots.wait()
         coverage = data.coverage(done)
         logger.info("data: %s", coverage)
         bar.last_line(str(coverage))
     return done
+
+
+def _save(done: int, step: TrainStep, snapshots: Snapshots, records: Records) -> None:
+    records.flush()
+    step.agree()
+    snapshots.save(done, records.bad.counts, records.best_step)
+
+
+def _evaluation_was_cut_short(config: TrainConfig, start: int, records: Records) -> bool:
+    """Whether the step from which the run goes on should have been evaluated, and was not."""
+    every = config.train.evaluate_every
+    due = every is not None and start % every == 0 and 0 < start < config.train.steps
+    return due and bool(config.evaluation) and records.lacks_evaluation
+
+
+def _require_going_on(stop: StopSignals) -> None:
+    """Leave, on every rank, if a signal has come to one of them."""
+    if dist.any_rank(stop.requested):
+        raise StopRequested
+
+
+def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
+    """Tell people and schedulers that the run can go on."""
+    signals = [name for name in dist.gather_json(stop.name) if name is not None]
+    if dist.is_main():
+        done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
+        _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
 
 
 def _evaluate(config: TrainConfig, step: TrainStep, done: int, records: Records) -> Attempt:
@@ -283,8 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
-        The exit status: 0, 1 for an error, 2 for a configuration that cannot be used, 130 for Ctrl-C before the first
-        step or pressed twice.
+        The exit status: 0 when the run is finished, or was stopped by a signal and can go on, which `stopped.json` in
+        its folder then says; 1 for an error, 2 for a configuration that cannot be used, 3 for a run that hung (see
+        `vqclip.watchdog`), 130 for Ctrl-C pressed twice, or before the ranks have met.
     """
     options = command_line().parse_intermixed_args(arguments)
     if options.json_schema:
@@ -309,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
-    except KeyboardInterrupt:  # between steps, the first one is a `StopSignals` flag
+    except KeyboardInterrupt:  # the first one is a `StopSignals` flag
         print("vqclip.train: interrupted; what is not in a checkpoint is not kept", file=sys.stderr)
         return 130
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from vqclip import dist
+from vqclip import dist, progress
 from vqclip.data.cache import cache_folder
 from vqclip.data.index import load_index
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StopRequested
 
 __all__ = ["HasShards", "prepare_sources"]
 
@@ -37,6 +37,7 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.
+        StopRequested: on every rank, when one has been asked to stop (`vqclip.progress`).
     """
     group = _ranks_with_this_cache()
     place = group.index(dist.rank())
@@ -55,6 +56,7 @@ def _index_for_a_while(left: list[Path]) -> bool:
     """Takes shards off the end for some seconds, at least one; whether there are more."""
     end = time.monotonic() + _ROUND_S
     while left:
+        progress.point()
         load_index(left.pop())
         if time.monotonic() >= end:
             break
@@ -80,14 +82,18 @@ def _ranks_with_this_cache() -> list[int]:
 
 
 def _agree(work: Callable[[], object]) -> bool:
-    """Does the work; whether it gave something true on any rank. If it fails on one, all of them raise its error."""
-    more, message = False, None
+    """Does the work; whether it gave something true on any rank. What one raises, all of them raise."""
+    more, message, stops = False, None, False
     try:
         more = bool(work())
     except (DataError, OSError) as error:
         message = str(error)
-    states = dist.gather_json([more, message])
-    failed = [text for _, text in states if text is not None]
+    except StopRequested:
+        stops = True
+    states = dist.gather_json([more, message, stops])
+    if any(stops for *_, stops in states):
+        raise StopRequested
+    failed = [text for _, text, _ in states if text is not None]
     if failed:
         raise DataError(failed[0])
-    return any(state for state, _ in states)
+    return any(more for more, *_ in states)

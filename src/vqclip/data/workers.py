@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vqclip.errors import DataError
 from vqclip.signals import ignore_stop_signals
+from vqclip.stacks import answer_requests
 
 __all__ = ["named_deaths", "ordered_map"]
 
@@ -59,8 +60,9 @@ def ordered_map(
 ) -> Iterator[T]:
     """An iterator over ``function(number)`` for all numbers in order, computed by torch's DataLoader.
 
-    Draws nothing from the global random generators. Workers compute with one thread, and ignore SIGINT and SIGTERM,
-    which a launcher sends to the whole process group: they live on until the process that reads from them ends.
+    Draws nothing from the global random generators. Workers compute with one thread, and ignore the signals that
+    ask to stop, which a launcher sends to the whole process group: they live on until the process that reads from them
+    ends.
 
     Args:
         function: must be picklable where processes are spawned.
@@ -163,6 +165,7 @@ def _unchanged(result: T) -> T:
 def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
     ignore_stop_signals()
+    answer_requests()
 
 
 def _is_death(error: BaseException) -> bool:

@@ -37,6 +37,7 @@ from vqclip.dist._collectives import (
 )
 from vqclip.dist._control import any_rank, barrier, broadcast_json, gather_json, shared_seed
 from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
+from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._state import (
     Group,
     group_name,
@@ -52,6 +53,7 @@ from vqclip.dist._state import (
 )
 
 __all__ = [
+    "Collective",
     "Group",
     "all_gather",
     "all_reduce",
@@ -71,6 +73,7 @@ __all__ = [
     "named_group",
     "no_sync",
     "rank",
+    "recent_collectives",
     "reduce_",
     "reduce_scatter",
     "replicated_sum",

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from vqclip.dist import _history
+from vqclip.dist._meeting import own_store
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
@@ -89,7 +91,11 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
     with named_errors("init"):
         # gloo stays for the small messages between the hosts even on GPUs: those then never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
-        c10d.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        store, who, ranks = next(iter(c10d.rendezvous("env://", timeout=timeout)))
+        store.set_timeout(timeout)
+        own = own_store(store, who, ranks, timeout_s)
+        c10d.init_process_group(backend, timeout=timeout, store=own, rank=who, world_size=ranks)
 
 
 def shutdown() -> None:
@@ -105,13 +111,16 @@ def shutdown() -> None:
 def named_errors(what: str) -> Iterator[None]:
     """Turn torch's errors about lost peers and timeouts inside the block into a `DistributedError` that names `what`.
 
-    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward.
+    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward; the
+    block counts as one of `recent_collectives`.
 
     Raises:
         DistributedError: The block failed because of another rank.
     """
+    entry = _history.begin(what)
     try:
         yield
+        entry.end()
     except DistributedError:
         raise
     except RuntimeError as error:
@@ -126,8 +135,10 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
+    entry = _history.begin(name, args)
     try:
         collective(*args, **kwargs)
+        entry.end()
     except RuntimeError as error:
         raise _lost_peer(name, error) from error
 

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from vqclip import progress
 from vqclip.errors import NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
 from vqclip.evaluation.share import Share
@@ -69,6 +70,7 @@ class Encoder:
 
         Raises:
             NonFiniteError: an embedding is NaN or infinite; raised on every rank.
+            StopRequested: a rank has been asked to stop (`vqclip.progress`); raised on every rank.
         """
         device = tokenizer.device
         sizes = tokenizer.codebook_sizes
@@ -76,6 +78,7 @@ class Encoder:
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
         with self.share.together(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
+                progress.point()
                 out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
                 parts["continuous"].append(continuous)
                 parts["quantized"].append(out.embedding)
@@ -85,6 +88,7 @@ class Encoder:
                 save_ids(path, torch.cat(ids), sizes)
                 # The same batches again, so that both paths run the same kernels and are equal to the last bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
+                    progress.point()
                     parts["codes_only"].append(tokenizer.embed(batch.to(device, torch.int64)))
         dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
         empty = torch.empty(0, tokenizer.embed_dim, dtype=dtype, device=device)

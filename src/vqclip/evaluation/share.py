@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.data import Source, prepare_sources
-from vqclip.errors import DistributedError
+from vqclip.errors import DistributedError, StopRequested
 from vqclip.evaluation.datasets import EvaluationData
 
 T = TypeVar("T")
@@ -74,6 +74,10 @@ class Share:
         """Run the block on every rank; when it fails on one, it fails on all, instead of leaving the others waiting.
 
         The block must not hold a collective.
+
+        Raises:
+            StopRequested: on every rank, when one has been asked to stop, whatever the others met.
+            DistributedError: where only another rank failed; else what failed here.
         """
         failure: Exception | None = None
         try:
@@ -81,7 +85,10 @@ class Share:
         except Exception as error:
             failure = error
         if self.world_size > 1:
-            messages = dist.gather_json(None if failure is None else f"{type(failure).__name__}: {failure}")
+            mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+            messages, stops = zip(*dist.gather_json([mine, isinstance(failure, StopRequested)]), strict=True)
+            if any(stops):
+                raise StopRequested
             if failure is None and any(messages):
                 rank = next(rank for rank, message in enumerate(messages) if message)
                 failure = DistributedError(f"evaluation stopped, because rank {rank} failed: {messages[rank]}")

@@ -36,6 +36,8 @@ class MetricsLog:
     def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
         self._lines = Lines(Path(folder) / _FILE, start_step)
         self.path = self._lines.path
+        self.recorded = self._lines.recorded
+        """What the file says about ``start_step`` itself, all its lines in one."""
         self._start_step = start_step
         self._board: Any = None
         if tensorboard:

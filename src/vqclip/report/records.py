@@ -18,6 +18,8 @@ from vqclip.report.log import MetricsLog, read_metrics
 class Records:
     """``metrics.jsonl`` and TensorBoard, ``bad_samples.jsonl`` and ``events.jsonl``: rank 0 writes, all ranks hold it.
 
+    Making one is a collective.
+
     Args:
         folder: The run's folder.
         start_step: Number of steps done.
@@ -35,6 +37,10 @@ class Records:
         self._files = [Lines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
         bad, events = self._files or (None, None)
         self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
+
+        known = self.metrics.recorded if self.metrics else {}
+        self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
+        """Whether nothing is known of an evaluation after ``start_step``; the same on every rank."""
 
         self._best: Best | None = None
         if keep_best is not None:

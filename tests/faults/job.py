@@ -1,0 +1,123 @@
+"""The training command with a fault in it: ``torchrun ... -m tests.faults.job config.json [fault.json]``.
+
+A fault is ``{"do": name, "rank": 1, "step": 7}``: what `FAULTS` calls so happens on that rank in that step, in the
+first life of the job only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vqclip import dist
+from vqclip.checkpoint import store
+from vqclip.data import prepare
+from vqclip.data.loader import BatchMaker
+from vqclip.evaluation.encode import Encoder
+from vqclip.step import TrainStep
+from vqclip.tokenizer import Tokenizer
+from vqclip.train import main
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def hold_the_interpreter() -> None:
+    """In C code that lets no other thread run, for longer than the universe will last."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_a_worker() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    time.sleep(20)
+
+
+def enter_another_collective() -> None:
+    """In which nobody ever joins."""
+    dist.ring_shift(torch.zeros(3), 3)
+
+
+def take_ten_seconds() -> None:
+    time.sleep(10)
+
+
+def stand_still() -> None:
+    time.sleep(1000)
+
+
+FAULTS = {each.__name__: each for each in (
+    loop_for_ever, hold_the_interpreter, kill_myself, kill_a_worker, enter_another_collective, take_ten_seconds,
+    stand_still,
+)}  # fmt: skip
+
+
+def mark(name: str) -> None:
+    """Tell the test that this point is reached."""
+    Path(os.environ["MARKS"], f"{name}-{dist.rank()}").touch()
+
+
+def before(owner: Any, name: str, happens: Any) -> None:
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        happens(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, both)
+
+
+def inject(fault: dict[str, Any]) -> None:
+    """Put the fault and the delays in."""
+    first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    rank = int(os.environ["RANK"])
+
+    def in_step(self: Any, batch: Any, number: int) -> None:
+        mark(f"step-{number}")
+        time.sleep(fault.get("each_step_s", 0))
+        if first_life and fault.get("do") in FAULTS and (rank, number) == (fault["rank"], fault["step"]):
+            FAULTS[fault["do"]]()
+
+    def in_worker(self: Any, number: int) -> None:
+        if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
+            time.sleep(1000)
+
+    def in_evaluation(*args: Any) -> None:
+        mark("evaluation")
+
+    def in_batch(*args: Any) -> None:
+        time.sleep(fault.get("each_evaluation_batch_s", 0))
+
+    def in_shard(*args: Any) -> None:
+        mark("indexing")
+        time.sleep(fault.get("each_shard_s", 0))
+
+    def in_save(*args: Any) -> None:
+        mark("saving")
+        time.sleep(fault.get("saving_s", 0))
+
+    before(TrainStep, "__call__", in_step)
+    before(BatchMaker, "__call__", in_worker)
+    before(Encoder, "__call__", in_evaluation)
+    before(Tokenizer, "with_continuous", in_batch)
+    before(prepare, "load_index", in_shard)
+    before(store, "write_optimizer", in_save)
+
+
+if __name__ == "__main__":
+    inject(json.loads(Path(sys.argv[2]).read_text()))
+    sys.exit(main(["--config", sys.argv[1]]))

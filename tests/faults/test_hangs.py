@@ -1,0 +1,88 @@
+"""A rank that hangs: the job ends in time, and every rank has written where it stood."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.faults.jobs import job
+from tests.training import all_equal, run_tree, weights
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+STEPS, STEP = 14, 8
+LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree_in(folder, shards, **changes):
+    every = {"train__steps": STEPS, "train__precision": "fp32", "train__checkpoint_every": 5, "data__workers": 1}
+    tree = run_tree(folder, shards, **(every | changes))
+    tree["run"] |= {"timeout_s": 600.0, "step_timeout_s": LIMIT_S}
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("fault", "stack", "stands"),
+    [
+        ("loop_for_ever", "in loop_for_ever", "in no collective"),
+        ("stand_still", "in stand_still", "in no collective"),
+        ("enter_another_collective", "in ring_shift", r"in collective #\d+ \(ring_shift\)"),
+        ("hold_the_interpreter", "in hold_the_interpreter", None),
+        ("loader", "in in_worker", "waiting for the next batch; in no collective"),
+    ],
+)
+def test_a_hung_rank_ends_the_job_in_time_with_stacks_of_every_rank(tmp_path, shards, fault, stack, stands):
+    with job(tmp_path / "job", tree_in(tmp_path, shards), {"do": fault, "rank": 1, "step": STEP}) as running:
+        running.wait_for_mark(f"step-{STEP}-0")
+        status, took = running.end()
+    assert status == 1, running.output
+    assert took < LIMIT_S + 30
+    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert stack in rank_1
+    assert "in run_collective" in rank_0  # it waits
+    assert re.search(r"rank 0 at collective #(\d+): no progress for 10 s \(run.step_timeout_s\): 8 steps done", rank_0)
+    assert re.search(r"#\d+ \w+ \(.*\) started [\d.]+ s ago, not finished", rank_0)
+    assert len(re.findall(r"#\d+ \w.* started [\d.]+ s ago, finished after [\d.]+ ms", rank_0)) > 20
+    assert re.search(r"rank 0: no progress .* in collective #\d+ \(replicated_sum\) for", running.output)
+    if stands is None:
+        assert "rank 1: has written nothing itself" in running.output
+        assert rank_1.startswith("Timeout (")
+    else:
+        assert re.search(rf"rank 1: no progress .*{stands}", running.output)
+        assert re.search(r"#\d+ \w.* started [\d.]+ s ago, finished after", rank_1)
+    if fault != "enter_another_collective":  # whose number is that of the right one
+        assert "the others wait for rank 1" in running.output
+    assert f"stacks and collectives: {running.run}/stacks/rank-*.txt" in running.output
+    if stands is not None:
+        assert re.search(r"exitcode +: 3 ", running.output)
+    assert not (running.run / "stopped.json").exists()
+
+
+def test_a_job_that_hangs_once_goes_on_by_itself(tmp_path, shards):
+    whole = tree_in(tmp_path / "whole", shards)
+    with job(tmp_path / "whole" / "job", whole, {}) as running:
+        assert running.end()[0] == 0, running.output
+    assert not (running.run / "stacks").exists()  # nothing was written, so nothing is left
+    hanging = tree_in(tmp_path / "hangs", shards)
+    fault = {"do": "stand_still", "rank": 0, "step": STEP}
+    with job(tmp_path / "hangs" / "job", hanging, fault, "--max-restarts", "1") as running:
+        assert running.end(240)[0] == 0, running.output
+    assert all_equal(weights(tmp_path / "whole", STEPS), weights(tmp_path / "hangs", STEPS))
+    assert "in stand_still" in (running.run / "stacks" / "rank-0.txt").read_text()
+
+
+def test_a_long_evaluation_is_not_taken_for_a_hang(tmp_path, shards):
+    """It takes longer than a step may, and longer than the timeout, but shows that it goes on."""
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
+    tree = tree_in(tmp_path, shards, train__evaluate_every=7, evaluation=pairs)
+    tree["run"] |= {"timeout_s": 15.0, "step_timeout_s": 4.0}
+    with job(tmp_path / "job", tree, {"each_evaluation_batch_s": 1.0, "saving_s": 6.0}) as running:
+        assert running.end(240)[0] == 0, running.output
+    assert "no progress" not in running.output

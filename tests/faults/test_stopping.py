@@ -1,0 +1,158 @@
+"""A job of two ranks that is asked to stop: one common checkpoint within 30 s, a marker, and it goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.faults.jobs import Job, job
+from tests.training import all_equal, metrics, run_tree, weights
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+STEPS = 60
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree_in(folder, shards, **changes):
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
+    every = {"train__steps": STEPS, "train__precision": "fp32", "train__evaluate_every": 20, "evaluation": pairs}
+    return run_tree(folder, shards, **({"data__workers": 1} | every | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards):
+    """A job that nothing stops: the folder of its run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with job(folder / "job", tree_in(folder, shards), {}) as running:
+        assert running.end()[0] == 0, running.output
+    return folder
+
+
+def to_torchrun(running: Job, number: signal.Signals) -> None:
+    running.process.send_signal(number)
+
+
+def to_all(running: Job, number: signal.Signals) -> None:
+    """As a scheduler does that signals every process of a step."""
+    for pid in running.ranks():
+        os.killpg(pid, number)
+    running.process.send_signal(number)
+
+
+def to_rank_1(running: Job, number: signal.Signals) -> None:
+    os.kill(running.ranks()[1], number)
+
+
+FORWARDING = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+
+
+@pytest.mark.parametrize(
+    ("number", "send", "options", "shell", "status"),
+    [
+        (signal.SIGTERM, to_torchrun, (), "", 1),
+        (signal.SIGINT, to_torchrun, (), "", 1),
+        (signal.SIGUSR1, to_torchrun, FORWARDING, "", 1),
+        (signal.SIGUSR1, to_all, (), "trap '' USR1", 0),
+        (signal.SIGTERM, to_rank_1, ("--max-restarts", "1"), "", 0),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1 forwarded", "SIGUSR1 to all, ignored by torchrun", "SIGTERM to one rank"],
+)
+def test_a_stopped_job_saves_one_common_step_and_goes_on(tmp_path, shards, whole, number, send, options, shell, status):
+    """torchrun's own status is 1 where it was signalled; the marker tells."""
+    tree = tree_in(tmp_path, shards)
+    with job(tmp_path / "job", tree, {"each_step_s": 0.1}, *options, shell=shell) as running:
+        running.wait_for_mark("step-8-1")
+        send(running, number)
+        got, took = running.end()
+    assert took < WITHIN_S
+    assert got == status, running.output
+    facts = stopped_at(running)
+    assert (facts["steps"], facts["signal"]) == (STEPS, number.name)
+    assert 8 <= facts["step"] < STEPS
+    # Both ranks did this step, and neither began the next.
+    for rank in (0, 1):
+        assert running.steps(rank) == list(range(facts["step"]))
+    goes_on(tmp_path, tree, whole, facts["step"])
+
+
+def stopped_at(running):
+    """The marker, which is right about the newest checkpoint."""
+    facts = json.loads((running.run / "stopped.json").read_text())
+    (newest, *_) = sorted((path.name for path in (running.run / "checkpoints").iterdir()), reverse=True)
+    assert facts["checkpoint"] == f"checkpoints/{newest}"
+    assert newest == f"step-{facts['step']:08d}"
+    assert not (running.run / "summary.json").exists()
+    return facts
+
+
+def goes_on(folder, tree, whole, done):
+    """The same command comes to the end of a run that nothing stopped: weights, metrics, and only the steps left."""
+    with job(folder / "again", tree, {}) as running:
+        assert running.end()[0] == 0, running.output
+    assert running.steps(0) == list(range(done, STEPS))
+    assert not (running.run / "stopped.json").exists()
+    assert (running.run / "summary.json").exists()
+    assert all_equal(weights(whole, STEPS), weights(folder, STEPS))
+    assert metrics_of(folder) == metrics_of(whole)
+
+
+def metrics_of(folder):
+    speeds = ("images_per_second", "data_wait")
+    return [{name: value for name, value in line.items() if name not in speeds} for line in metrics(folder)]
+
+
+@pytest.mark.parametrize(
+    ("mark", "fault", "changes"),
+    [
+        ("evaluation-0", {"each_evaluation_batch_s": 3.0}, {}),
+        ("saving-0", {"saving_s": 4.0}, {"train__checkpoint_every": 10}),
+    ],
+    ids=["in an evaluation", "while saving"],
+)
+def test_a_signal_finds_the_job_busy(tmp_path, shards, whole, mark, fault, changes):
+    """The evaluation would take 50 s and more."""
+    tree = tree_in(tmp_path, shards, **changes)
+    with job(tmp_path / "job", tree, fault) as running:
+        running.wait_for_mark(mark)
+        running.process.send_signal(signal.SIGTERM)
+        _, took = running.end()
+    assert took < WITHIN_S
+    done = stopped_at(running)["step"]
+    assert done in ((20,) if mark == "evaluation-0" else (10, 11))
+    goes_on(tmp_path, tree, whole, done)
+
+
+def test_a_signal_finds_the_job_starting(tmp_path, shards, whole):
+    tree = tree_in(tmp_path, shards)
+    with job(tmp_path / "job", tree, {"each_shard_s": 3.0}) as running:
+        running.wait_for_mark("indexing-1")
+        running.process.send_signal(signal.SIGTERM)
+        _, took = running.end()
+    assert took < WITHIN_S
+    facts = json.loads((running.run / "stopped.json").read_text())
+    assert (facts["step"], facts["checkpoint"], facts["signal"]) == (0, None, "SIGTERM")
+    goes_on(tmp_path, tree, whole, 0)
+
+
+def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, whole):
+    """Rank 1 takes ten seconds over a step; the signal reaches rank 0 alone, in the collective."""
+    tree = tree_in(tmp_path, shards)
+    fault = {"do": "take_ten_seconds", "rank": 1, "step": 8}
+    with job(tmp_path / "job", tree, fault) as running:
+        running.wait_for_mark("step-8-1")
+        os.kill(running.ranks()[0], signal.SIGTERM)
+        status, took = running.end()
+    assert status == 0, running.output
+    assert took < WITHIN_S
+    assert stopped_at(running)["step"] in (9, 10)
+    goes_on(tmp_path, tree, whole, stopped_at(running)["step"])
