@@ -81,8 +81,8 @@ def test_credentials_are_not_shown() -> None:
     assert shown("/local/a?b.tar") == "/local/a?b.tar"
     shard = RemoteShard(SECRET, RemoteConfig())
     assert str(shard) == shown(SECRET)
-    text = redacted(f"{SECRET}: me:pass word1 and s3cr3t at sig=s3cr3t&part=2&bare, s3://you:pw@b?x=y\n\x1b", SECRET)
-    for text in (text, str(shard), repr(shard)):
+    told = redacted(f"{SECRET}: me:pass word1 and s3cr3t at sig=s3cr3t&part=2&bare, s3://you:pw@b?x=y\n\x1b", SECRET)
+    for text in (told, str(shard), repr(shard)):
         for secret in ("s3cr3t", "pass word1", "pw@", "x=y"):
             assert secret not in text
 
