@@ -45,6 +45,10 @@ class DataError(VqclipError, ValueError):
         self.kind = kind
 
 
+class StorageError(DataError):
+    """Storage that could not be reached, read or written: no sample is to blame, so none is replaced by another."""
+
+
 class ShapeError(VqclipError, ValueError):
     """A tensor of the wrong shape, dtype or range; the message gives what was got and what was expected."""
 

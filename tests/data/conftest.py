@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.data.serving import FaultyServer, serving
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +24,20 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("needs real data: set VQCLIP_DATA to a folder with captions_noto_emoji, captions_pomological, ...")
     return Path(folder)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """An HTTP server on this machine, reached without a proxy."""
+    pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'vqclip[remote]'")
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What retries wait, which takes no time here."""
+    waited: list[float] = []
+    monkeypatch.setattr("vqclip.data.remote.retry._sleep", waited.append)
+    return waited

@@ -246,8 +246,6 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
         f"{folder}/{{00000..00003}}.tar": f"2 of 4 shards are missing: {folder}/00002.tar, {folder}/00003.tar",
         f"{folder}/{{10..13}}.tar": "matches no file",
         f"{folder}/*.tgz": "matches no file",
-        "https://example.com/{00..10}.tar": "only local shards are read",
-        "pipe:curl example.com": "only local shards are read",
     }.items():
         message_got = refusal(find_shards, [path])
         assert message in message_got

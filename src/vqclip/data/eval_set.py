@@ -13,7 +13,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources import Source
 from vqclip.data.workers import ordered_map
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StorageError
 
 __all__ = ["EvalSet"]
 
@@ -92,6 +92,8 @@ class EvalSet:
             index = place * len(self.source) // self.size
             try:
                 sample, image = read_decoded(self.source, index, self._max_pixels)
+            except StorageError:
+                raise
             except DataError as error:
                 bad.append(BadSample(index, str(error), error.kind, -1))
                 continue

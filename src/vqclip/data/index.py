@@ -2,7 +2,8 @@
 
 An index is made once for every shard, in the cache folder (shards may be in a read-only one). It is stale when the
 shard's size or modification time differ, and says what the shard contained: its SHA-256 is part of a run's data
-fingerprint. It is a `.npz` of plain arrays, read without pickle.
+fingerprint. That of a shard at a URL holds until a fetched copy has another hash: nobody asks the server before. It is
+a `.npz` of plain arrays, read without pickle.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from vqclip.data.cache import cache_folder
+from vqclip.data.remote import RemoteShard
+from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError
 
-__all__ = ["KINDS", "ShardIndex", "load_index"]
+__all__ = ["KINDS", "ShardIndex", "forget_index", "load_index"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -41,7 +44,7 @@ _KEY = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$", re.DOTALL)
 class ShardIndex:
     """Where the samples of one shard lie."""
 
-    path: Path
+    path: Shard
     length: int
     """Size of the shard in bytes."""
     modified_ns: int
@@ -68,38 +71,70 @@ class ShardIndex:
         return self.keys[start : int(self.key_ends[index])].decode("utf-8", "replace")
 
 
-def load_index(path: Path, cache: Path | None = None) -> ShardIndex:
+def load_index(path: Shard, cache: Path | None = None) -> ShardIndex:
     """The index of one shard, from the cache if it is there and fits, else made and stored.
+
+    A shard at a URL is fetched where its index is made.
 
     Raises:
         DataError: the shard is missing, truncated, compressed, ... or the cache cannot be written.
     """
-    path = Path(path).absolute()
+    path = path if isinstance(path, RemoteShard) else Path(path).absolute()
     cached = _cache_file(path, cache)
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: shard cannot be opened: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe is to wait for who writes into it
-        raise DataError(f"{path}: is a {_what(status.st_mode)}; expected a tar file")
+    if not isinstance(path, RemoteShard):
+        _require_file(path)
     index = _read(cached, path)
-    if index is not None and (index.length, index.modified_ns) == (status.st_size, status.st_mtime_ns):
+    if index is not None and _is_current(index):
         return index
     index = _make(path)
     _write(cached, index)
     return index
 
 
-def _what(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
-    return kinds.get(stat.S_IFMT(mode), "device")
-
-
-def _make(path: Path) -> ShardIndex:
+def _require_file(path: Path) -> None:
     try:
-        file = os.open(path, os.O_RDONLY)
+        mode = path.stat().st_mode
     except OSError as error:
-        raise DataError(f"{path}: shard cannot be opened: {error.strerror}") from None
+        raise _cannot_open(path, error) from None
+    if not stat.S_ISREG(mode):  # to open a pipe is to wait for who writes into it
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+        raise DataError(f"{path}: is a {kinds.get(stat.S_IFMT(mode), 'device')}; expected a tar file")
+
+
+def forget_index(path: Shard, cache: Path | None = None) -> None:
+    """Removes the stored index of a shard that is known to have changed."""
+    with contextlib.suppress(OSError):  # in a folder that is only read, somebody else has to
+        _cache_file(path, cache).unlink()
+
+
+def _is_current(index: ShardIndex) -> bool:
+    if isinstance(index.path, RemoteShard):
+        return True
+    try:
+        status = index.path.stat()
+    except OSError as error:
+        raise _cannot_open(index.path, error) from None
+    return (index.length, index.modified_ns) == (status.st_size, status.st_mtime_ns)
+
+
+def _cannot_open(path: Shard, error: OSError) -> DataError:
+    return DataError(f"{path}: shard cannot be opened: {error.strerror}")
+
+
+def _make(path: Shard) -> ShardIndex:
+    try:
+        return _index(path)
+    except DataError:
+        if isinstance(path, RemoteShard):
+            path.discard()  # or the next start would find the same damage, whatever the server has by then
+        raise
+
+
+def _index(path: Shard) -> ShardIndex:
+    try:
+        file = path.open() if isinstance(path, RemoteShard) else os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _cannot_open(path, error) from None
     try:
         status = os.fstat(file)
         rows, ignored = _group(path, file, status.st_size)
@@ -132,7 +167,7 @@ def _make(path: Path) -> ShardIndex:
     )
 
 
-def _group(path: Path, file: int, length: int) -> tuple[dict[str, list[list[int]]], int]:
+def _group(path: Shard, file: int, length: int) -> tuple[dict[str, list[list[int]]], int]:
     """Members by sample name, in order of first appearance; and the number of members left alone."""
     rows: dict[str, list[list[int]]] = {}
     ignored = 0
@@ -160,9 +195,9 @@ def _hash(file: int) -> str:
     return digest.hexdigest()
 
 
-def _cache_file(path: Path, cache: Path | None) -> Path:
-    name = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-    return (cache or cache_folder()) / "index" / f"{name}.npz"
+def _cache_file(path: Shard, cache: Path | None) -> Path:
+    key = path.key if isinstance(path, RemoteShard) else hashlib.sha256(os.fsencode(path)).hexdigest()
+    return (cache or cache_folder()) / "index" / f"{key[:24]}.npz"
 
 
 def _write(cached: Path, index: ShardIndex) -> None:
@@ -198,7 +233,7 @@ def _write(cached: Path, index: ShardIndex) -> None:
         ) from None
 
 
-def _read(cached: Path, path: Path) -> ShardIndex | None:
+def _read(cached: Path, path: Shard) -> ShardIndex | None:
     """The stored index; None if there is none, or it is damaged or of another version."""
     try:
         with np.load(cached, allow_pickle=False) as arrays:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from vqclip import dist, progress
 from vqclip.data.cache import cache_folder
 from vqclip.data.index import load_index
+from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StopRequested
 
 __all__ = ["HasShards", "prepare_sources"]
@@ -22,7 +22,7 @@ _ROUND_S = 10.0
 class HasShards(Protocol):
     """What can be prepared: the config of a source."""
 
-    def shards(self) -> list[Path]:
+    def shards(self) -> Sequence[Shard]:
         """The tars, drawn if they are not there; none for a source without an index."""
         ...
 
@@ -30,10 +30,11 @@ class HasShards(Protocol):
 def prepare_sources(sources: Sequence[HasShards]) -> None:
     """Draws and indexes what is not there yet; a collective: every rank of the job must call it.
 
-    Indexing reads every byte of the shards. Ranks that see the same cache folder deal the shards out among themselves,
-    so every shard is read once for each cache, be it shared by all nodes or local to each. All ranks meet every few
-    seconds, so that only a shard that stalls can exceed the timeout of the job, however large the data are. Drawing
-    is one wait: draw hundreds of thousands of scenes beforehand (``python -m vqclip.data.scenes``).
+    Indexing reads every byte of the shards, and fetches those at URLs. Ranks that see the same cache folder deal the
+    shards out among themselves, so every shard is read once for each cache, be it shared by all nodes or local to each.
+    All ranks meet every few seconds, so that only a shard that stalls can exceed the timeout of the job, however large
+    the data are. Drawing is one wait: draw hundreds of thousands of scenes beforehand
+    (``python -m vqclip.data.scenes``).
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.
@@ -45,14 +46,14 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
         _agree(lambda: [source.shards() for source in sources])  # so that a data set is drawn once
     else:
         _agree(lambda: None)
-    paths: list[Path] = []
+    paths: list[Shard] = []
     _agree(lambda: paths.extend(shard for source in sources for shard in source.shards()))
     left = paths[place :: len(group)][::-1]
     while _agree(lambda: _index_for_a_while(left)):
         pass
 
 
-def _index_for_a_while(left: list[Path]) -> bool:
+def _index_for_a_while(left: list[Shard]) -> bool:
     """Takes shards off the end for some seconds, at least one; whether there are more."""
     end = time.monotonic() + _ROUND_S
     while left:

@@ -13,7 +13,7 @@ from vqclip.data.decode import decode_image
 from vqclip.data.draws import KeyedGenerator, hashed
 from vqclip.data.sources import RawSample, Source
 from vqclip.data.transforms import TrainTransform
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
 __all__ = ["Sample", "SampleMaker", "read_decoded"]
@@ -76,12 +76,15 @@ class SampleMaker:
 
         Raises:
             DataError: so many substitutes are bad too that something else must be wrong.
+            StorageError: the shard cannot be fetched.
         """
         bad: list[BadSample] = []
         wanted = index
         for attempt in range(_TRIES):
             try:
                 return self._make(source, index, epoch), bad
+            except StorageError:
+                raise  # what stands in for it would depend on the weather
             except DataError as error:
                 key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
                 failed, index = index, _another(index, key, len(self.sources[source]))

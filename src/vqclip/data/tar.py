@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+from vqclip.data.shard import Shard
 from vqclip.errors import DataError
 
 __all__ = ["Member", "walk"]
@@ -37,7 +37,7 @@ class Member(NamedTuple):
     size: int
 
 
-def walk(path: Path, file: int, length: int) -> Iterator[Member]:
+def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
     """Yields the regular files of a tar in order; folders are passed over.
 
     Args:
@@ -94,7 +94,7 @@ def walk(path: Path, file: int, length: int) -> Iterator[Member]:
     )
 
 
-def _refuse_other_formats(path: Path, start: bytes, length: int) -> None:
+def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
     if length == 0:
         raise DataError(f"{path}: is empty (0 bytes); expected a tar file")
     for magic, name in _COMPRESSED.items():
@@ -104,7 +104,7 @@ def _refuse_other_formats(path: Path, start: bytes, length: int) -> None:
             )
 
 
-def _check_sum(path: Path, header: bytes, at: int) -> None:
+def _check_sum(path: Shard, header: bytes, at: int) -> None:
     try:
         stated = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
@@ -118,7 +118,7 @@ def _check_sum(path: Path, header: bytes, at: int) -> None:
         )
 
 
-def _check_end(path: Path, file: int, at: int, length: int) -> None:
+def _check_end(path: Shard, file: int, at: int, length: int) -> None:
     """After a zero block everything is zero, or members hide behind a zeroed header."""
     position = at
     while position < length:
@@ -133,7 +133,7 @@ def _check_end(path: Path, file: int, at: int, length: int) -> None:
         position += len(block)
 
 
-def _number(path: Path, field: bytes, at: int) -> int:
+def _number(path: Shard, field: bytes, at: int) -> int:
     """An octal number, or a binary one (GNU, for 8 GiB and more)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
@@ -143,7 +143,7 @@ def _number(path: Path, field: bytes, at: int) -> int:
     return int(digits or b"0", 8)
 
 
-def _decimal(path: Path, text: str, at: int) -> int:
+def _decimal(path: Shard, text: str, at: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise DataError(f"{path}: PAX header before offset {at} has no valid size: {text[:40]!r}")
     return int(text)
@@ -159,7 +159,7 @@ def _name(header: bytes, extended: dict[str, str]) -> str:
     return name.decode("utf-8", "replace")
 
 
-def _read_extended(path: Path, file: int, kind: bytes, start: int, size: int, at: int) -> dict[str, str]:
+def _read_extended(path: Shard, file: int, kind: bytes, start: int, size: int, at: int) -> dict[str, str]:
     """What a GNU long name or a PAX header says about the next member: its `path` and `size`."""
     if size > _MAX_EXTENDED:
         raise DataError(f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read")

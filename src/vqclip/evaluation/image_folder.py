@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip.data import RawSample
-from vqclip.data.sources.classes import TEMPLATES, read_templates
+from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError, printable
 from vqclip.files import read_bounded
@@ -38,8 +38,8 @@ class ImageFolder:
         classes = _class_folders(folder)
         self.classnames = tuple(path.name.replace("_", " ") for path in classes)
         _require_distinct(folder, classes, self.classnames)
-        file = folder / TEMPLATES
-        self.templates = read_templates(file) if file.exists() else (DEFAULT_TEMPLATE,)
+        has_templates = (folder / TEMPLATES).exists()
+        self.templates = read_templates(LocalFolder(folder)) if has_templates else (DEFAULT_TEMPLATE,)
         self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
         self.notes = _left_out(folder, classes)
 

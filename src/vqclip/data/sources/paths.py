@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from vqclip.data.remote import RemoteConfig, local_path, protocol_of, remote_shards, shown
+from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
 
 __all__ = ["expand_braces", "find_shards"]
@@ -17,18 +19,21 @@ _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 _MAX_SHARDS = 10_000_000
 
 
-def find_shards(paths: Sequence[str | Path]) -> list[Path]:
+def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None) -> list[Shard]:
     """All shards that the paths stand for, in the order given.
 
     Args:
         paths: each a tar file, a folder (all ``*.tar`` right in it, sorted by name), a pattern with braces as
             WebDataset writes it (``train/{00000..00041}.tar``; every file must exist), or a glob (``train/*.tar``).
+            The same as URLs; http and https cannot list, so there every shard is named. That shards at URLs exist shows
+            when they are fetched.
+        remote: how shards at URLs are fetched.
 
     Raises:
-        DataError: one of them stands for nothing, a shard is missing or listed twice, or it is a URL.
+        DataError: one of them stands for nothing, a shard is missing or listed twice, or a protocol is not allowed.
     """
-    shards = [shard for path in paths for shard in _find(str(path))]
-    seen: set[Path] = set()
+    shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig())]
+    seen: set[Shard] = set()
     for shard in shards:
         if printable(str(shard), one_line=True) != printable(str(shard)):
             raise DataError(f"{str(shard)!r}: a line break in the name of a shard; rename it")
@@ -50,7 +55,7 @@ def expand_braces(pattern: str) -> list[str]:
     for choice in choices:
         count *= len(choice)
     if count > _MAX_SHARDS:
-        raise DataError(f"{pattern}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
+        raise DataError(f"{shown(pattern)}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
@@ -67,9 +72,16 @@ def _choices(content: str) -> list[str]:
     return [f"{number:0{width}d}" for number in range(first, last + step, step)]
 
 
-def _find(path: str) -> list[Path]:
-    if "://" in path or path.startswith("pipe:"):
-        raise DataError(f"{path}: only local shards are read; download them first")
+def _find(path: str, remote: RemoteConfig) -> list[Shard]:
+    protocol = protocol_of(path)
+    if protocol is None:
+        return [*_find_local(path)]
+    if protocol == "file":
+        return [*_find_local(local_path(path))]
+    return [shard for url in expand_braces(path) for shard in remote_shards(url, remote)]
+
+
+def _find_local(path: str) -> list[Path]:
     full = str(Path(path).expanduser())
     exact = Path(full)
     if exact.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vqclip.data.index import KINDS, load_index
+from vqclip.data.index import KINDS, ShardIndex, forget_index, load_index
+from vqclip.data.remote import RemoteShard
+from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
 
 __all__ = ["MAX_IMAGE_BYTES", "ShardReader"]
+
+logger = logging.getLogger("vqclip.data")
 
 _OPEN_FILES = 64
 MAX_IMAGE_BYTES = 64 << 20
@@ -25,20 +30,24 @@ class ShardReader:
     """Reads members of samples by `pread` at the offsets of the shards' indexes.
 
     Works in any process and after a fork: reading does not move a file position, and descriptors are opened on
-    demand. Arrays, not lists, hold the index, so that forked workers share it.
+    demand. Arrays, not lists, hold the index, so that forked workers share it. Shards at URLs are open only while they
+    are read, so that the cache can make room.
 
     Args:
-        shards: tar files.
+        shards: tar files, here or at URLs.
         cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
 
     Raises:
         DataError: see `vqclip.data.index.load_index`.
     """
 
-    def __init__(self, shards: Sequence[Path], cache: Path | None = None):
+    def __init__(self, shards: Sequence[Shard], cache: Path | None = None):
+        self._files: OrderedDict[int, int] = OrderedDict()
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._cache = cache
+        self._changed: dict[int, str] = {}
+        _warn_of_fetching_again(self._indexes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -57,6 +66,7 @@ class ShardReader:
 
         Raises:
             DataError: the sample has none, it is too large, or the shard is gone or has changed.
+            StorageError: the shard cannot be fetched.
         """
         shard, row = self._locate(index)
         column = KINDS.index(kind)
@@ -70,7 +80,7 @@ class ShardReader:
                 f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read", "too many bytes"
             )
         try:
-            data = os.pread(self._file(shard), size, offset)
+            data = self._pread(shard, size, offset)
         except DataError as error:
             raise DataError(f"{self.name(index)}: {error}", error.kind) from None
         except OSError as error:
@@ -112,12 +122,34 @@ class ShardReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
-    def _file(self, shard: int) -> int:
+    def _pread(self, shard: int, size: int, offset: int) -> bytes:
+        path = self._indexes[shard].path
+        if not isinstance(path, RemoteShard):
+            return os.pread(self._file(shard, path), size, offset)
+        file = self._fetched(shard, path)
+        try:
+            return os.pread(file, size, offset)
+        finally:
+            os.close(file)
+
+    def _fetched(self, shard: int, path: RemoteShard) -> int:
+        if shard in self._changed:  # once is enough to know it
+            raise DataError(self._changed[shard], "changed shard")
+        facts = self._indexes[shard]
+        try:
+            return path.open(facts.length, facts.sha256)
+        except DataError as error:
+            if error.kind == "changed shard":
+                self._changed[shard] = str(error)
+                forget_index(path, self._cache)
+            raise
+
+    def _file(self, shard: int, path: Path) -> int:
         facts = self._indexes[shard]
         file = self._files.pop(shard, None)
         if file is None:
             # A pipe that has taken the shard's place must not make the run wait.
-            file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(file)  # at every read: it may be written to while it is open
         if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
             os.close(file)
@@ -138,3 +170,17 @@ class ShardReader:
     def __getstate__(self) -> dict[str, object]:
         # Descriptors mean nothing in a spawned worker.
         return {**self.__dict__, "_files": OrderedDict()}
+
+
+def _warn_of_fetching_again(indexes: Sequence[ShardIndex]) -> None:
+    remote = [(index.path, index.length) for index in indexes if isinstance(index.path, RemoteShard)]
+    total = sum(length for _, length in remote)
+    if remote and total > remote[0][0].options.cache_bytes:
+        logger.warning(
+            "%s and %d more: %.2f GiB of shards do not fit in remote.cache_gib=%g; samples come in random order, so "
+            "most reads will fetch a whole shard. Raise it, or put the shards on a disk",
+            remote[0][0],
+            len(remote) - 1,
+            total / 2**30,
+            remote[0][0].options.cache_gib,
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from vqclip.config import Config
 from vqclip.data.scenes import ScenesConfig, make_scenes
+from vqclip.data.shard import Shard
 from vqclip.data.sources.classes import ClassShards, ClassShardsData
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsData, Weight
 
@@ -23,7 +25,7 @@ class ScenesData(Config):
     drawing: ScenesConfig = ScenesConfig()
     """What to draw; evaluation may be given another one: held-out combinations are so in every drawing."""
 
-    def shards(self) -> list[Path]:
+    def shards(self) -> Sequence[Shard]:
         """The tars of the split, drawn if they are not there; for `vqclip.data.prepare_sources`."""
         return self._ordinary(None).shards()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from vqclip.config import Config
+from vqclip.data.remote import RemoteConfig, shown
+from vqclip.data.shard import Shard
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import json_captions, txt_captions
 from vqclip.data.sources.paths import find_shards
@@ -25,11 +28,14 @@ class CaptionShardsData(Config):
     kind: Literal["shards"] = "shards"
     """Caption shards."""
     path: str | tuple[str, ...]
-    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these."""
+    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs are
+    fine too: file, s3 and gs just so, http and https with every shard named or in braces."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
     json_keys: tuple[str, ...] = ("caption",)
     """Keys of the .json that hold a caption or a list of captions."""
+    remote: RemoteConfig = RemoteConfig()
+    """How shards at URLs are fetched and kept."""
 
     @model_validator(mode="after")
     def _has_something_to_read(self) -> CaptionShardsData:
@@ -39,13 +45,13 @@ class CaptionShardsData(Config):
             raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
         return self
 
-    def shards(self) -> list[Path]:
+    def shards(self) -> Sequence[Shard]:
         """The tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none, or one is missing.
         """
-        return find_shards([self.path] if isinstance(self.path, str) else self.path)
+        return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote)
 
     def build(self, cache: Path | None = None) -> CaptionShards:
         """Opens the shards, indexing those that are not indexed yet."""
@@ -77,7 +83,7 @@ class CaptionShards:
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         member = "json" if config.captions == "json" else "txt"
-        where = config.path if isinstance(config.path, str) else ", ".join(config.path)
+        where = ", ".join(map(shown, [config.path] if isinstance(config.path, str) else config.path))
         require_members(self._reader, "image", member, where)
 
     def __len__(self) -> int:

@@ -1,0 +1,46 @@
+"""From a URL to the shards that it stands for."""
+
+from __future__ import annotations
+
+from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.retry import retried
+from vqclip.data.remote.shard import RemoteShard
+from vqclip.data.remote.transfer import file_system, translated
+from vqclip.data.remote.urls import protocol_of, shown
+from vqclip.errors import DataError
+
+__all__ = ["remote_shards"]
+
+
+def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
+    """The shard at a URL, or, at s3 and gs, those of a folder or a glob, sorted by name.
+
+    Args:
+        url: without braces. A path in an object store that does not end in .tar is a folder.
+        options: how they are fetched.
+
+    Raises:
+        DataError: the protocol is not allowed or cannot list, or nothing is found.
+        StorageError: the store cannot be reached.
+    """
+    protocol = protocol_of(url)
+    if protocol in ("http", "https"):
+        path = url.partition("?")[0].partition("://")[2].partition("/")[2]
+        if any(mark in path for mark in "*[]") or not path or path.endswith("/"):
+            raise DataError(
+                f"{shown(url)}: {protocol} cannot list folders; name the shards: {protocol}://host/{{00000..00041}}.tar"
+            )
+        return [RemoteShard(url, options)]
+    if not any(mark in url for mark in "*?["):
+        if url.endswith(".tar"):
+            return [RemoteShard(url, options)]
+        url = f"{url.rstrip('/')}/*.tar"
+    found = retried(lambda _: _glob(url, options.timeout_s), url, options)
+    if not found:
+        raise DataError(f"{shown(url)}: matches nothing")
+    return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]
+
+
+def _glob(url: str, timeout_s: float) -> list[str]:
+    with translated(url):
+        return [str(name) for name in file_system(url, timeout_s).glob(url)]

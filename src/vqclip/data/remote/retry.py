@@ -1,0 +1,79 @@
+"""Try again, more and more slowly, and not for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.urls import shown
+from vqclip.errors import StorageError
+
+__all__ = ["Failure", "retried"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("vqclip.data")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_ASKED_S = 0.5, 30.0, 120.0
+_sleep = time.sleep
+"""Tests put a clock of their own here."""
+
+
+class Failure(Exception):
+    """A try that failed.
+
+    Args:
+        message: what happened, without credentials.
+        again: whether another try may succeed.
+        after_s: how long the server asks to be left alone.
+    """
+
+    def __init__(self, message: str, again: bool, after_s: float = 0.0):
+        super().__init__(message)
+        self.again, self.after_s = again, after_s
+
+
+def retried(action: Callable[[float], T], url: str, options: RemoteConfig) -> T:
+    """What `action` gives in the first try that does not raise `Failure`.
+
+    Args:
+        action: one try; gets the seconds that are left for it.
+        url: what it is about, for messages.
+        options: tries and time.
+
+    Raises:
+        StorageError: the last failure; names URL, tries, time and the keys that bound them.
+    """
+    start = time.monotonic()
+    for number in range(1, options.tries + 1):
+        try:
+            return action(start + options.total_s - time.monotonic())
+        except Failure as failure:
+            last = failure
+        pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))
+        if not last.again or number == options.tries or time.monotonic() + pause >= start + options.total_s:
+            break
+        logger.warning("%s: try %d of %d failed (%s); again in %.1f s", shown(url), number, options.tries, last, pause)
+        _sleep(pause)
+    why = "" if last.again else "; this is not tried again"
+    raise StorageError(
+        f"{shown(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
+        f"{time.monotonic() - start:.1f} s of remote.total_s={options.total_s:g}",
+        "storage",
+    )
+
+
+def _pause(url: str, number: int) -> float:
+    """Seconds after a failed try: doubled every time, less a part drawn from (URL, try, machine, process).
+
+    So that many processes that failed together do not come back together; no random generator is touched.
+    """
+    key = f"{url}\n{number}\n{socket.gethostname()}\n{os.getpid()}".encode("utf-8", "surrogateescape")
+    part = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") / 2**32
+    return min(_FIRST_PAUSE_S * 2.0 ** (number - 1), _LONGEST_PAUSE_S) * (1 - part / 2)

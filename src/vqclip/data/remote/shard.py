@@ -1,0 +1,116 @@
+"""A shard at a URL."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from vqclip.data.cache import cache_folder
+from vqclip.data.remote.cache import Part, ShardCache
+from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.retry import Failure, retried
+from vqclip.data.remote.transfer import Body, opened
+from vqclip.data.remote.urls import digest, shown
+from vqclip.errors import DataError, StorageError
+
+__all__ = ["RemoteShard", "fetch_text"]
+
+_MAX_TEXT = 16 << 20
+
+
+@dataclass(frozen=True)
+class RemoteShard:
+    """A tar at a URL; two are equal if their full URLs are. As text it shows no credentials."""
+
+    url: str = field(repr=False)
+    options: RemoteConfig = field(default=RemoteConfig(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.url.partition("?")[0].rpartition("/")[2]
+
+    @property
+    def key(self) -> str:
+        """Hash of the full URL."""
+        return digest(self.url)
+
+    def open(self, length: int | None = None, sha256: str | None = None) -> int:
+        """A descriptor of the shard in the cache, which is fetched if it is not there; close it soon.
+
+        While it is open, the shard takes up room that others may wait for.
+
+        Args:
+            length: the bytes that it had when it was indexed; None where it is not.
+            sha256: the hash that it had then.
+
+        Raises:
+            DataError: it has changed since it was indexed.
+            StorageError: it cannot be fetched, or is larger than the cache.
+        """
+        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length))
+        if sha256 not in (None, found.sha256):
+            os.close(found.file)
+            raise self._changed("its content has another hash")
+        return found.file
+
+    def discard(self) -> None:
+        """Forgets the fetched copy, so that a damaged one is fetched anew."""
+        self._cache().remove(self.key)
+
+    def _cache(self) -> ShardCache:
+        return ShardCache(cache_folder() / "shards", self.options.cache_bytes, self.options.total_s)
+
+    def _fill(self, part: Part, length: int | None) -> None:
+        def fetch(left_s: float) -> None:
+            part.restart()
+            with opened(self.url, self.options.timeout_s, left_s) as body:
+                if length is not None and body.length is not None and body.length != length:
+                    raise self._changed(f"it had {length} bytes, now {body.length}")
+                self._copy(body, part)
+
+        retried(fetch, self.url, self.options)
+
+    def _copy(self, body: Body, part: Part) -> None:
+        try:
+            if body.length is not None:
+                part.reserve(body.length)
+            for block in body.blocks:
+                part.write(block)
+        except StorageError as error:
+            raise StorageError(f"{self}: {error}") from None
+        if body.length is not None and part.written != body.length:
+            raise Failure(f"{part.written} bytes came, {body.length} were announced", again=True)
+
+    def _changed(self, what: str) -> DataError:
+        return DataError(f"{self}: has changed since it was indexed ({what}); start the run again", "changed shard")
+
+
+def fetch_text(url: str, options: RemoteConfig) -> str:
+    """A small UTF-8 file; never cached.
+
+    Raises:
+        StorageError: it cannot be fetched.
+        DataError: it is larger than 16 MiB, or not UTF-8.
+    """
+
+    def fetch(left_s: float) -> bytes:
+        data = bytearray()
+        with opened(url, options.timeout_s, left_s) as body:
+            if body.length is not None and body.length > _MAX_TEXT:
+                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {_MAX_TEXT} are read")
+            for block in body.blocks:
+                data += block
+                if len(data) > _MAX_TEXT:
+                    raise DataError(f"{shown(url)}: has more than {_MAX_TEXT} bytes, which are the most that are read")
+        if body.length is not None and len(data) != body.length:
+            raise Failure(f"{len(data)} bytes came, {body.length} were announced", again=True)
+        return bytes(data)
+
+    try:
+        return retried(fetch, url, options).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown(url)}: not UTF-8: {error.reason} at byte {error.start}") from None

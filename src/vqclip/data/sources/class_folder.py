@@ -1,0 +1,155 @@
+"""Where clip_benchmark's layout lies: a folder on this machine, or one at a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from vqclip.data.remote import RemoteConfig, beneath, fetch_text, local_path, protocol_of, shown
+from vqclip.data.shard import Shard
+from vqclip.data.sources.paths import find_shards
+from vqclip.errors import DataError
+from vqclip.files import read_bounded
+
+__all__ = ["CLASSNAMES", "TEMPLATES", "ClassFolder", "LocalFolder", "open_folder", "read_lines", "read_templates"]
+
+CLASSNAMES = "classnames.txt"
+TEMPLATES = "zeroshot_classification_templates.txt"
+_COUNT = "nshards.txt"
+_MAX_BYTES = 4 << 20
+_MAX_LINE = 1000
+"""Limits of the two files; ImageNet's classes have 15 kB, and 120 characters at most."""
+
+
+class ClassFolder(Protocol):
+    """What both offer."""
+
+    def name(self, file: str) -> str:
+        """A file or folder in it, for messages."""
+        ...
+
+    def read(self, file: str, expected: str) -> str:
+        """A text file; raises DataError where there is none, or it is not UTF-8."""
+        ...
+
+    def shards(self, split: str) -> Sequence[Shard]:
+        """The tars of a split; raises DataError where there are none."""
+        ...
+
+
+def open_folder(path: str, remote: RemoteConfig) -> ClassFolder:
+    """The folder at a path or URL.
+
+    Raises:
+        DataError: a protocol that is not allowed.
+    """
+    protocol = protocol_of(path)
+    if protocol in (None, "file"):
+        return LocalFolder(Path(path if protocol is None else local_path(path)))
+    return RemoteFolder(path, remote)
+
+
+class LocalFolder:
+    """A folder on this machine."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder.expanduser().absolute()
+
+    def name(self, file: str) -> str:
+        """See `ClassFolder`."""
+        return str(self._folder / file)
+
+    def read(self, file: str, expected: str) -> str:
+        """See `ClassFolder`."""
+        try:
+            data = read_bounded(self._folder / file, _MAX_BYTES)
+        except OSError as error:
+            raise DataError(f"{self.name(file)}: cannot be read ({error.strerror}); expected {expected}") from None
+        if len(data) > _MAX_BYTES:
+            raise DataError(f"{self.name(file)}: more than {_MAX_BYTES} bytes; expected {expected}")
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.name(file)}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+    def shards(self, split: str) -> Sequence[Shard]:
+        """See `ClassFolder`."""
+        folder = self._folder
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and {split}/*.tar")
+        if not (folder / split).is_dir():
+            raise DataError(f"{folder}: has no split {split!r}; {_where_tars_are(folder)}")
+        return find_shards([folder / split])
+
+
+class RemoteFolder:
+    """A folder at a URL."""
+
+    def __init__(self, url: str, remote: RemoteConfig):
+        self._url, self._remote = url, remote
+
+    def name(self, file: str) -> str:
+        """See `ClassFolder`."""
+        return shown(self._at(file))
+
+    def read(self, file: str, expected: str) -> str:
+        """See `ClassFolder`."""
+        return fetch_text(self._at(file), self._remote)
+
+    def shards(self, split: str) -> Sequence[Shard]:
+        """See `ClassFolder`. Where a protocol cannot list, the shards are ``0.tar``, ``1.tar``, ..."""
+        if protocol_of(self._url) not in ("http", "https"):
+            return find_shards([self._at(split)], self._remote)
+        file = f"{split}/{_COUNT}".lstrip("/")
+        text = self.read(file, "the number of shards").strip()
+        if not (text.isascii() and text.isdigit() and 0 < len(text) < 8 and int(text)):
+            raise DataError(f"{self.name(file)}: got {text[:20]!r}; expected the number of shards")
+        return find_shards(
+            [beneath(self._at(split), f"{number}.tar") for number in range(int(text))],
+            self._remote,
+        )
+
+    def _at(self, file: str) -> str:
+        return beneath(self._url, file)
+
+
+def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]:
+    """The lines of a text file that are not blank at its end, each stripped.
+
+    Raises:
+        DataError: the file is missing, empty, not UTF-8, or has a blank line in between.
+    """
+    text = folder.read(file, expected).rstrip().replace("\r\n", "\n").replace("\r", "\n")
+    lines = tuple(line.strip() for line in text.split("\n"))
+    for number, line in enumerate(lines, 1):
+        if len(line) > _MAX_LINE:
+            raise DataError(f"{folder.name(file)}:{number}: {len(line)} characters; expected {expected}")
+    if not all(lines):
+        raise DataError(f"{folder.name(file)}:{lines.index('') + 1}: blank line; expected {expected}")
+    return lines
+
+
+def read_templates(folder: ClassFolder) -> tuple[str, ...]:
+    """The prompts of a folder, one a line.
+
+    Raises:
+        DataError: as `read_lines`, and for a prompt without a place for the class name.
+    """
+    templates = read_lines(folder, TEMPLATES, "one prompt a line, with {c} for the class name")
+    for number, template in enumerate(templates, 1):
+        if "{c}" not in template:
+            raise DataError(f"{folder.name(TEMPLATES)}:{number}: no {{c}} for the class name in {template!r}")
+    return templates
+
+
+def _where_tars_are(folder: Path) -> str:
+    splits = sorted({tar.parent.name for tar in folder.glob("*/*.tar")})
+    if splits:
+        return f"splits with tars: {', '.join(splits)}"
+    if not any(folder.glob("*.tar")):
+        return "there is no *.tar in it or right below it"
+    above = folder.parent
+    if not (folder / CLASSNAMES).exists() and (above / CLASSNAMES).exists():
+        return f"it is a split itself: expected the folder above, {above}, and the split {folder.name!r}"
+    return 'its tars lie right in it: expected the split ""'

@@ -1,0 +1,171 @@
+"""A real HTTP server on this machine that makes the mistakes it is told to make."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+Fault = Callable[[BaseHTTPRequestHandler, bytes], None]
+
+
+class FaultyServer:
+    """Serves files; the next requests for a path meet its faults, in order, then all goes well again."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.tags: dict[str, str] = {}
+        self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
+        self.for_ever: dict[str, Fault] = {}
+        self.requests: list[str] = []
+        """Method and full path of each, in the order in which they came."""
+        self.stopped = threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def add(self, folder: Path, below: str = "") -> str:
+        """Serves the files of a folder; the URL of it."""
+        for file in folder.rglob("*"):
+            if file.is_file():
+                self.files[f"{below}/{file.relative_to(folder)}"] = file.read_bytes()
+        return self.url + below
+
+    def close(self) -> None:
+        self.stopped.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.requests.append(f"{self.command} {self.path}")
+                path = self.path.partition("?")[0]
+                body = server.files.get(self.path, server.files.get(path))
+                fault = server.faults[path].pop(0) if server.faults[path] else server.for_ever.get(path)
+                with contextlib.suppress(OSError):
+                    if fault is not None:
+                        fault(self, body or b"")
+                    elif body is None:
+                        self.send_error(404)
+                    else:
+                        answer(self, body, tag=server.tags.get(path))
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None: ...
+
+        return Handler
+
+
+def answer(
+    handler: BaseHTTPRequestHandler,
+    body: bytes,
+    length: int | None = None,
+    tag: str | None = None,
+    **headers: str,
+) -> None:
+    handler.send_response(200)
+    if length != -1:
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+    if tag is not None:
+        handler.send_header("ETag", tag)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+# ---- faults
+
+
+def status(code: int, **headers: str) -> Fault:
+    def fault(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        handler.send_response(code)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+
+    return fault
+
+
+def truncated(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    """Ends in the middle, politely."""
+    answer(handler, body[: len(body) // 2], length=len(body))
+
+
+def too_long(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    """Announces more than there is."""
+    answer(handler, body, length=len(body) + 1)
+
+
+def unannounced(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    """Says no length."""
+    answer(handler, body, length=-1)
+
+
+def compressed(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    answer(handler, body, Content_Encoding="gzip")
+
+
+def reset(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    """Breaks the connection in the middle of the body."""
+    answer(handler, body[: len(body) // 2], length=len(body))
+    _hang_up(handler)
+
+
+def reset_at_once(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    _hang_up(handler)
+
+
+def _hang_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.flush()
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+
+
+def silent(server: FaultyServer) -> Fault:
+    """Says nothing at all."""
+    return lambda handler, body: server.stopped.wait(60) and None
+
+
+def dribbling(server: FaultyServer, every_s: float = 0.02) -> Fault:
+    """Sends a byte now and then, for ever."""
+
+    def fault(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        answer(handler, b"", length=len(body))
+        for at in range(len(body)):
+            handler.wfile.write(body[at : at + 1])
+            if server.stopped.wait(every_s):
+                return
+
+    return fault
+
+
+def late(server: FaultyServer, seconds: float) -> Fault:
+    """All of it, after a while."""
+
+    def fault(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        server.stopped.wait(seconds)
+        answer(handler, body)
+
+    return fault
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[FaultyServer]:
+    server = FaultyServer()
+    try:
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,377 @@
+"""Shards from a real HTTP server that makes mistakes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data import serving
+from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
+from tests.data.making import caption_members, caption_shards, class_folder, write_tar
+from tests.data.serving import FaultyServer, status
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
+from vqclip.data.index import load_index
+from vqclip.data.prepare import prepare_sources
+from vqclip.data.remote import RemoteConfig, RemoteShard, shown
+from vqclip.errors import DataError, StorageError
+
+OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
+
+
+def kept(cache: Path) -> list[Path]:
+    """Everything in the cache that is a shard or a part of one."""
+    return sorted(path for path in (cache / "shards").glob("*") if path.name != "lock")
+
+
+def fetched(url: str, **options) -> bytes:
+    file = RemoteShard(url, RemoteConfig(**{**OPTIONS, **options})).open()
+    try:
+        return os.pread(file, 1 << 24, 0)
+    finally:
+        os.close(file)
+
+
+def refusal(url: str, **options) -> str:
+    with pytest.raises(StorageError) as error:
+        fetched(url, **options)
+    return str(error.value)
+
+
+@pytest.fixture
+def shard(server: FaultyServer) -> str:
+    server.files["/0.tar"] = bytes(range(256)) * 999
+    return f"{server.url}/0.tar"
+
+
+def test_a_shard_is_fetched_once_and_lies_under_its_hashes(server: FaultyServer, shard: str, cache: Path) -> None:
+    body = server.files["/0.tar"]
+    assert fetched(shard) == fetched(shard) == body
+    assert server.requests == ["GET /0.tar"]
+    (path,) = kept(cache)
+    assert path.name == f"{hashlib.sha256(shard.encode()).hexdigest()}-{hashlib.sha256(body).hexdigest()}.tar"
+    assert path.read_bytes() == body
+
+
+def test_the_full_url_keys_the_cache(server: FaultyServer, shard: str, cache: Path) -> None:
+    server.files |= {"/0.tar?part=1": b"one", "/0.tar?part=2": b"two"}
+    for _ in range(2):
+        assert fetched(f"{shard}?part=1") == b"one"
+        assert fetched(f"{shard}?part=2") == b"two"
+        assert fetched(shard) == server.files["/0.tar"]
+    assert server.requests == ["GET /0.tar?part=1", "GET /0.tar?part=2", "GET /0.tar"]
+    assert len(kept(cache)) == 3
+
+
+def test_a_url_is_sent_as_it_is_written(server: FaultyServer) -> None:
+    query = "X-Signature=a%2Fb%2B%3D&q=a+b%20c"
+    server.files[f"/a%2Fb%20.tar?{query}"] = b"x"
+    assert fetched(f"{server.url}/a%2Fb%20.tar?{query}") == b"x"
+
+
+MENDED = {
+    "503, then 500": ([status(503), status(500)], ["HTTP 503", "HTTP 500"]),
+    "429": ([status(429)], ["HTTP 429"]),
+    "408": ([status(408)], ["HTTP 408"]),
+    "reset in the body": ([serving.reset], ["ClientPayloadError|ClientOSError|ConnectionResetError"]),
+    "truncated": ([serving.truncated] * 3, ["ClientPayloadError"] * 3),
+    "wrong length": ([serving.too_long], ["ClientPayloadError"]),
+}
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_what_passes_is_tried_again(
+    server: FaultyServer, shard: str, cache: Path, pauses: list[float], caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    faults, messages = MENDED[case]
+    server.faults["/0.tar"] = list(faults)
+    with caplog.at_level(logging.WARNING, "vqclip.data"):
+        assert fetched(shard) == server.files["/0.tar"]
+    assert server.requests == ["GET /0.tar"] * (len(faults) + 1)
+    assert len(kept(cache)) == 1
+    assert len(caplog.messages) == len(messages) == len(pauses)
+    for number, (line, message) in enumerate(zip(caplog.messages, messages, strict=True), 1):
+        assert line.startswith(f"{shard}: try {number} of 4 failed (")
+        assert any(part in line for part in message.split("|")), line
+
+
+def test_a_connection_that_breaks_before_any_answer(server: FaultyServer, shard: str, pauses: list[float]) -> None:
+    server.faults["/0.tar"] = [serving.reset_at_once] * 3  # some of which aiohttp itself gets over
+    assert fetched(shard) == server.files["/0.tar"]
+    assert len(server.requests) == 4
+    assert 1 <= len(pauses) <= 3
+    server.for_ever["/0.tar"] = serving.reset_at_once
+    assert "Tries: 4 of remote.tries=4" in refusal(f"{shard}?")
+
+
+LOST = {
+    "503 for ever": (status(503), "HTTP 503", 4),
+    "404": (status(404), "not found (404)", 1),
+    "401": (status(401), "HTTP 401", 1),
+    "410": (status(410), "HTTP 410", 1),
+    "204": (status(204), "HTTP 204", 1),
+    "truncated for ever": (serving.truncated, "ClientPayloadError", 4),
+    "compressed on the way": (serving.compressed, "sent with Content-Encoding 'gzip'", 1),
+    "redirect to a file": (status(302, Location="file:///etc/passwd"), "file:///etc/passwd", 1),
+    "redirect to another protocol": (status(302, Location="ftp://host/0.tar"), "ftp://host/0.tar", 1),
+    "redirect in a circle": (status(302, Location="/0.tar"), "TooManyRedirects", 1),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_does_not_pass_is_an_error(
+    server: FaultyServer, shard: str, cache: Path, pauses: list[float], case: str
+) -> None:
+    server.for_ever["/0.tar"], message, tries = LOST[case]
+    text = refusal(shard)
+    assert text.startswith(f"{shard}: cannot be fetched: ")
+    assert message in text
+    assert f"Tries: {tries} of remote.tries=4, in " in text
+    assert text.endswith("s of remote.total_s=30")
+    assert ("; this is not tried again" in text) == (tries == 1)
+    assert len(pauses) == tries - 1
+    assert len(server.requests) == (10 if "circle" in case else tries)
+    assert kept(cache) == []
+
+
+def test_pauses_double_and_obey_the_server(server: FaultyServer, shard: str, pauses: list[float]) -> None:
+    server.for_ever["/0.tar"] = status(503)
+    refusal(shard, tries=9, total_s=3600.0)
+    first = pauses.copy()
+    for number, pause in enumerate(first):
+        assert min(0.5 * 2**number, 30) / 2 <= pause <= min(0.5 * 2**number, 30)
+    assert len(set(first[-2:])) == 2  # both half a minute, less a part of their own
+    refusal(shard, tries=9, total_s=3600.0)
+    assert pauses == first * 2
+    server.faults["/0.tar"] = [status(503, Retry_After="77"), status(429, Retry_After="99999")]
+    refusal(shard, tries=3, total_s=3600.0)
+    assert pauses[-2:] == [77.0, 120.0]
+
+
+def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[float], cache: Path) -> None:
+    server.faults["/0.tar"] = [status(503, Retry_After="77")]
+    assert "Tries: 1 of remote.tries=4" in refusal(shard)  # the pause would be longer than what is left
+    assert pauses == []
+    server.for_ever["/0.tar"] = serving.dribbling(server)
+    text = refusal(shard, total_s=0.3)
+    assert "Tries: 1 of remote.tries=4, in 0." in text
+    assert kept(cache) == []
+
+
+@pytest.mark.parametrize("slowness", [serving.dribbling, serving.silent])
+def test_slow_ones_are_tried_again(
+    server: FaultyServer, shard: str, pauses: list[float], caplog: pytest.LogCaptureFixture, slowness: Callable
+) -> None:
+    server.faults["/0.tar"] = [slowness(server)]
+    assert fetched(shard, timeout_s=0.2) == server.files["/0.tar"]
+    assert len(server.requests) == 2
+    assert "slow: " in caplog.text or "imeout" in caplog.text
+
+
+def test_credentials_stay_out_of_messages_and_names(
+    server: FaultyServer, shard: str, cache: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults["/0.tar"] = [status(503), serving.reset, status(302, Location="ftp://a:hunter22@x?t=s3cr3t-s3cr3t")]
+    url = shard.replace("http://", "http://me:hunter22@") + "?sig=s3cr3t-s3cr3t"
+    text = refusal(url)
+    assert "ftp://x" in text
+    assert len(caplog.messages) == 2
+    fetched(url)
+    everything = text + caplog.text + " ".join(path.name for path in kept(cache))
+    assert "s3cr3t" not in everything
+    assert "hunter22" not in everything
+    assert url.partition("@")[2].partition("?")[0] + "?sig=... [" in text
+
+
+def test_a_shard_without_a_length_is_read_within_the_bound(server: FaultyServer, shard: str, cache: Path) -> None:
+    server.for_ever["/0.tar"] = serving.unannounced
+    assert fetched(shard) == server.files["/0.tar"]
+    assert kept(cache)[0].stat().st_size == len(server.files["/0.tar"])
+    kept(cache)[0].unlink()
+    assert "bytes or more, and the cache may take 104857" in refusal(shard, cache_gib=1e5 / 2**30 * 1.048577)
+    assert kept(cache) == []
+
+
+def test_a_shard_larger_than_the_cache_is_refused_before_it_comes(
+    server: FaultyServer, shard: str, cache: Path
+) -> None:
+    server.for_ever["/0.tar"] = lambda handler, body: serving.answer(handler, b"", length=1 << 40)
+    text = refusal(shard, cache_gib=1.0)
+    assert text == (
+        f"{shard}: has 1099511627776 bytes or more, and the cache may take 1073741824 (remote.cache_gib=1): not fetched"
+    )
+    assert kept(cache) == []
+    assert len(server.requests) == 1
+
+
+# ---- as a source
+
+
+def test_batches_from_urls_are_those_from_files(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+    caption_shards(tmp_path / "a", (5, 4, 3, 5))
+    class_folder(tmp_path / "c", 6)
+    (tmp_path / "c" / "train" / "nshards.txt").write_text("1\n")
+    url = server.add(tmp_path)
+    local = (CaptionShardsConfig(path=str(tmp_path / "a")), ClassShardsConfig(path=tmp_path / "c"))
+    remote = (
+        CaptionShardsConfig(path=f"{url}/a/{{00000..00003}}.tar", remote=OPTIONS),
+        ClassShardsConfig(path=f"{url}/c", remote=OPTIONS),
+    )
+    here, there = open_data(tmp_path, sources=local), open_data(tmp_path, sources=remote)
+    assert here.fingerprint == there.fingerprint
+    expected = global_batches(here, 0, 5, 1)
+    assert same(global_batches(there, 0, 5, 2), expected)
+    tars = [request for request in server.requests if request.endswith(".tar")]
+    assert len(tars) == len(set(tars)) == 5
+    assert [source.classnames for source in there._samples.sources][1] == ("cat", "dog", "red panda")
+
+    # With room for two shards of five, and workers: the same, but fetched again and again.
+    for path in kept(cache):
+        path.unlink()
+    limit = 2 * max(len(body) for body in server.files.values())
+    small = tuple(source.model_copy(update={"remote": RemoteConfig(cache_gib=limit / 2**30)}) for source in remote)
+    data = open_data(tmp_path, sources=small, workers=2)
+    assert same(global_batches(data, 0, 5, 1), expected)
+    assert len([request for request in server.requests if request.endswith(".tar")]) > 2 * len(tars)
+    assert sum(path.stat().st_size for path in kept(cache)) <= limit
+
+
+def test_data_that_do_not_fit_are_warned_about(
+    server: FaultyServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.add(caption_shards(tmp_path / "a", (2, 2)))
+    size = len(server.files["/00000.tar"]) / 2**30
+    CaptionShardsConfig(path=f"{url}/{{00000..00001}}.tar", remote={"cache_gib": 1.5 * size}).build()
+    assert "do not fit in remote.cache_gib=" in caplog.text
+    caplog.clear()
+    CaptionShardsConfig(path=f"{url}/{{00000..00001}}.tar", remote={"cache_gib": 3 * size}).build()
+    assert "do not fit" not in caplog.text
+
+
+def evict(cache: Path) -> None:
+    for path in kept(cache):
+        path.unlink()
+
+
+def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
+    server: FaultyServer, tmp_path: Path, cache: Path
+) -> None:
+    write_tar(tmp_path / "0.tar", caption_members(0, 3))
+    url = f"{server.add(tmp_path)}/0.tar"
+    server.tags["/0.tar"] = '"a"'
+    config = CaptionShardsConfig(path=url)
+    source = config.build()
+    first = source.fingerprint
+    expected = source.read(0)
+    evict(cache)
+    server.tags["/0.tar"] = '"b"'  # the same content from another machine: no change
+    assert source.read(0) == expected
+    evict(cache)
+    changed = bytearray(server.files["/0.tar"])
+    changed[600] ^= 1
+    server.files["/0.tar"] = bytes(changed)
+    for _ in range(3):
+        with pytest.raises(DataError) as error:
+            source.read(1)
+        assert str(error.value).startswith(f"{url}: has changed since it was indexed (its content has another hash)")
+        assert error.value.kind == "changed shard"
+    assert len(server.requests) == 3  # indexed, fetched again twice: once is enough to know it
+    assert config.build().fingerprint != first  # as the next start sees it
+    evict(cache)
+    source = config.build()
+    server.files["/0.tar"] = write_tar(tmp_path / "0.tar", caption_members(0, 9)).read_bytes()
+    with pytest.raises(DataError, match=r"has changed since it was indexed \(it had \d+ bytes, now \d+\)"):
+        source.read(0)
+    assert len(config.build()) == 9
+
+
+def test_a_damaged_shard_is_not_kept(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+    whole = write_tar(tmp_path / "0.tar", caption_members(0, 3)).read_bytes()
+    url = f"{server.url}/0.tar"
+    server.files["/0.tar"] = whole[: len(whole) // 2 // 512 * 512]
+    with pytest.raises(DataError, match=f"{url}: truncated"):
+        load_index(RemoteShard(url))
+    assert kept(cache) == []
+    server.files["/0.tar"] = whole
+    assert len(load_index(RemoteShard(url))) == 3
+
+
+def test_storage_that_fails_is_no_bad_sample(
+    server: FaultyServer, tmp_path: Path, cache: Path, pauses: list[float]
+) -> None:
+    url = server.add(caption_shards(tmp_path / "a", (4,)))
+    sources = (CaptionShardsConfig(path=f"{url}/00000.tar", remote=OPTIONS),)
+    data = DataConfig(sources=sources, workers=0, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
+    evict(cache)
+    server.for_ever["/00000.tar"] = status(503)
+    with pytest.raises(DataError, match="00000.tar: cannot be fetched: HTTP 503"):
+        next(data.batches(0, 1))
+    with pytest.raises(DataError, match="00000.tar: cannot be fetched: HTTP 503"):
+        list(EvalSet(sources[0].build(), EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
+    assert data.replaced == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (None, "cannot be fetched: not found (404)"),
+        (b"0", "got '0'; expected the number of shards"),
+        (b"-1", "got '-1'; expected"),
+        (b"\xff", "not UTF-8: invalid start byte at byte 0"),
+    ],
+)
+def test_class_folders_without_a_number_of_shards(
+    server: FaultyServer, tmp_path: Path, count: bytes | None, message: str
+) -> None:
+    url = server.add(class_folder(tmp_path))
+    server.files.pop("/train/nshards.txt")
+    server.files |= {} if count is None else {"/train/nshards.txt": count}
+    with pytest.raises(DataError) as error:
+        ClassShardsConfig(path=f"{url}/?sig=s3cr3t").build()
+    where = shown(f"{url}/train/nshards.txt?sig=s3cr3t")
+    assert str(error.value).startswith(f"{where}: {message}")
+    assert "s3cr3t" not in where
+
+
+# ---- several processes
+
+
+def open_on_rank(url: str, cache: str) -> int:
+    os.environ["VQCLIP_CACHE"] = cache
+    os.environ["no_proxy"] = "*"
+    dist.barrier()
+    return len(fetched(url))
+
+
+def test_processes_fetch_a_shard_once(ranks: RankPool, server: FaultyServer, shard: str, cache: Path) -> None:
+    server.for_ever["/0.tar"] = serving.late(server, 0.3)
+    assert ranks(2, open_on_rank, shard, str(cache)) == [len(server.files["/0.tar"])] * 2
+    assert server.requests == ["GET /0.tar"]
+    assert len(kept(cache)) == 1
+
+
+def prepare_on_rank(pattern: str, cache: str) -> int:
+    os.environ["VQCLIP_CACHE"] = cache
+    os.environ["no_proxy"] = "*"
+    config = CaptionShardsConfig(path=pattern)
+    prepare_sources([config])
+    return len(config.build())
+
+
+def test_ranks_deal_remote_shards_out(ranks: RankPool, server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+    url = server.add(caption_shards(tmp_path, (1,) * 5))
+    pattern = f"{url}/{{00000..00004}}.tar"
+    assert ranks(2, prepare_on_rank, pattern, str(cache)) == [5, 5]
+    assert sorted(server.requests) == [f"GET /{number:05d}.tar" for number in range(5)]
+    del server.files["/00003.tar"]  # which is noticed on rank 1
+    evict(cache)
+    for path in (cache / "index").iterdir():
+        path.unlink()
+    with pytest.raises(Exception, match=r"rank 0(?s:.*)00003.tar: cannot be fetched: not found \(404\)(?s:.*)rank 1"):
+        ranks(2, prepare_on_rank, pattern, str(cache))

@@ -1,0 +1,118 @@
+"""Shards from a real S3-compatible server: moto's, on this machine. Needs the extra test-s3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.loading import global_batches, open_data, same
+from tests.data.making import caption_members, caption_shards, class_folder, write_tar
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.sources.paths import find_shards
+from vqclip.errors import DataError, StorageError
+
+pytestmark = pytest.mark.faults
+
+OPTIONS = {"tries": 2, "timeout_s": 5.0, "total_s": 60.0}
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Functions to put a folder into s3://bucket, and to stop the server."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install 'vqclip[test-s3]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'vqclip[test-s3]'")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "*",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    files = s3fs.S3FileSystem(use_listings_cache=False)
+    files.makedirs("bucket", exist_ok=True)  # what moto keeps, it keeps for the life of the process
+    try:
+        yield files, server
+    finally:
+        server.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def put(files: Any, folder: Path, below: str) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            files.pipe_file(f"bucket/{below}/{file.relative_to(folder)}", file.read_bytes())
+
+
+def evict(cache: Path) -> None:
+    for path in (cache / "shards").glob("*.tar"):
+        path.unlink()
+
+
+def test_batches_from_s3_are_those_from_files(bucket: Any, tmp_path: Path, cache: Path) -> None:
+    caption_shards(tmp_path / "a", (5, 4, 3))
+    class_folder(tmp_path / "c", 6)
+    put(bucket[0], tmp_path, "data")
+    local = (CaptionShardsConfig(path=str(tmp_path / "a")), ClassShardsConfig(path=tmp_path / "c"))
+    here = open_data(tmp_path, sources=local)
+    expected = global_batches(here, 0, 4, 1)
+    classes = ClassShardsConfig(path="s3://bucket/data/c", remote=OPTIONS)
+    for path in ("a", "a/", "a/*.tar", "a/{00000..00002}.tar", "{a}"):
+        evict(cache)
+        source = CaptionShardsConfig(path=f"s3://bucket/data/{path}", remote=OPTIONS)
+        there = open_data(tmp_path, sources=(source, classes), workers=2)
+        assert there.fingerprint == here.fingerprint
+        assert same(global_batches(there, 0, 4, 1), expected)
+    evict(cache)
+    assert same(global_batches(there, 0, 4, 1), expected)  # fetched by workers, after a fork
+
+
+def test_large_objects_come_in_several_requests(bucket: Any, tmp_path: Path, cache: Path) -> None:
+    members = {**caption_members(0, 2), "big.txt": bytes(range(256)) * 140_000}  # 34 MiB
+    write_tar(tmp_path / "0.tar", members)
+    put(bucket[0], tmp_path, "big")
+    source = CaptionShardsConfig(path="s3://bucket/big").build()
+    (kept,) = (cache / "shards").glob("*.tar")
+    assert kept.read_bytes() == (tmp_path / "0.tar").read_bytes()
+    assert len(source) == 3
+
+
+def test_what_is_not_there(bucket: Any, tmp_path: Path, pauses: list[float]) -> None:
+    put(bucket[0], caption_shards(tmp_path, (1,)), "a")
+    options = RemoteConfig(**OPTIONS)
+    with pytest.raises(DataError, match=r"s3://bucket/none/\*.tar: matches nothing"):
+        find_shards(["s3://bucket/none"])
+    for url in ("s3://bucket/a/1.tar", "s3://nobucket/1.tar"):
+        with pytest.raises(StorageError, match=f"{url}: cannot be fetched: not found .404.; this is not tried again"):
+            RemoteShard(url, options).open()
+    assert pauses == []
+
+
+def test_an_object_that_changes_is_noticed(bucket: Any, tmp_path: Path, cache: Path) -> None:
+    put(bucket[0], caption_shards(tmp_path, (3,)), "a")
+    config = CaptionShardsConfig(path="s3://bucket/a")
+    source = config.build()
+    evict(cache)
+    data = bytearray((tmp_path / "00000.tar").read_bytes())
+    data[600] ^= 1
+    bucket[0].pipe_file("bucket/a/00000.tar", bytes(data))
+    with pytest.raises(DataError, match=r"a/00000.tar: has changed since it was indexed \(its content"):
+        source.read(0)
+    assert config.build().fingerprint != source.fingerprint
+
+
+def test_a_server_that_is_gone(bucket: Any, pauses: list[float]) -> None:
+    bucket[1].stop()
+    with pytest.raises(StorageError, match=r"cannot be fetched: (?s:.*)Tries: 2 of remote.tries=2"):
+        RemoteShard("s3://bucket/a/0.tar", RemoteConfig(**OPTIONS)).open()
+    assert len(pauses) == 1
+    with pytest.raises(StorageError, match=r"s3://bucket/a/\*.tar: cannot be fetched: (?s:.*)Tries: 2 of"):
+        find_shards(["s3://bucket/a"], RemoteConfig(**OPTIONS))

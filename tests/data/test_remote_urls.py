@@ -1,0 +1,106 @@
+"""Which URLs are read at all, and what of them is shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.making import caption_shards
+from vqclip.data import CaptionShardsConfig
+from vqclip.data.remote import RemoteConfig, RemoteShard, beneath, remote_shards, shown
+from vqclip.data.remote.urls import PROTOCOLS, digest, redacted
+from vqclip.data.sources.paths import find_shards
+from vqclip.errors import DataError, StorageError
+
+SECRET = "https://me:pass word1@host/a/0.tar?sig=s3cr3t&part=2&bare"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("pipe:curl -H 'Bearer s3cr3t' https://host/x.tar", "pipe:...: commands are not run"),
+        ("PIPE:rm", "commands are not run"),
+        ("zip://*::https://host/x.zip", "chains of protocols (::) are not read"),
+        ("zip::https://host/x.zip", "chains of protocols and URLs inside paths are not read"),
+        ("https://host/x.tar::file:///etc/passwd", "chains of protocols (::) are not read"),
+        ("simplecache::s3://bucket/x.tar", "chains of protocols"),
+        ("ftp://me:s3cr3t@host/x.tar", "ftp://host/x.tar: protocol ftp is not read"),
+        ("ssh://host/x.tar", "protocol ssh is not read"),
+        ("memory://x.tar", "protocol memory is not read"),
+        ("reference://x", "protocol reference is not read"),
+        ("{http,ftp}://host/x.tar", "URLs inside paths are not read"),
+        ("file://server/x.tar", "names the host 'server'; expected file:///path"),
+        ("https:///x.tar", "names no host"),
+        ("s3://", "names no bucket"),
+        ("https://host/a b.tar", "write %20"),
+        ("https://host/a\nb.tar", "control characters"),
+        ("https://host/train/*.tar", "http"),
+        ("https://host/train/", "https cannot list folders; name the shards: https://host/{00000..00041}.tar"),
+        ("https://host/{0..99999999}.tar?sig=s3cr3t", "more than 10000000 numbers"),
+        ("https://host/{0..9999}{0..9999}.tar?sig=s3cr3t", "?sig=... ["),
+    ],
+)
+def test_what_is_refused(path: str, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        find_shards([path])
+    assert message in str(error.value)
+    assert "s3cr3t" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_refusals_say_what_is_read() -> None:
+    with pytest.raises(DataError, match="expected a local path or a URL of one of file, http, https, s3, gs"):
+        find_shards(["ftp://host/x.tar"])
+    assert PROTOCOLS == ("file", "http", "https", "s3", "gs")
+
+
+def test_braces_make_urls_in_order() -> None:
+    shards = find_shards(["https://host/{00..02}.tar?a={x,y}"])
+    assert [shard.url for shard in shards] == [f"https://host/0{n}.tar?a={a}" for n in range(3) for a in "xy"]
+    assert [shard.name for shard in shards[:2]] == ["00.tar", "00.tar"]
+    assert len({shard.key for shard in shards}) == 6
+    assert find_shards(["http://[::1]:80/0.tar"])[0].name == "0.tar"
+    with pytest.raises(DataError, match="listed twice"):
+        find_shards(["https://host/0.tar", "https://host/{0,1}.tar"])
+
+
+def test_file_urls_are_local_paths(tmp_path: Path) -> None:
+    folder = caption_shards(tmp_path / "a b", (1, 2))
+    expected = find_shards([folder])
+    assert find_shards([f"file://{folder}/{{00000..00001}}.tar"]) == expected
+    assert find_shards([f"file://{str(folder).replace(' ', '%20')}"]) == expected
+    assert find_shards([f"FILE://localhost{folder}/*.tar"]) == expected
+
+
+def test_credentials_are_not_shown() -> None:
+    end = f" [{digest(SECRET)[:12]}]"
+    assert shown(SECRET) == "https://host/a/0.tar?sig=...&part=...&..." + end
+    assert shown("https://host/a/0.tar") == "https://host/a/0.tar"
+    assert shown("/local/a?b.tar") == "/local/a?b.tar"
+    shard = RemoteShard(SECRET, RemoteConfig())
+    assert str(shard) == shown(SECRET)
+    told = redacted(f"{SECRET}: me:pass word1 and s3cr3t at sig=s3cr3t&part=2&bare, s3://you:pw@b?x=y\n\x1b", SECRET)
+    for text in (told, str(shard), repr(shard)):
+        for secret in ("s3cr3t", "pass word1", "pw@", "x=y"):
+            assert secret not in text
+
+
+def test_queries_stay_at_the_end() -> None:
+    assert beneath("https://host/a/?sig=x", "b/0.tar") == "https://host/a/b/0.tar?sig=x"
+    assert beneath("s3://bucket/a", "b") == "s3://bucket/a/b"
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("https://host/0.tar", "aiohttp", "remote"), ("s3://bucket/0.tar", "s3fs", "s3"), ("gs://b/0.tar", "gcsfs", "gs")],
+)
+def test_a_missing_package_is_named(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StorageError) as error:
+        CaptionShardsConfig(path=url).build()
+    assert f"needs the package {package}: pip install 'vqclip[{extra}]'" in str(error.value)
+    if extra != "remote":
+        with pytest.raises(StorageError, match=f"pip install 'vqclip\\[{extra}\\]'"):
+            remote_shards(url.replace("0.tar", "folder"), RemoteConfig())
