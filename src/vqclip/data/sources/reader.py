@@ -80,9 +80,7 @@ class ShardReader:
                 f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read", "too many bytes"
             )
         try:
-            data = self._pread(shard, size, offset)
-        except DataError as error:
-            raise DataError(f"{self.name(index)}: {error}", error.kind) from None
+            data = self._pread(index, size, offset)
         except OSError as error:
             raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
@@ -122,10 +120,11 @@ class ShardReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
-    def _pread(self, shard: int, size: int, offset: int) -> bytes:
+    def _pread(self, index: int, size: int, offset: int) -> bytes:
+        shard, _ = self._locate(index)
         path = self._indexes[shard].path
         if not isinstance(path, RemoteShard):
-            return os.pread(self._file(shard, path), size, offset)
+            return os.pread(self._file(shard, path, self.name(index)), size, offset)
         file = self._fetched(shard, path)
         try:
             return os.pread(file, size, offset)
@@ -144,7 +143,7 @@ class ShardReader:
                 forget_index(path, self._cache)
             raise
 
-    def _file(self, shard: int, path: Path) -> int:
+    def _file(self, shard: int, path: Path, name: str) -> int:
         facts = self._indexes[shard]
         file = self._files.pop(shard, None)
         if file is None:
@@ -153,7 +152,7 @@ class ShardReader:
         status = os.fstat(file)  # at every read: it may be written to while it is open
         if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
             os.close(file)
-            raise DataError("the shard has changed since it was indexed; start the run again", "changed shard")
+            raise DataError(f"{name}: the shard has changed since it was indexed; start the run again", "changed shard")
         self._files[shard] = file  # the last one used
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])
