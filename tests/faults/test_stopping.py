@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.making import caption_shards
 from tests.faults.jobs import Job, job
-from tests.training import all_equal, metrics, run_tree, weights
+from tests.training import all_equal, metrics, run, run_tree, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -30,11 +30,10 @@ def tree_in(folder, shards, **changes):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, shards):
-    """A job that nothing stops: the folder of its run."""
+def whole(tmp_path_factory, shards, ranks):
+    """Two ranks that nothing stops: the folder of their run."""
     folder = tmp_path_factory.mktemp("whole")
-    with job(folder / "job", tree_in(folder, shards), {}) as running:
-        assert running.end()[0] == 0, running.output
+    ranks(2, run, tree_in(folder, shards), str(folder / "cache"), init=False, timeout=300.0)
     return folder
 
 
@@ -67,7 +66,9 @@ FORWARDING = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     ],
     ids=["SIGTERM", "SIGINT", "SIGUSR1 forwarded", "SIGUSR1 to all, ignored by torchrun", "SIGTERM to one rank"],
 )
-def test_a_stopped_job_saves_one_common_step_and_goes_on(tmp_path, shards, whole, number, send, options, shell, status):
+def test_a_stopped_job_saves_one_common_step_and_goes_on(
+    tmp_path, shards, ranks, whole, number, send, options, shell, status
+):
     """torchrun's own status is 1 where it was signalled; the marker tells."""
     tree = tree_in(tmp_path, shards)
     with job(tmp_path / "job", tree, {"each_step_s": 0.1}, *options, shell=shell) as running:
@@ -82,7 +83,7 @@ def test_a_stopped_job_saves_one_common_step_and_goes_on(tmp_path, shards, whole
     # Both ranks did this step, and neither began the next.
     for rank in (0, 1):
         assert running.steps(rank) == list(range(facts["step"]))
-    goes_on(tmp_path, tree, whole, facts["step"])
+    goes_on(ranks, tmp_path, tree, whole, facts["step"])
 
 
 def stopped_at(running):
@@ -95,13 +96,12 @@ def stopped_at(running):
     return facts
 
 
-def goes_on(folder, tree, whole, done):
-    """The same command comes to the end of a run that nothing stopped: weights, metrics, and only the steps left."""
-    with job(folder / "again", tree, {}) as running:
-        assert running.end()[0] == 0, running.output
-    assert running.steps(0) == list(range(done, STEPS))
-    assert not (running.run / "stopped.json").exists()
-    assert (running.run / "summary.json").exists()
+def goes_on(ranks, folder, tree, whole, done):
+    """Two ranks come to the end of a run that nothing stopped: weights, metrics, and only the steps left."""
+    parts = ranks(2, run, tree, str(folder / "cache"), init=False, timeout=300.0)
+    assert [len(part["sample_ids"]) for part in parts] == [STEPS - done] * 2
+    assert not (folder / "tiny" / "stopped.json").exists()
+    assert (folder / "tiny" / "summary.json").exists()
     assert all_equal(weights(whole, STEPS), weights(folder, STEPS))
     assert metrics_of(folder) == metrics_of(whole)
 
@@ -119,7 +119,7 @@ def metrics_of(folder):
     ],
     ids=["in an evaluation", "while saving"],
 )
-def test_a_signal_finds_the_job_busy(tmp_path, shards, whole, mark, fault, changes):
+def test_a_signal_finds_the_job_busy(tmp_path, shards, ranks, whole, mark, fault, changes):
     """The evaluation would take 50 s and more."""
     tree = tree_in(tmp_path, shards, **changes)
     with job(tmp_path / "job", tree, fault) as running:
@@ -129,10 +129,10 @@ def test_a_signal_finds_the_job_busy(tmp_path, shards, whole, mark, fault, chang
     assert took < WITHIN_S
     done = stopped_at(running)["step"]
     assert done in ((20,) if mark == "evaluation-0" else (10, 11))
-    goes_on(tmp_path, tree, whole, done)
+    goes_on(ranks, tmp_path, tree, whole, done)
 
 
-def test_a_signal_finds_the_job_starting(tmp_path, shards, whole):
+def test_a_signal_finds_the_job_starting(tmp_path, shards, ranks, whole):
     tree = tree_in(tmp_path, shards)
     with job(tmp_path / "job", tree, {"each_shard_s": 3.0}) as running:
         running.wait_for_mark("indexing-1")
@@ -141,10 +141,10 @@ def test_a_signal_finds_the_job_starting(tmp_path, shards, whole):
     assert took < WITHIN_S
     facts = json.loads((running.run / "stopped.json").read_text())
     assert (facts["step"], facts["checkpoint"], facts["signal"]) == (0, None, "SIGTERM")
-    goes_on(tmp_path, tree, whole, 0)
+    goes_on(ranks, tmp_path, tree, whole, 0)
 
 
-def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, whole):
+def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, ranks, whole):
     """Rank 1 takes ten seconds over a step; the signal reaches rank 0 alone, in the collective."""
     tree = tree_in(tmp_path, shards)
     fault = {"do": "take_ten_seconds", "rank": 1, "step": 8}
@@ -155,4 +155,4 @@ def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, whole):
     assert status == 0, running.output
     assert took < WITHIN_S
     assert stopped_at(running)["step"] in (9, 10)
-    goes_on(tmp_path, tree, whole, stopped_at(running)["step"])
+    goes_on(ranks, tmp_path, tree, whole, stopped_at(running)["step"])
