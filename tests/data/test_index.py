@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -271,9 +272,9 @@ def test_a_damaged_index_is_made_anew_or_means_the_same(tmp_path: Path, cache: P
     first = load_index(path)
     (stored,) = cache.rglob("*.npz")
     data = stored.read_bytes()
-    for place in range(0, len(data), 9):
+    for place in range(0, len(data), 40):
         damaged = bytearray(data)
-        damaged[place] ^= 1 << place // 9 % 8
+        damaged[place] ^= 1 << place // 40 % 8
         stored.write_bytes(damaged)
         again = load_index(path)
         assert np.array_equal(again.offsets, first.offsets)
@@ -290,6 +291,28 @@ def test_a_pickle_in_place_of_the_index_is_not_read(tmp_path: Path, cache: Path)
     np.savez(stored, facts=np.array([hostile.Marker(tmp_path / "was here")], dtype=object))
     assert len(load_index(path)) == 2
     assert not (tmp_path / "was here").exists()
+
+
+@pytest.mark.parametrize("part", ["offsets", "sizes", "key_ends", "keys", "facts"])
+@pytest.mark.parametrize("content", [b"no array", b"", np.zeros((2, 4)), np.full((2, 4), 10**6), np.array([9, 8])])
+def test_an_index_that_does_not_hold_arrays_is_made_anew(
+    tmp_path: Path, cache: Path, part: str, content: bytes | np.ndarray
+) -> None:
+    """Found by fuzzing: numpy gives the bytes of what is not an array, and the index was used."""
+    path = write_tar(tmp_path / "a.tar", caption_members(0, 2))
+    first = load_index(path)
+    (stored,) = cache.rglob("*.npz")
+    with zipfile.ZipFile(stored) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    if isinstance(content, np.ndarray):
+        np.save(stream := io.BytesIO(), content)
+        content = stream.getvalue()
+    with zipfile.ZipFile(stored, "w") as archive:
+        for name, data in (parts | {f"{part}.npy": content}).items():
+            archive.writestr(name, data)
+    again = load_index(path)
+    assert np.array_equal(again.offsets, first.offsets)
+    assert (again.keys, again.key(1), again.sha256) == (first.keys, "000000001", first.sha256)
 
 
 def test_sizes_in_pax_and_binary_notation(tmp_path: Path) -> None:

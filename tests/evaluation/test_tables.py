@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import torch
@@ -66,3 +67,11 @@ def test_scalars_leave_out_what_is_missing():
     zero_shot, retrieval = results()
     assert zero_shot.scalars()["scenes test/codes_only/top1"] == 0.931
     assert retrieval.scalars() == {"val/continuous/i2t_r1": 0.054, "val/quantized/i2t_r1": 0.0}
+
+
+def test_class_names_cannot_steer_a_terminal_or_leave_their_line():
+    result = dataclasses.replace(results()[0], name="\x1b[2Jx", notes=["names: \u202egod\n```\n<script>, a\x85b"])
+    text = format_results([result])
+    assert text.replace("\n", "").isprintable()
+    assert text.splitlines()[-1] == r"\x1b[2Jx: names: \u202egod\n```\n<script>, a\x85b"
+    assert not any(line.startswith("```") for line in text.splitlines())

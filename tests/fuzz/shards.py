@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,7 @@ def _case_of_members(draw: random.Random) -> bytes:
 def check(data: bytes, folder: Path) -> str:
     """Read it all; returns what happened in a word, raises anything that is no `DataError`, or a broken promise."""
     path, cache = folder / "case.tar", folder / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
     path.write_bytes(data)
     try:
         index = load_index(path, cache)

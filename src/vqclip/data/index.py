@@ -18,6 +18,7 @@ import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -251,13 +252,28 @@ def _read(cached: Path, path: Shard) -> ShardIndex | None:
                 key_ends=arrays["key_ends"],
                 ignored=facts["ignored"],
             )
+        _require_consistent(index)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
         logger.warning("%s: damaged index of %s is made anew (%s)", cached, path, error)
         return None
-    shape = (len(index.key_ends), len(KINDS))
-    if index.offsets.shape != shape or index.sizes.shape != shape:
-        logger.warning("%s: damaged index of %s is made anew (shapes differ)", cached, path)
-        return None
     return index
+
+
+def _require_consistent(index: ShardIndex) -> None:
+    """Raises ValueError for arrays that no index of ours has; numpy hands out as bytes what is not an array at all."""
+    samples = len(index.key_ends)
+    table, column = (samples, len(KINDS)), (samples,)
+    arrays: list[tuple[Any, tuple[int, ...]]] = [
+        (index.offsets, table),
+        (index.sizes, table),
+        (index.key_ends, column),
+    ]
+    for array, shape in arrays:
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.int64:
+            raise ValueError("it does not hold what it should")
+    inside = (index.offsets >= -1).all() and (index.sizes >= 0).all()
+    inside &= (index.offsets <= index.length).all() and (index.sizes <= index.length - index.offsets).all()
+    if not samples or not inside or index.key_ends[-1] != len(index.keys) or (np.diff(index.key_ends) < 0).any():
+        raise ValueError("it points outside of the shard")
