@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
     ("lock", "resume", "recipe", "watchdog"),
+    ("loop",),
     ("train",),
 )
 # Losses see embeddings and nothing else.

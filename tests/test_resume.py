@@ -256,7 +256,7 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
 
     call = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
-    monkeypatch.setattr("vqclip.train.try_all", rated)
+    monkeypatch.setattr("vqclip.loop.try_all", rated)
     monkeypatch.setattr("vqclip.train.summarise", lambda *args: None)
     monkeypatch.setattr("vqclip.train.write_summary", lambda *args: None)
     best = {"train__keep_best": "eval/pairs/rate", "train__evaluate_every": 1, "train__checkpoint_every": 1}

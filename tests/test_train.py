@@ -580,7 +580,7 @@ def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(TrainData, "batches", lambda self, *args, **options: slowly(batches(self, *args, **options)))
     monkeypatch.setattr(TrainStep, "__call__", taking(0.75, TrainStep.__call__))
     monkeypatch.setattr(Snapshots, "save", taking(100.0, Snapshots.save))
-    monkeypatch.setattr("vqclip.train.try_all", taking(100.0, try_all))
+    monkeypatch.setattr("vqclip.loop.try_all", taking(100.0, try_all))
     changes = {"train__steps": 12, "train__report_every": 4, "train__checkpoint_every": 6, "train__evaluate_every": 3}
     summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
     assert [line["images_per_second"] for line in metrics(tmp_path)] == [12.0] * 3

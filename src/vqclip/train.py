@@ -17,20 +17,15 @@ from pathlib import Path
 import torch
 
 from vqclip import checkpoint, dist, progress
-from vqclip.collapse import CollapseWatch
 from vqclip.config import json_schema, load_config, to_yaml
-from vqclip.data import Batch, TrainData
-from vqclip.data.workers import named_deaths
-from vqclip.errors import ConfigError, DataError, NonFiniteError, StopRequested, VqclipError
-from vqclip.evaluation import Attempt, format_results, prepare, try_all
+from vqclip.errors import ConfigError, StopRequested, VqclipError
+from vqclip.evaluation import prepare
 from vqclip.files import write_text
 from vqclip.lock import RunLock
 from vqclip.logs import PrintableFormatter
+from vqclip.loop import Loop, require_success
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
-from vqclip.report.bar import Bar
-from vqclip.report.clock import Clock
-from vqclip.report.events import Events
 from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.report.records import Records
 from vqclip.report.stopped import remove_stopped, write_stopped
@@ -38,10 +33,8 @@ from vqclip.report.summary import RunSummary, render, summarise
 from vqclip.resume import Kept, Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
-from vqclip.step import StepResult, TrainStep, towers_draw
+from vqclip.step import TrainStep, towers_draw
 from vqclip.watchdog import Watchdog
-
-logger = logging.getLogger(__name__)
 
 _TIME_TO_SPEAK_S = 5.0
 
@@ -114,29 +107,22 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
         write_text(folder / "config.yaml", to_yaml(config))
         remove_stopped(folder)
 
-    clock = Clock()
     with (
         snapshots,
         Watchdog(folder / "stacks", config.run.step_timeout_s, config.run.timeout_s) as watchdog,
         progress.heard_by(watchdog.beat),
         Records(folder, start, data, bad_before, config.train.keep_best) as records,
     ):
-        watchdog.at(start, "evaluating", patient=True)
-        if _evaluation_was_cut_short(config, start, records):
-            _require_success(_evaluate(config, step, start, records))
-        try:
-            done = _loop(config, data, step, snapshots, start, records, clock, stop, watchdog)
-        except DataError:  # too many bad samples: what this rank knows is not lost
-            records.bad.write_own()
-            raise
+        loop = Loop(config, data, step, snapshots, records, stop, watchdog)
+        done = loop.run(start)
         if done < config.train.steps:
             raise StopRequested
         watchdog.at(done, "evaluating", patient=True)
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        attempt = _evaluate(config, step, done, records)
+        attempt = loop.evaluate(done)
 
-    speed, processes = clock.overall, dist.world_size()
+    speed, processes = loop.clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
@@ -145,95 +131,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config.model_dump(mode="json"))
-    _require_success(attempt)
+    require_success(attempt)
     return summary
-
-
-def _noted(step: TrainStep, batch: Batch, events: Events) -> StepResult:
-    """Run a step; what is noteworthy about it, on every rank alike, is written down."""
-    try:
-        result = step(batch, batch.step)
-    except NonFiniteError as error:
-        events.note("nonfinite", str(error), applied=False, batch=batch)
-        raise
-    if result.event is not None:
-        events.note(result.event.kind, result.event.reason, not result.event.skip, batch)
-    return result
-
-
-def _loop(
-    config: TrainConfig,
-    data: TrainData,
-    step: TrainStep,
-    snapshots: Snapshots,
-    start: int,
-    records: Records,
-    clock: Clock,
-    stop: StopSignals,
-    watchdog: Watchdog,
-) -> int:
-    """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal."""
-    settings, done = config.train, start
-    collapse = config.guards.collapse.build() if config.guards.collapse else None
-    log, pin = records.metrics, step.device.type == "cuda"
-    with (
-        named_deaths(),
-        Bar(settings.steps, start, log is not None, config.run.name) as bar,
-    ):
-        watchdog.at(start, "waiting for the next batch", patient=True)
-        for batch in clock.timed(data.batches(start, settings.steps, pin_memory=pin)):
-            watchdog.at(done, "in the next")
-            result = _noted(step, batch, records.events)
-            done += 1
-            clock.count(settings.batch_size)
-            bar.advance()
-            stopping = dist.any_rank(stop.requested)  # every rank stops after the same step
-            last = stopping or done == settings.steps
-            reporting = last or done % settings.report_every == 0
-            saving = last or done % settings.checkpoint_every == 0
-            replaced = records.bad.collect() if reporting or saving else 0
-            if log and reporting:
-                figures = _figures(step, result, done, collapse) | records.bad.figures() | clock.lap()
-                log.write(done, figures)
-                bar.show(figures)
-            if saving:  # before the evaluation, so that one that fails costs nothing
-                clock.pause()
-                watchdog.at(done, "saving", patient=True)
-                _save(done, step, snapshots, records)
-            snapshots.look()
-            if settings.evaluate_every and done % settings.evaluate_every == 0 and not last:
-                clock.pause()
-                watchdog.at(done, "evaluating", patient=True)
-                snapshots.wait()
-                try:
-                    _require_success(_evaluate(config, step, done, records))
-                except StopRequested:  # the run that goes on makes up for it
-                    stopping = True
-                    if not saving:
-                        _save(done, step, snapshots, records)
-            data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
-            if stopping:
-                break
-            watchdog.at(done, "waiting for the next batch")
-        watchdog.at(done, "saving", patient=True)
-        snapshots.wait()
-        coverage = data.coverage(done)
-        logger.info("data: %s", coverage)
-        bar.last_line(str(coverage))
-    return done
-
-
-def _save(done: int, step: TrainStep, snapshots: Snapshots, records: Records) -> None:
-    records.flush()
-    step.agree()
-    snapshots.save(done, records.bad.counts, records.best_step)
-
-
-def _evaluation_was_cut_short(config: TrainConfig, start: int, records: Records) -> bool:
-    """Whether the step from which the run goes on should have been evaluated, and was not."""
-    every = config.train.evaluate_every
-    due = every is not None and start % every == 0 and 0 < start < config.train.steps
-    return due and bool(config.evaluation) and records.lacks_evaluation
 
 
 def _require_going_on(stop: StopSignals) -> None:
@@ -247,39 +146,7 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
     signals = [name for name in dist.gather_json(stop.name) if name is not None]
     if dist.is_main():
         done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
-        _say(f"stopped after step {done} of {config.train.steps}; the same command goes on from there")
-
-
-def _evaluate(config: TrainConfig, step: TrainStep, done: int, records: Records) -> Attempt:
-    """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
-    step.agree()
-    attempt = try_all(step.model, config.evaluation, precision=config.train.precision)
-    records.evaluated(done, {key: value for result in attempt.results for key, value in result.scalars().items()})
-    return attempt
-
-
-def _require_success(attempt: Attempt) -> None:
-    """Raise what failed, under the table of what did not."""
-    if attempt.failure is None:
-        return
-    if attempt.results:
-        _say(format_results(attempt.results))
-    raise attempt.failure
-
-
-def _figures(step: TrainStep, result: StepResult, done: int, collapse: CollapseWatch | None) -> dict[str, float]:
-    """The line of metrics of one step; warns of codebooks that have collapsed."""
-    figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
-    figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
-    if step.scaler.is_enabled():
-        figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
-    for modality, quantizer in step.model.quantizers().items():
-        metrics = {name: float(value) for name, value in quantizer.metrics(result.stats[modality]).items()}
-        figures |= {f"{modality}/{name}": value for name, value in metrics.items()}
-        warning = collapse and collapse.look(done, modality, quantizer, metrics)
-        if warning:
-            logger.warning("step %d: %s", done, warning)
-    return figures
+        print(f"stopped after step {done} of {config.train.steps}; the same command goes on from there", flush=True)
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, int]]:
@@ -321,11 +188,6 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name, dist.local_rank()) if name == "cuda" else torch.device(name)
-
-
-def _say(text: str) -> None:
-    if dist.is_main():
-        print(text, flush=True)
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -1,0 +1,179 @@
+"""The training loop: steps, and all that happens between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vqclip import dist
+from vqclip.collapse import CollapseWatch
+from vqclip.data import Batch, TrainData
+from vqclip.data.workers import named_deaths
+from vqclip.errors import DataError, NonFiniteError, StopRequested
+from vqclip.evaluation import Attempt, format_results, try_all
+from vqclip.recipe import TrainConfig
+from vqclip.report.bar import Bar
+from vqclip.report.clock import Clock
+from vqclip.report.records import Records
+from vqclip.resume import Snapshots
+from vqclip.signals import StopSignals
+from vqclip.step import StepResult, TrainStep
+from vqclip.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Loop:
+    """Trains a run from where it stands to its end, or until somebody asks it to stop."""
+
+    config: TrainConfig
+    data: TrainData
+    step: TrainStep
+    snapshots: Snapshots
+    records: Records
+    stop: StopSignals
+    watchdog: Watchdog
+    clock: Clock = field(default_factory=Clock)
+    """The time of the steps alone."""
+
+    def run(self, start: int) -> int:
+        """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal.
+
+        When it returns, the last checkpoint is on the disk.
+
+        Raises:
+            VqclipError: for anything a user can mend; the message says how.
+        """
+        try:
+            return self._run(start)
+        except DataError:  # too many bad samples: what this rank knows is not lost
+            self.records.bad.write_own()
+            raise
+
+    def evaluate(self, done: int) -> Attempt:
+        """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
+        self.step.agree()
+        attempt = try_all(self.step.model, self.config.evaluation, precision=self.config.train.precision)
+        figures = {key: value for result in attempt.results for key, value in result.scalars().items()}
+        self.records.evaluated(done, figures)
+        return attempt
+
+    def _run(self, start: int) -> int:
+        settings, done = self.config.train, start
+        self._make_up_for_an_evaluation(start)
+        with (
+            named_deaths(),
+            Bar(settings.steps, start, self.records.metrics is not None, self.config.run.name) as bar,
+        ):
+            self.watchdog.at(start, "waiting for the next batch", patient=True)
+            for batch in self.clock.timed(self._batches(start)):
+                self.watchdog.at(done, "in the next")
+                result = self._noted(batch)
+                done += 1
+                self.clock.count(settings.batch_size)
+                bar.advance()
+                stopping = dist.any_rank(self.stop.requested)  # every rank stops after the same step
+                last = stopping or done == settings.steps
+                reporting = last or done % settings.report_every == 0
+                saving = last or done % settings.checkpoint_every == 0
+                replaced = self.records.bad.collect() if reporting or saving else 0
+                if reporting and self.records.metrics:
+                    bar.show(self._report(done, result))
+                if saving:  # before the evaluation, so that one that fails costs nothing
+                    self._save(done)
+                self.snapshots.look()
+                if not last and settings.evaluate_every and done % settings.evaluate_every == 0:
+                    stopping = self._evaluate_between(done, saved=saving)
+                self.data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
+                if stopping:
+                    break
+                self.watchdog.at(done, "waiting for the next batch")
+            self.watchdog.at(done, "saving", patient=True)
+            self.snapshots.wait()
+            coverage = self.data.coverage(done)
+            logger.info("data: %s", coverage)
+            bar.last_line(str(coverage))
+        return done
+
+    def _batches(self, start: int) -> Iterator[Batch]:
+        pin = self.step.device.type == "cuda"
+        return self.data.batches(start, self.config.train.steps, pin_memory=pin)
+
+    def _noted(self, batch: Batch) -> StepResult:
+        """Run a step; what is noteworthy about it, on every rank alike, is written down."""
+        events = self.records.events
+        try:
+            result = self.step(batch, batch.step)
+        except NonFiniteError as error:
+            events.note("nonfinite", str(error), applied=False, batch=batch)
+            raise
+        if result.event is not None:
+            events.note(result.event.kind, result.event.reason, not result.event.skip, batch)
+        return result
+
+    def _report(self, done: int, result: StepResult) -> dict[str, float]:
+        """Write the line of metrics of a step; for the rank that writes."""
+        assert self.records.metrics is not None
+        figures = self._figures(result, done) | self.records.bad.figures() | self.clock.lap()
+        self.records.metrics.write(done, figures)
+        return figures
+
+    def _figures(self, result: StepResult, done: int) -> dict[str, float]:
+        """Those of a step; warns of codebooks that have collapsed."""
+        scaler = self.step.scaler
+        figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
+        figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
+        if scaler.is_enabled():
+            figures |= {"fp16/scale": scaler.get_scale(), "fp16/skipped_steps": float(self.step.skipped)}
+        for modality, quantizer in self.step.model.quantizers().items():
+            metrics = {name: float(value) for name, value in quantizer.metrics(result.stats[modality]).items()}
+            figures |= {f"{modality}/{name}": value for name, value in metrics.items()}
+            warning = self._collapse and self._collapse.look(done, modality, quantizer, metrics)
+            if warning:
+                logger.warning("step %d: %s", done, warning)
+        return figures
+
+    @cached_property
+    def _collapse(self) -> CollapseWatch | None:
+        config = self.config.guards.collapse
+        return None if config is None else config.build()
+
+    def _save(self, done: int) -> None:
+        self.clock.pause()
+        self.watchdog.at(done, "saving", patient=True)
+        self.records.flush()
+        self.step.agree()
+        self.snapshots.save(done, self.records.bad.counts, self.records.best_step)
+
+    def _evaluate_between(self, done: int, saved: bool) -> bool:
+        """Evaluate in the course of the training; returns whether to stop."""
+        self.clock.pause()
+        self.watchdog.at(done, "evaluating", patient=True)
+        self.snapshots.wait()
+        try:
+            require_success(self.evaluate(done))
+        except StopRequested:  # the run that goes on makes up for it
+            if not saved:
+                self._save(done)
+            return True
+        return False
+
+    def _make_up_for_an_evaluation(self, start: int) -> None:
+        """Evaluate where the step from which the run goes on should have been, and was not."""
+        settings = self.config.train
+        due = settings.evaluate_every and start % settings.evaluate_every == 0 and 0 < start < settings.steps
+        if due and self.config.evaluation and self.records.lacks_evaluation:
+            self.watchdog.at(start, "evaluating", patient=True)
+            require_success(self.evaluate(start))
+
+
+def require_success(attempt: Attempt) -> None:
+    """Raise what failed in an evaluation, under the table of what did not."""
+    if attempt.failure is None:
+        return
+    if attempt.results and dist.is_main():
+        print(format_results(attempt.results), flush=True)
+    raise attempt.failure
