@@ -52,6 +52,11 @@ def enter_another_collective() -> None:
     dist.ring_shift(torch.zeros(3), 3)
 
 
+def ask_to_stop() -> None:
+    """As a scheduler does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def take_ten_seconds() -> None:
     time.sleep(10)
 
@@ -61,14 +66,22 @@ def stand_still() -> None:
 
 
 FAULTS = {each.__name__: each for each in (
-    loop_for_ever, hold_the_interpreter, kill_myself, kill_a_worker, enter_another_collective, take_ten_seconds,
-    stand_still,
+    loop_for_ever, hold_the_interpreter, ask_to_stop, kill_myself, kill_a_worker, enter_another_collective,
+    take_ten_seconds, stand_still,
 )}  # fmt: skip
 
 
 def mark(name: str) -> None:
     """Tell the test that this point is reached."""
     Path(os.environ["MARKS"], f"{name}-{dist.rank()}").touch()
+
+
+def record(step: int, sample_ids: list[int]) -> None:
+    """Write down which samples this rank takes in a step."""
+    line = json.dumps({"step": step, "rank": dist.rank(), "ids": sample_ids})
+    file = os.open(os.environ["RECORDS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, f"{line}\n".encode())  # one write: what a kill leaves is whole lines
+    os.close(file)
 
 
 def before(owner: Any, name: str, happens: Any) -> None:
@@ -88,6 +101,7 @@ def inject(fault: dict[str, Any]) -> None:
 
     def in_step(self: Any, batch: Any, number: int) -> None:
         mark(f"step-{number}")
+        record(number, batch.sample_ids.tolist())
         time.sleep(fault.get("each_step_s", 0))
         if first_life and fault.get("do") in FAULTS and (rank, number) == (fault["rank"], fault["step"]):
             FAULTS[fault["do"]]()

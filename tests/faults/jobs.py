@@ -1,14 +1,16 @@
-"""Jobs under torchrun, with faults in them, as processes that a test can signal and wait for."""
+"""Jobs under torchrun, with faults in them, as processes that a test can signal, kill and wait for."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,39 @@ LIMIT_S = 120.0
 
 
 class Job:
-    """A job of two ranks on this machine; its output goes to a file."""
+    """A job on this machine; its output and what its ranks write down go to files in its folder, job after job."""
 
-    def __init__(self, folder: Path, tree: dict[str, Any], fault: dict[str, Any], *options: str, shell: str = ""):
+    def __init__(
+        self,
+        folder: Path,
+        tree: dict[str, Any],
+        fault: dict[str, Any],
+        *options: str,
+        processes: int = 2,
+        shell: str = "",
+    ):
         self.folder = folder
+        self.records = folder / "records.jsonl"
         self.run = Path(tree["run"]["folder"]) / tree["run"]["name"]
         self.marks = folder / "marks"
-        self.marks.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.marks, ignore_errors=True)  # those of the job before
+        self.marks.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(tree))
         (folder / "fault.json").write_text(json.dumps(fault))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            *options,
+        ]
         command = [*torchrun, "-m", "tests.faults.job", str(folder / "config.json"), str(folder / "fault.json")]
         if shell:
             command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
         settings = {"OMP_NUM_THREADS": "1", "VQCLIP_CACHE": str(folder / "cache"), "MARKS": str(self.marks)}
+        settings["RECORDS"] = str(self.records)
         with (folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -50,12 +71,12 @@ class Job:
         """Numbers of the steps that a rank has begun."""
         return sorted(int(path.name.split("-")[1]) for path in self.marks.glob(f"step-*-{rank}"))
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    def wait_for(self, condition: Callable[[], object], limit_s: float = LIMIT_S, often_s: float = 0.02) -> None:
         end = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, self.output
             assert time.monotonic() < end, f"waited too long\n{self.output}"
-            time.sleep(0.02)
+            time.sleep(often_s)
 
     def wait_for_mark(self, name: str) -> None:
         self.wait_for((self.marks / name).exists)
@@ -87,3 +108,23 @@ def job(*args: Any, **kwargs: Any) -> Iterator[Job]:
         yield running
     finally:
         running.kill()
+
+
+def global_batches(records: Path) -> dict[int, set[tuple[int, ...]]]:
+    """Step → the different global batches (sorted ids) that its tries had, where all ranks wrote theirs down.
+
+    A job that was killed may have left a step that only some ranks began: those tries are left out.
+    """
+    tries: dict[int, list[dict[int, list[int]]]] = defaultdict(list)
+    for line in records.read_text().splitlines():
+        entry = json.loads(line)
+        started = tries[entry["step"]]
+        if not started or entry["rank"] in started[-1]:
+            started.append({})
+        started[-1][entry["rank"]] = entry["ids"]
+    size = max(sum(map(len, one.values())) for started in tries.values() for one in started)
+    whole = {}
+    for step, started in tries.items():
+        batches = [sorted(i for ids in one.values() for i in ids) for one in started]
+        whole[step] = {tuple(batch) for batch in batches if len(batch) == size}
+    return whole

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from tests.data.making import caption_shards
-from tests.faults.processes import Job
-from tests.faults.recorded import global_batches
+from tests.faults.jobs import global_batches, job
 from tests.models import BUSY_RESIDUAL
 from tests.test_resume import assert_same_run
 from tests.training import largest_difference, run_tree, weights
@@ -39,13 +38,13 @@ def test_a_run_killed_while_saving_can_always_go_on(tmp_path, shards):
     folder = tmp_path / "tiny" / "checkpoints"
     caught, last = 0, 0
     for number in range(SAVES_KILLED):
-        job = Job(tmp_path, tree)
-        # It has gone on from where the last one was killed and has saved again, so the run was usable.
-        assert job.wait_for(lambda last=last: newest(folder) > last), f"kill {number}: {job.told()}"
-        last = newest(folder)
-        assert job.wait_for(lambda: unfinished(folder), often_s=0), job.told()
-        time.sleep(random.Random(f"0 {number}").uniform(0, 0.02))
-        job.kill()
+        with job(tmp_path / "job", tree, {}, processes=1) as running:
+            # It goes on from where the last one was killed and saves again, so the run was usable.
+            running.wait_for(lambda last=last: newest(folder) > last)
+            last = newest(folder)
+            running.wait_for(lambda: unfinished(folder), often_s=0)
+            time.sleep(random.Random(f"0 {number}").uniform(0, 0.02))
+            running.kill()
         caught += unfinished(folder)
         assert checkpoint.latest(folder) is not None
         assert newest(folder) >= last
@@ -66,54 +65,48 @@ def test_a_run_killed_while_training_ends_as_if_it_had_not_been(tmp_path, shards
     """Twenty kills in all, ten on either number of processes; moments drawn from (1, processes, number of the kill)."""
     steps = 200
     changes = {"train__steps": steps, "train__checkpoint_every": 7, "data__workers": 1}
-    whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    for folder in (whole, killed):
-        folder.mkdir()
-    job = Job(whole, tree_of(whole, shards, **changes), processes)
-    job.finish()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(whole, tree_of(whole, shards, **changes), processes)
 
     tree, folder = tree_of(killed, shards, **changes), killed / "tiny" / "checkpoints"
     resumed = []
     for number in range(STEPS_KILLED // 2):
-        before = newest(folder)
-        job = Job(killed, tree, processes)
+        resumed.append(newest(folder))
         draw = random.Random(f"1 {processes} {number}")
-        goal = before + draw.randint(1, 2 * steps // STEPS_KILLED)
-        assert job.wait_for(lambda goal=goal, job=job: recorded_steps(job.records) > goal), job.told()
-        time.sleep(draw.uniform(0, 0.05))
-        job.kill()
-        resumed.append(before)
-    job = Job(killed, tree, processes)
-    job.finish()
+        goal = resumed[-1] + draw.randint(1, 2 * steps // STEPS_KILLED)
+        with job(killed / "job", tree, {}, processes=processes) as running:
+            running.wait_for(lambda goal=goal, running=running: max(running.steps(0), default=0) >= goal)
+            time.sleep(draw.uniform(0, 0.05))
+            running.kill()
+    finish(killed, tree, processes)
 
     assert len(set(resumed)) > STEPS_KILLED // 4  # most kills came after a new checkpoint
-    one, other = (global_batches(folder / "records.jsonl") for folder in (whole, killed))
+    one, other = (global_batches(folder / "job" / "records.jsonl") for folder in (whole, killed))
     assert sorted(one) == sorted(other) == list(range(steps))
     assert all(len(batches) == 1 for batches in other.values())
     assert one == other
     assert_same_run(whole, killed, steps)
 
 
-def recorded_steps(records) -> int:
-    """Number of the newest step begun, + 1."""
-    lines = records.read_text().splitlines() if records.exists() else []
-    return 1 + max((int(line.split(",")[0].split()[-1]) for line in lines), default=-1)
+def finish(folder, tree, processes, fault=None):
+    with job(folder / "job", tree, fault or {}, processes=processes) as running:
+        status, _ = running.end(400)
+        assert status == 0, running.output
 
 
 def test_the_number_of_processes_may_change_in_the_middle_of_an_epoch(tmp_path, shards):
-    """2 → 1 → 4 → 2 processes, stopped by SIGTERM, against 2 all along: 30 samples, so an epoch ends within a step."""
+    """2 → 1 → 4 → 2 processes, stopped by SIGTERM, against 2 all along: 30 samples in batches of 8."""
     steps = 40
-    whole, changed = (tmp_path / name for name in ("whole", "changed"))
-    for folder in (whole, changed):
-        folder.mkdir()
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
     changes = {"train__steps": steps, "train__precision": "fp64", "train__batch_size": 8}
-    Job(whole, tree_of(whole, shards, **changes), 2).finish()
+    finish(whole, tree_of(whole, shards, **changes), 2)
     tree = tree_of(changed, shards, **changes)
     for processes, stop_at in ((2, 7), (1, 16), (4, 29), (2, None)):
-        Job(changed, tree, processes, stop_at).finish()
+        fault = {} if stop_at is None else {"do": "ask_to_stop", "rank": 0, "step": stop_at}
+        finish(changed, tree, processes, fault)
         assert stop_at is None or newest(changed / "tiny" / "checkpoints") == stop_at + 1
 
-    one, other = (global_batches(folder / "records.jsonl") for folder in (whole, changed))
+    one, other = (global_batches(folder / "job" / "records.jsonl") for folder in (whole, changed))
     assert one == other
     assert sorted(one) == list(range(steps))
     assert all(len(batches) == 1 for batches in other.values())
