@@ -396,6 +396,7 @@ SAVER = """
 """
 
 
+@pytest.mark.faults
 def test_killed_while_saving(tmp_path):
     folder = tmp_path / "checkpoints"
     script = textwrap.dedent(SAVER)

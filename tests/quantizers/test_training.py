@@ -73,13 +73,15 @@ SPLITS = {
 }
 SELDOM = list(FAMILIES)[list(FAMILIES).index("residual of bsq") :]
 """Nestings whose parts stand above: by default on the last split alone."""
+EQUAL = ("2 equal, 4 micro-batches", "4 equal")
+"""Splits that are not run by default: the unequal ones ask for more."""
 
 CASES = [
     pytest.param(
         name,
         *case,
         id=f"{name}-{split}",
-        marks=pytest.mark.slow if name in SELDOM and split != list(SPLITS)[-1] else (),
+        marks=pytest.mark.slow if split in EQUAL or (name in SELDOM and split != list(SPLITS)[-1]) else (),
     )
     for name in FAMILIES
     for split, case in SPLITS.items()
