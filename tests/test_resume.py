@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     assert_same_run(folder, tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)])
 def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
     cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
     process = start(tree, cache)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -104,6 +105,7 @@ def test_tensorboard_shows_each_step_once_after_resume(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 6):
             log.write(step, {"loss": float(step), "note": "text", "flag": True})
+    time.sleep(1.1)  # TensorBoard orders files by the second, then by a number that it compares as text
     with MetricsLog(tmp_path, start_step=3) as log:
         for step in range(4, 7):
             log.write(step, {"loss": 10.0 * step})
