@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 class Job:

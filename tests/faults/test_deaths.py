@@ -11,7 +11,7 @@ from tests.faults.jobs import job
 from tests.training import all_equal, metrics, run, run_tree, weights
 from vqclip.checkpoint.optimizer import read_optimizer
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 STEPS = 30
 

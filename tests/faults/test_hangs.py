@@ -10,7 +10,7 @@ from tests.data.making import caption_shards
 from tests.faults.jobs import job
 from tests.training import all_equal, run, run_tree, weights
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 STEPS, STEP = 14, 8
 LIMIT_S = 10.0

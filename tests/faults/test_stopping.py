@@ -12,9 +12,9 @@ from tests.data.making import caption_shards
 from tests.faults.jobs import Job, job
 from tests.training import all_equal, metrics, run, run_tree, weights
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
-STEPS = 60
+STEPS = 24
 WITHIN_S = 30.0
 
 
@@ -24,8 +24,8 @@ def shards(tmp_path_factory):
 
 
 def tree_in(folder, shards, **changes):
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
-    every = {"train__steps": STEPS, "train__precision": "fp32", "train__evaluate_every": 20, "evaluation": pairs}
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 3}]
+    every = {"train__steps": STEPS, "train__precision": "fp32", "train__evaluate_every": 12, "evaluation": pairs}
     return run_tree(folder, shards, **({"data__workers": 1} | every | changes))
 
 
@@ -71,15 +71,15 @@ def test_a_stopped_job_saves_one_common_step_and_goes_on(
 ):
     """torchrun's own status is 1 where it was signalled; the marker tells."""
     tree = tree_in(tmp_path, shards)
-    with job(tmp_path / "job", tree, {"each_step_s": 0.1}, *options, shell=shell) as running:
-        running.wait_for_mark("step-8-1")
+    with job(tmp_path / "job", tree, {"each_step_s": 0.3}, *options, shell=shell) as running:
+        running.wait_for_mark("step-4-1")
         send(running, number)
         got, took = running.end()
     assert took < WITHIN_S
     assert got == status, running.output
     facts = stopped_at(running)
     assert (facts["steps"], facts["signal"]) == (STEPS, number.name)
-    assert 8 <= facts["step"] < STEPS
+    assert 4 <= facts["step"] < STEPS
     # Both ranks did this step, and neither began the next.
     for rank in (0, 1):
         assert running.steps(rank) == list(range(facts["step"]))
@@ -114,8 +114,8 @@ def metrics_of(folder):
 @pytest.mark.parametrize(
     ("mark", "fault", "changes"),
     [
-        ("evaluation-0", {"each_evaluation_batch_s": 3.0}, {}),
-        ("saving-0", {"saving_s": 4.0}, {"train__checkpoint_every": 10}),
+        ("evaluation-0", {"each_evaluation_batch_s": 5.0}, {}),
+        ("saving-0", {"saving_s": 4.0}, {"train__checkpoint_every": 9}),
     ],
     ids=["in an evaluation", "while saving"],
 )
@@ -128,7 +128,7 @@ def test_a_signal_finds_the_job_busy(tmp_path, shards, ranks, whole, mark, fault
         _, took = running.end()
     assert took < WITHIN_S
     done = stopped_at(running)["step"]
-    assert done in ((20,) if mark == "evaluation-0" else (10, 11))
+    assert done in ((12,) if mark == "evaluation-0" else (9, 10))
     goes_on(ranks, tmp_path, tree, whole, done)
 
 
@@ -147,12 +147,12 @@ def test_a_signal_finds_the_job_starting(tmp_path, shards, ranks, whole):
 def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, ranks, whole):
     """Rank 1 takes ten seconds over a step; the signal reaches rank 0 alone, in the collective."""
     tree = tree_in(tmp_path, shards)
-    fault = {"do": "take_ten_seconds", "rank": 1, "step": 8}
+    fault = {"do": "take_ten_seconds", "rank": 1, "step": 4}
     with job(tmp_path / "job", tree, fault) as running:
-        running.wait_for_mark("step-8-1")
+        running.wait_for_mark("step-4-1")
         os.kill(running.ranks()[0], signal.SIGTERM)
         status, took = running.end()
     assert status == 0, running.output
     assert took < WITHIN_S
-    assert stopped_at(running)["step"] in (9, 10)
+    assert stopped_at(running)["step"] in (5, 6)
     goes_on(ranks, tmp_path, tree, whole, stopped_at(running)["step"])
