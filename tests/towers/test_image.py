@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.data.hostile import marking_pickle
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.towers.image import OpenCLIPImageTowerConfig, TimmTowerConfig
 from vqclip.towers.pixels import Normalize
@@ -313,6 +314,14 @@ def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path)
         ConfigError, match=r"tower.pretrained: .*weights.pt' cannot be loaded as weights of vqclip-test"
     ):
         OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+
+
+def test_open_clip_weights_that_are_a_pickle_are_not_run(tiny_open_clip, tmp_path):
+    _, name, _ = tiny_open_clip
+    (tmp_path / "weights.pt").write_bytes(marking_pickle(tmp_path / "was here"))
+    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded as weights of vqclip-test: .*[Ww]eights.only"):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+    assert not (tmp_path / "was here").exists()
 
 
 def _embedded(model, tokens):
