@@ -118,8 +118,8 @@ LOST = {
     "204": (status(204), "HTTP 204", 1),
     "truncated for ever": (serving.truncated, "ClientPayloadError", 4),
     "compressed on the way": (serving.compressed, "sent with Content-Encoding 'gzip'", 1),
-    "redirect to a file": (status(302, Location="file:///etc/passwd"), "file:///etc/passwd", 1),
-    "redirect to another protocol": (status(302, Location="ftp://host/0.tar"), "ftp://host/0.tar", 1),
+    "redirect to a file": (status(302, Location="file:///etc/passwd"), "edirect", 1),
+    "redirect to another protocol": (status(302, Location="ftp://host/0.tar"), "edirect", 1),
     "redirect in a circle": (status(302, Location="/0.tar"), "TooManyRedirects", 1),
 }
 
@@ -180,7 +180,7 @@ def test_credentials_stay_out_of_messages_and_names(
     server.faults["/0.tar"] = [status(503), serving.reset, status(302, Location="ftp://a:hunter22@x?t=s3cr3t-s3cr3t")]
     url = shard.replace("http://", "http://me:hunter22@") + "?sig=s3cr3t-s3cr3t"
     text = refusal(url)
-    assert "ftp://x" in text
+    assert "edirect" in text
     assert len(caplog.messages) == 2
     fetched(url)
     everything = text + caplog.text + " ".join(path.name for path in kept(cache))
@@ -310,9 +310,9 @@ def test_storage_that_fails_is_no_bad_sample(
     data = DataConfig(sources=sources, workers=0, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
     evict(cache)
     server.for_ever["/00000.tar"] = status(503)
-    with pytest.raises(DataError, match="00000.tar: cannot be fetched: HTTP 503"):
+    with pytest.raises(DataError, match=rf"^{url}/00000.tar: cannot be fetched: HTTP 503 .*remote.total_s=30$"):
         next(data.batches(0, 1))
-    with pytest.raises(DataError, match="00000.tar: cannot be fetched: HTTP 503"):
+    with pytest.raises(DataError, match=rf"^{url}/00000.tar: cannot be fetched: HTTP 503 .*remote.total_s=30$"):
         list(EvalSet(sources[0].build(), EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
     assert data.replaced == 0
 

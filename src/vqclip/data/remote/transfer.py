@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -163,3 +165,15 @@ def _fsspec(url: str) -> Any:
             f"{url.partition('://')[0]}:// needs the package {package}: pip install 'vqclip[{extra}]'"
         ) from None
     return importlib.import_module("fsspec")
+
+
+def _forget_the_loop() -> None:
+    """The event loop of fsspec runs in a thread, which a fork leaves behind: whoever waits for it waits for ever.
+
+    Newer versions of fsspec see to it by themselves, 2024.2 does not.
+    """
+    if "fsspec.asyn" in sys.modules:
+        sys.modules["fsspec.asyn"].reset_lock()
+
+
+os.register_at_fork(after_in_child=_forget_the_loop)
