@@ -31,7 +31,8 @@ def a_checkpoint(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
     (out.image.embedding.sum() + out.text.embedding.sum()).backward()
     optimizer.step()
     state = {"identity": {"run.seed": 0}, "replaced": {"damaged image": 3}}
-    path = checkpoint.save(folder, 7, write_model=model.save_pretrained, optimizer=optimizer, state=state, keep_last=1)
+    packed = checkpoint.pack_optimizer(optimizer)
+    path = checkpoint.save(folder, 7, write_model=model.save_pretrained, optimizer=packed, state=state, keep_last=1)
     return path, [checkpoint.load]
 
 

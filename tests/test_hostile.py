@@ -208,8 +208,9 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     ]
 
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    packed = checkpoint.pack_optimizer(optimizer)
     saved = checkpoint.save(
-        root / "checkpoints", 1, write_model=lambda folder: None, optimizer=optimizer, state={}, keep_last=1
+        root / "checkpoints", 1, write_model=lambda folder: None, optimizer=packed, state={}, keep_last=1
     )
     (saved / "model" / "optimizer.pt").write_bytes(evil)
 

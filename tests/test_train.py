@@ -758,6 +758,21 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
     assert one == other
 
 
+def train_on_own_data(trees, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    try:
+        train(TrainConfig.model_validate(trees[int(os.environ["RANK"])]))
+    except DataError as error:
+        return str(error)
+
+
+def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
+    other = caption_shards(tmp_path / "other", counts=(17, 12))
+    trees = [run_tree(tmp_path, shards), run_tree(tmp_path, other)]
+    told = ranks(2, train_on_own_data, trees, str(tmp_path / "cache"), init=False)
+    assert all("rank 1 found other samples than rank 0" in each for each in told)
+
+
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
     with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):

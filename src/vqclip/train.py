@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vqclip import checkpoint, dist, progress
 from vqclip.config import json_schema, load_config, to_yaml
-from vqclip.errors import ConfigError, StopRequested, VqclipError
+from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare
 from vqclip.files import write_text
 from vqclip.lock import RunLock
@@ -92,6 +93,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
         config.run.seed,
         config.guards.build(),
     )
+    _require_same_data(data.fingerprint)
     identity = config.identity(data.fingerprint, towers_draw=towers_draw(model))
     snapshots = Snapshots(
         folder / "checkpoints",
@@ -133,6 +135,18 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
         write_summary(summary, config.model_dump(mode="json"))
     require_success(attempt)
     return summary
+
+
+def _require_same_data(fingerprint: dict[str, Any]) -> None:
+    """Machines may hold other files under the same names, or an older copy of what lies at a URL."""
+    prints = dist.gather_json(fingerprint)
+    others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
+    if others:
+        raise DataError(
+            f"data.sources: rank {', '.join(others)} found other samples than rank 0; expected the same shards on every "
+            "machine. Bring them up to date; for shards at URLs, delete `shards` and `index` in the cache folder "
+            "(VQCLIP_CACHE) of each machine"
+        )
 
 
 def _require_going_on(stop: StopSignals) -> None:

@@ -26,7 +26,7 @@ from vqclip.data.cache import cache_folder
 from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StorageError
 
 __all__ = ["KINDS", "ShardIndex", "forget_index", "load_index"]
 
@@ -125,6 +125,8 @@ def _cannot_open(path: Shard, error: OSError) -> DataError:
 def _make(path: Shard) -> ShardIndex:
     try:
         return _index(path)
+    except StorageError:
+        raise
     except DataError:
         if isinstance(path, RemoteShard):
             path.discard()  # or the next start would find the same damage, whatever the server has by then

@@ -11,7 +11,7 @@ from vqclip import dist, progress
 from vqclip.data.cache import cache_folder
 from vqclip.data.index import load_index
 from vqclip.data.shard import Shard
-from vqclip.errors import DataError, StopRequested
+from vqclip.errors import DataError, StopRequested, StorageError
 
 __all__ = ["HasShards", "prepare_sources"]
 
@@ -84,11 +84,12 @@ def _ranks_with_this_cache() -> list[int]:
 
 def _agree(work: Callable[[], object]) -> bool:
     """Does the work; whether it gave something true on any rank. What one raises, all of them raise."""
-    more, message, stops = False, None, False
+    more, stops = False, False
+    message: tuple[str, bool] | None = None
     try:
         more = bool(work())
     except (DataError, OSError) as error:
-        message = str(error)
+        message = str(error), isinstance(error, StorageError)
     except StopRequested:
         stops = True
     states = dist.gather_json([more, message, stops])
@@ -96,5 +97,6 @@ def _agree(work: Callable[[], object]) -> bool:
         raise StopRequested
     failed = [text for _, text, _ in states if text is not None]
     if failed:
-        raise DataError(failed[0])
+        text, of_storage = failed[0]
+        raise (StorageError if of_storage else DataError)(text)
     return any(more for more, *_ in states)

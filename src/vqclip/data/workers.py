@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StorageError
 from vqclip.signals import ignore_stop_signals
 from vqclip.stacks import answer_requests
 
@@ -33,7 +33,9 @@ class _Failure:
     """An error on its way from a worker; torch would bury its message in two tracebacks."""
 
     message: str
-    details: str
+    details: str = ""
+    of_storage: bool = False
+    """Whether no sample is to blame."""
 
 
 class _Mapped(Dataset, Generic[T]):
@@ -44,7 +46,7 @@ class _Mapped(Dataset, Generic[T]):
         try:
             return self._function(number)
         except DataError as error:
-            return _Failure(str(error), "")
+            return _Failure(str(error), of_storage=isinstance(error, StorageError))
         except Exception as error:
             return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
@@ -139,7 +141,8 @@ def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generat
             except RuntimeError as error:
                 raise DataError(_explain(error, timeout_s, section)) from error
             if isinstance(result, _Failure):
-                raise DataError(f"{result.message}\n{result.details}".rstrip())
+                kind = StorageError if result.of_storage else DataError
+                raise kind(f"{result.message}\n{result.details}".rstrip())
             yield result
     finally:
         if loader.num_workers:

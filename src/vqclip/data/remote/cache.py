@@ -209,6 +209,7 @@ class Part:
         sha256 = self._digest.hexdigest()
         os.ftruncate(self._file, self.written)
         os.fsync(self._file)
+        os.utime(self._file)  # used now, not when the first byte came: else it would be the first to go
         os.replace(self.path, self.path.with_name(f"{self.path.stem}-{sha256}.tar"))
         sync_folder(self.path.parent)
         fcntl.flock(self._file, fcntl.LOCK_SH)

@@ -23,9 +23,10 @@ class RemoteConfig(Config):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Longest wait for a connection and for the next bytes, in seconds; a transfer with less than 16 KiB a second over
     that time counts as stalled."""
-    total_s: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Longest time for one shard, in seconds, with all tries and pauses; also the longest wait for another process that
-    fetches it, and for room. Keep it well below `data.timeout_s`, and raise both for shards that take longer."""
+    fetches it, and for room. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end the
+    run before the failure is told; for shards that take longer raise all three."""
 
     @property
     def cache_bytes(self) -> int:
