@@ -143,8 +143,8 @@ def _require_same_data(fingerprint: dict[str, Any]) -> None:
     others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
     if others:
         raise DataError(
-            f"data.sources: rank {', '.join(others)} found other samples than rank 0; expected the same shards on every "
-            "machine. Bring them up to date; for shards at URLs, delete `shards` and `index` in the cache folder "
+            f"data.sources: rank {', '.join(others)} found other samples than rank 0; expected the same shards on every"
+            " machine. Bring them up to date; for shards at URLs, delete `shards` and `index` in the cache folder "
             "(VQCLIP_CACHE) of each machine"
         )
 

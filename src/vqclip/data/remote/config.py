@@ -25,8 +25,8 @@ class RemoteConfig(Config):
     that time counts as stalled."""
     total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Longest time for one shard, in seconds, with all tries and pauses; also the longest wait for another process that
-    fetches it, and for room. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end the
-    run before the failure is told; for shards that take longer raise all three."""
+    fetches it, and for room. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end
+    the run before the failure is told; for shards that take longer raise all three."""
 
     @property
     def cache_bytes(self) -> int:
