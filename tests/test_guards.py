@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_VQ
+from tests.models import BUSY_RESIDUAL, BUSY_VQ
 from tests.training import metrics, run_tree, weights
 from vqclip import dist
 from vqclip.collapse import CollapseConfig
@@ -109,7 +109,8 @@ def train_poisoned(tree, cache):
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks, world_size, precision):
-    tree = run_tree(tmp_path, shards, train__steps=6, train__checkpoint_every=5, train__precision=precision)
+    changes = {"train__steps": 6, "train__checkpoint_every": 5, "train__precision": precision}
+    tree = run_tree(tmp_path, shards, BUSY_RESIDUAL, **changes)  # whose codes move in every step
     tree["guards"] = {"on_nonfinite": "skip"}
     for error, moved in ranks(world_size, train_poisoned, tree, str(tmp_path / "cache"), init=False):
         assert error is None

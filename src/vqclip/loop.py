@@ -144,6 +144,7 @@ class Loop:
     def _save(self, done: int) -> None:
         self.clock.pause()
         self.watchdog.at(done, "saving", patient=True)
+        self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
         self.step.agree()
         self.snapshots.save(done, self.records.bad.counts, self.records.best_step)

@@ -54,19 +54,15 @@ def train(config: TrainConfig) -> RunSummary | None:
     if device.type == "cpu":
         keep_freed_memory()
     dist.init(device, config.run.timeout_s)
-    try:
-        with (
-            StopSignals(notice=dist.is_main()) as stop,
-            progress.heard_by(stop.require_going_on),
-            RunLock(config.run.path) as lock,
-        ):
-            try:
+    with StopSignals(notice=dist.is_main()) as stop, progress.heard_by(stop.require_going_on):
+        try:
+            with RunLock(config.run.path) as lock:
                 return _train(config, device, lock, stop)
-            except StopRequested:
-                _note_stop(config, stop)
-                return None
-    finally:
-        dist.shutdown()
+        except StopRequested:
+            _note_stop(config, stop)
+            return None
+        finally:
+            dist.shutdown()  # within, as a scheduler may ask more than once
 
 
 def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopSignals) -> RunSummary:

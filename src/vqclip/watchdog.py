@@ -69,6 +69,7 @@ class Watchdog:
         self._short, self._long = min(step_timeout_s or timeout_s, timeout_s), timeout_s
         self._first_steps = _FIRST_STEPS
         self._position = _Position(0.0, timeout_s, -1, "starting", True)
+        self._patient_at = -1
         self._closing = threading.Event()
 
     def at(self, done: int, doing: str, patient: bool = False) -> None:
@@ -84,7 +85,10 @@ class Watchdog:
             self._first_steps -= 1
         if done == before.done and not patient and not before.patient:
             since = before.since
-        limit = self._long if patient or self._first_steps else self._short
+        if patient:
+            self._patient_at = done
+        # One rank may still save where the others have gone on, and wait for it in the next step.
+        limit = self._long if self._first_steps or done == self._patient_at else self._short
         self._position = _Position(since, limit, done, doing, patient)
 
     def beat(self) -> None:

@@ -78,7 +78,8 @@ def mark(name: str) -> None:
 
 def record(step: int, sample_ids: list[int]) -> None:
     """Write down which samples this rank takes in a step."""
-    line = json.dumps({"step": step, "rank": dist.rank(), "ids": sample_ids})
+    life = f"{os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    line = json.dumps({"step": step, "rank": dist.rank(), "life": life, "ids": sample_ids})
     file = os.open(os.environ["RECORDS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, f"{line}\n".encode())  # one write: what a kill leaves is whole lines
     os.close(file)

@@ -92,11 +92,9 @@ class Job:
 
     def kill(self) -> None:
         """End all that is left of it."""
-        with contextlib.suppress(OSError):
-            for pid in self.ranks():
+        for pid in (*self.ranks(), self.process.pid):
+            with contextlib.suppress(OSError):  # it has ended
                 os.killpg(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
 
@@ -115,16 +113,9 @@ def global_batches(records: Path) -> dict[int, set[tuple[int, ...]]]:
 
     A job that was killed may have left a step that only some ranks began: those tries are left out.
     """
-    tries: dict[int, list[dict[int, list[int]]]] = defaultdict(list)
+    tries: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for line in records.read_text().splitlines():
         entry = json.loads(line)
-        started = tries[entry["step"]]
-        if not started or entry["rank"] in started[-1]:
-            started.append({})
-        started[-1][entry["rank"]] = entry["ids"]
-    size = max(sum(map(len, one.values())) for started in tries.values() for one in started)
-    whole = {}
-    for step, started in tries.items():
-        batches = [sorted(i for ids in one.values() for i in ids) for one in started]
-        whole[step] = {tuple(batch) for batch in batches if len(batch) == size}
-    return whole
+        tries[entry["step"]][entry["life"]] += entry["ids"]
+    size = max(len(ids) for lives in tries.values() for ids in lives.values())
+    return {step: {tuple(sorted(ids)) for ids in lives.values() if len(ids) == size} for step, lives in tries.items()}

@@ -76,6 +76,17 @@ def test_a_job_that_hangs_once_goes_on_by_itself(tmp_path, shards, ranks):
     assert "in stand_still" in (running.run / "stacks" / "rank-0.txt").read_text()
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_long_save_is_not_taken_for_a_hang(tmp_path, shards, in_background):
+    """It takes rank 0 longer than a step may, while the others wait in the next one."""
+    changes = {"train__checkpoint_every": 2, "train__steps": 10, "train__save_in_background": in_background}
+    tree = tree_in(tmp_path, shards, **changes)
+    tree["run"] |= {"timeout_s": 60.0, "step_timeout_s": 4.0}
+    with job(tmp_path / "job", tree, {"saving_s": 6.0}) as running:
+        assert running.end(240)[0] == 0, running.output
+    assert "no progress" not in running.output
+
+
 def test_a_long_evaluation_is_not_taken_for_a_hang(tmp_path, shards):
     """It takes longer than a step may, and longer than the timeout, but shows that it goes on."""
     pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]

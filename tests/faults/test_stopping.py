@@ -128,7 +128,7 @@ def test_a_signal_finds_the_job_busy(tmp_path, shards, ranks, whole, mark, fault
         _, took = running.end()
     assert took < WITHIN_S
     done = stopped_at(running)["step"]
-    assert done in ((12,) if mark == "evaluation-0" else (9, 10))
+    assert done in ((12,) if mark == "evaluation-0" else range(9, 13))
     goes_on(ranks, tmp_path, tree, whole, done)
 
 

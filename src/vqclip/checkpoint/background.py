@@ -10,8 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from vqclip.errors import CheckpointError
-
 logger = logging.getLogger(__name__)
 
 
@@ -98,9 +96,9 @@ class Writer:
         """
         try:
             self.wait()
-        except CheckpointError as error:
+        except Exception:
             if not failed:
                 raise
-            logger.error("%s", error)
+            logger.exception("the last checkpoint could not be written")
         finally:
             self._thread.shutdown()

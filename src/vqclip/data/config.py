@@ -29,7 +29,7 @@ class DataConfig(Config):
     """Processes per rank that read and decode; 0 does it in the training process. Changes no sample."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     """Batches that each worker prepares ahead."""
-    timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 600.0
+    timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits for ever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Samples that cannot be used are replaced; more than this share of bad ones stops the run. It is a share of the

@@ -50,7 +50,7 @@ class EvalSet:
         limit: int | None = None,
         max_bad_fraction: float = 0.0,
         max_pixels: int = MAX_PIXELS,
-        timeout_s: float = 600.0,
+        timeout_s: float = 240.0,
     ):
         self.source = source
         self.size = len(source) if limit is None else min(limit, len(source))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import multiprocessing
+import os
 import re
+import signal
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -166,9 +171,21 @@ def _unchanged(result: T) -> T:
 
 
 def _prepare_worker(worker: int) -> None:
+    _die_with_parent()
     torch.set_num_threads(1)
     ignore_stop_signals()
     answer_requests()
+
+
+def _die_with_parent() -> None:
+    """A stuck worker would not notice that its parent is gone, and hold its pipes and memory for ever."""
+    if sys.platform != "linux":
+        return
+    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
+    prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it went before the line above
+        os._exit(1)
 
 
 def _is_death(error: BaseException) -> bool:

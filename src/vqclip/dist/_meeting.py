@@ -14,7 +14,8 @@ import time
 import torch.distributed as c10d
 
 _LEADER = "vqclip/leader"
-_LOOK_S = 0.02
+_LOOKS_S = (0.02, 0.5)
+"""Seconds between two looks: at first, and at most."""
 
 
 def own_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> c10d.Store:
@@ -38,12 +39,13 @@ def own_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -
         names = [store.get(f"vqclip/{name}/{other}").decode() for other in range(1, world_size)]
         store.set(f"vqclip/{name}/all", json.dumps(names))
         return c10d.PrefixStore(f"vqclip/{name}", store)
-    end = time.monotonic() + timeout_s
+    end, (pause, longest) = time.monotonic() + timeout_s, _LOOKS_S
     while time.monotonic() < end:
         leader = store.get(_LEADER).decode()
         store.set(f"vqclip/{leader}/{rank}", name)
         answer = f"vqclip/{leader}/all"
         if store.check([answer]) and name in json.loads(store.get(answer)):
             return c10d.PrefixStore(f"vqclip/{leader}", store)
-        time.sleep(_LOOK_S)
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
     raise c10d.DistStoreError(f"rank 0 and the others did not all come within {timeout_s:g} s")

@@ -30,7 +30,7 @@ class ImagesConfig(Config):
     """Images, or texts, at once on each rank. The figures do not depend on it, up to rounding."""
     workers: int = Field(0, ge=0, le=512)
     """Processes per rank that decode images; 0 does it in the evaluating process."""
-    timeout_s: float = Field(600.0, ge=0, le=604_800)
+    timeout_s: float = Field(240.0, ge=0, le=604_800)
     """Longest wait for a worker, in seconds; 0 waits for ever."""
     limit: int | None = Field(None, ge=1)
     """Use only so many images, evenly spread over the set; null uses all."""
