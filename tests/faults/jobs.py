@@ -81,6 +81,13 @@ class Job:
     def wait_for_mark(self, name: str) -> None:
         self.wait_for((self.marks / name).exists)
 
+    def wait_for_stop(self, limit_s: float) -> None:
+        """Until it has saved and left its marker; the processes may take longer to end."""
+        end = time.monotonic() + limit_s
+        while not (self.run / "stopped.json").exists():
+            assert time.monotonic() < end, f"not stopped within {limit_s} s\n{self.output}"
+            time.sleep(0.02)
+
     def end(self, limit_s: float = LIMIT_S) -> tuple[int, float]:
         """Wait for the end: torchrun's exit status, and the seconds that it took."""
         start = time.monotonic()
