@@ -14,7 +14,7 @@ from tests.data import serving
 from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.data.serving import FaultyServer, status
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
@@ -373,6 +373,8 @@ def test_ranks_deal_remote_shards_out(ranks: RankPool, server: FaultyServer, tmp
     evict(cache)
     for path in (cache / "index").iterdir():
         path.unlink()
-    with pytest.raises(Exception, match=r"00003.tar: cannot be fetched: not found \(404\)") as error:
+    with pytest.raises(RankError) as error:
         ranks(2, prepare_on_rank, pattern, str(cache))
-    assert all(f"rank {rank} of 2: " in str(error.value) for rank in range(2))
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: " in str(error.value)
+    assert str(error.value).count("StorageError: " + url + "/00003.tar: cannot be fetched: not found (404)") == 2
