@@ -36,9 +36,9 @@ class ShardReader:
     """
 
     def __init__(self, shards: Sequence[Path], cache: Path | None = None):
+        self._files: OrderedDict[int, int] = OrderedDict()  # first: `__del__` looks for it whatever happens here
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
-        self._files: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
