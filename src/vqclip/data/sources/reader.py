@@ -42,7 +42,7 @@ class ShardReader:
     """
 
     def __init__(self, shards: Sequence[Shard], cache: Path | None = None):
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._files: OrderedDict[int, int] = OrderedDict()  # first: `__del__` looks for it whatever happens here
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
         self._cache = cache
