@@ -36,7 +36,7 @@ def make_task(arguments: argparse.Namespace) -> ZeroShotConfig:
     """The evaluation that the command line asks for."""
     data = make_data(arguments)
     return ZeroShotConfig(
-        name=f"scenes {data.split}" if isinstance(data, ScenesClassesData) else data.path.name,
+        name=f"scenes {data.split}" if isinstance(data, ScenesClassesData) else Path(data.path).name,
         data=data,
         templates=tuple(arguments.template or ()),
         batch_size=arguments.batch_size,
