@@ -26,7 +26,7 @@ def shards(tmp_path_factory):
 
 def tree_in(folder, shards, **changes):
     every = {"train__steps": STEPS, "train__precision": "fp32", "train__checkpoint_every": 5, "data__workers": 1}
-    tree = run_tree(folder, shards, **(every | changes))
+    tree = run_tree(folder, shards, run__timeout_s=600.0, **(every | changes))
     tree["data"]["max_bad_fraction"] = 0.2
     return tree
 

@@ -26,7 +26,8 @@ def shards(tmp_path_factory):
 def tree_in(folder, shards, **changes):
     pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 3}]
     every = {"train__steps": STEPS, "train__precision": "fp32", "train__evaluate_every": 12, "evaluation": pairs}
-    return run_tree(folder, shards, **({"data__workers": 1} | every | changes))
+    # A busy machine may take minutes over a first batch.
+    return run_tree(folder, shards, **({"data__workers": 1, "run__timeout_s": 600.0} | every | changes))
 
 
 @pytest.fixture(scope="module")
