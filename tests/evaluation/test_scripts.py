@@ -75,6 +75,7 @@ def test_retrieval_with_an_exported_folder(script, tmp_path):
     assert (tmp_path / "codes" / "0-image-0.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_shares_the_work(run_folder, tmp_path):
     folder = image_folder(tmp_path / "images")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
