@@ -62,10 +62,20 @@ class Job:
         return (self.folder / "output").read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        """The ranks' processes."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = [pid for pid in map(int, listed) if b"tests.faults.job" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return sorted(found, key=lambda pid: f"RANK={1}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes())
+        """The ranks' processes, by rank; none where it has ended."""
+        found = {}
+        for pid in self._children():
+            with contextlib.suppress(OSError):  # it has ended
+                settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                found |= {int(each[5:]): pid for each in settings if each.startswith(b"RANK=")}
+        return [found[rank] for rank in sorted(found)]
+
+    def _children(self) -> list[int]:
+        pid = self.process.pid
+        try:
+            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:
+            return []
 
     def steps(self, rank: int) -> list[int]:
         """Numbers of the steps that a rank has begun."""
@@ -98,10 +108,13 @@ class Job:
         return status, time.monotonic() - start
 
     def kill(self) -> None:
-        """End all that is left of it."""
-        for pid in (*self.ranks(), self.process.pid):
-            with contextlib.suppress(OSError):  # it has ended
-                os.killpg(pid, signal.SIGKILL)
+        """End all that is left of it, at once; the ranks have process groups of their own."""
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(self.process.pid, signal.SIGSTOP)  # so that it starts no more
+        for pid in (*self._children(), self.process.pid):
+            for end in (os.killpg, os.kill):
+                with contextlib.suppress(OSError):
+                    end(pid, signal.SIGKILL)
         self.process.wait(30)
 
 
