@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class Staging:
     """Memory of the host for copies of tensors, kept from one copy to the next: fresh memory costs more than copying.
 
-    (The idea of a staging buffer is that of torch's asynchronous `torch.distributed.checkpoint`.)
+    (The idea of a staging buffer is that of torch's asynchronous distributed checkpoints.)
     """
 
     def __init__(self) -> None:
