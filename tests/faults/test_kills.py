@@ -64,7 +64,7 @@ def unfinished(folder) -> bool:
 def test_a_run_killed_while_training_ends_as_if_it_had_not_been(tmp_path, shards, processes):
     """Twenty kills in all, ten on either number of processes; moments drawn from (1, processes, number of the kill)."""
     steps = 200
-    changes = {"train__steps": steps, "train__checkpoint_every": 7, "data__workers": 1}
+    changes = {"train__steps": steps, "train__checkpoint_every": 3, "data__workers": 1}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(whole, tree_of(whole, shards, **changes), processes)
 
