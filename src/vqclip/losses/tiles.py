@@ -19,6 +19,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.losses.exchange import Block, Exchange
+from vqclip.losses.products import add_product_, product
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,9 @@ class Tiles:
         _tell_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _made(self, block: Block, rows: slice) -> Tile:
-        images, texts = self._images[rows] * self._scale, block.texts.T
-        logits = images @ texts if self._bias is None else torch.addmm(self._bias, images, texts)
+        logits = product(self._images[rows] * self._scale, block.texts.T)
+        if self._bias is not None:
+            logits.add_(self._bias)
         if self._keys is not None:
             own = self._keys[self._start + rows.start : self._start + rows.stop]
             logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
@@ -193,8 +195,8 @@ class FeatureGradients:
 
     def add(self, block: Block, of_texts: Tensor, rows: slice, logits: Tensor) -> None:
         """``(R, C)`` gradient of some rows of a block's logits; ``of_texts`` is what the block carries."""
-        self._image[rows].addmm_(logits, block.texts)
-        of_texts.addmm_(logits.T, self._own_image[rows])
+        add_product_(self._image[rows], logits, block.texts)
+        add_product_(of_texts, logits.T, self._own_image[rows])
 
     def finish(self, loss: Tensor, scale: Tensor, bias: Tensor) -> Gradients:
         """Put together what ranks have found. A collective.
