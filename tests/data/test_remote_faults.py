@@ -108,6 +108,7 @@ def fetch_all(cache: Path, urls: list[str], ready) -> None:
 
 
 def test_kills_while_fetching(server: FaultyServer, urls: list[str], cache: Path) -> None:
+    """The moment of a kill is drawn: the shard that is asked for, and how long after."""
     draws = random.Random(0)
     for path in server.files:
         server.for_ever[path] = serving.late(server, 0.03)
@@ -119,7 +120,10 @@ def test_kills_while_fetching(server: FaultyServer, urls: list[str], cache: Path
         process = CONTEXT.Process(target=fetch_all, args=(cache, urls, ready))
         process.start()
         assert ready.wait(120)
-        process.join(draws.uniform(0.0, 0.8))
+        before, goal = len(server.requests), draws.randrange(len(urls))
+        while process.is_alive() and len(server.requests) - before <= goal:
+            time.sleep(0.001)
+        process.join(draws.uniform(0.0, 0.06))
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
         process.join(60)
