@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TILE_BYTES = 2**23
 """Logits that are worked on at a time."""
 
-KEPT_BYTES = 2**25
+KEPT_BYTES = 2**24
 """Logits that are kept from one round for the next; the others are computed again."""
 
 
