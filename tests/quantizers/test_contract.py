@@ -404,7 +404,7 @@ class TestNaN:
 
 
 class TestGraphs:
-    @pytest.mark.parametrize(("training", "masked"), [(True, True), (False, False)])
+    @pytest.mark.parametrize(("training", "masked"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
     def test_compiles_without_a_break(self, quantizer: Quantizer, training: bool, masked: bool) -> None:
         torch._dynamo.reset()
         quantizer.train(training)
