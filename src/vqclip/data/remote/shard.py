@@ -48,13 +48,14 @@ class RemoteShard:
             sha256: the hash that it had then.
 
         Raises:
-            DataError: it has changed since it was indexed.
-            StorageError: it cannot be fetched, or is larger than the cache.
+            StorageError: it cannot be fetched, is larger than the cache, or has changed since it was indexed (its
+                `kind` is then "changed shard"). Whether a change is seen hangs on what the cache still holds, so no
+                sample is replaced on account of it.
         """
         found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length))
-        if sha256 not in (None, found.sha256):
+        if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
-            raise self._changed("its content has another hash")
+            raise self._changed(f"SHA-256 {sha256}", found.sha256)
         return found.file
 
     def discard(self) -> None:
@@ -69,7 +70,7 @@ class RemoteShard:
             part.restart()
             with opened(self.url, self.options.timeout_s, left_s) as body:
                 if length is not None and body.length is not None and body.length != length:
-                    raise self._changed(f"it had {length} bytes, now {body.length}")
+                    raise self._changed(f"{length} bytes", body.length)
                 self._copy(body, part)
 
         retried(fetch, self.url, self.options)
@@ -85,8 +86,13 @@ class RemoteShard:
         if body.length is not None and part.written != body.length:
             raise Failure(f"{part.written} bytes came, {body.length} were announced", again=True)
 
-    def _changed(self, what: str) -> DataError:
-        return DataError(f"{self}: has changed since it was indexed ({what}); start the run again", "changed shard")
+    def _changed(self, indexed: str, now: object) -> StorageError:
+        return StorageError(
+            f"{self}: has changed since it was indexed: {indexed} then, {now} now. Put the former file back, or start "
+            "the run again, which indexes the new one (a run that has checkpoints then shows the difference, and goes "
+            "on if run.resume_allow names data)",
+            "changed shard",
+        )
 
 
 def fetch_text(url: str, options: RemoteConfig) -> str:
