@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +22,8 @@ from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote import RemoteConfig, RemoteShard, shown
+from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown
+from vqclip.data.remote import cache as cache_module
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
@@ -162,6 +166,43 @@ def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[floa
     text = refusal(shard, total_s=0.3)
     assert "Tries: 1 of remote.tries=4, in 0." in text
     assert kept(cache) == []
+
+
+def test_all_waits_have_one_deadline(
+    server: FaultyServer, shard: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another process that fetches, for room, and for the server: total_s in all, not each."""
+    moment = 0.0
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: moment))
+
+    def later(pause: float) -> None:
+        nonlocal moment
+        moment += 1
+        if moment == 5:
+            os.close(other)  # who fetched has died
+
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=later, time_ns=time.time_ns))
+    monkeypatch.setattr("vqclip.data.remote.retry._sleep", later)
+    folder = cache / "shards"
+    folder.mkdir()
+    in_use, blocking = folder / "x.tar", folder / f"{RemoteShard(shard).key}.part"
+    in_use.write_bytes(bytes(1 << 20))
+    other, reader = (os.open(path, os.O_RDWR | os.O_CREAT) for path in (blocking, in_use))
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        text = refusal(shard, total_s=12.0, cache_gib=2**-10)
+    finally:
+        os.close(reader)
+    assert "no room for 255744 bytes in" in text
+    assert "after 13.0 s of remote.total_s=12: all else in it is in use" in text
+    moment = 0.0
+    in_use.unlink()
+    other = os.open(blocking, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    server.for_ever["/0.tar"] = status(503)
+    text = refusal(shard, total_s=6.5, tries=9)
+    assert "Tries: 2 of remote.tries=9, in 6.0 s of remote.total_s=6.5" in text
 
 
 @pytest.mark.parametrize("slowness", [serving.dribbling, serving.silent])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vqclip.data.cache import cache_folder
 from vqclip.data.remote.cache import Part, ShardCache
 from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import Failure, retried
 from vqclip.data.remote.transfer import Body, opened
 from vqclip.data.remote.urls import digest, shown
@@ -52,7 +53,8 @@ class RemoteShard:
                 `kind` is then "changed shard"). Whether a change is seen hangs on what the cache still holds, so no
                 sample is replaced on account of it.
         """
-        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length))
+        deadline = Deadline(self.options.total_s)
+        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length), deadline)
         if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
             raise self._changed(f"SHA-256 {sha256}", found.sha256)
@@ -63,17 +65,17 @@ class RemoteShard:
         self._cache().remove(self.key)
 
     def _cache(self) -> ShardCache:
-        return ShardCache(cache_folder() / "shards", self.options.cache_bytes, self.options.total_s)
+        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
 
     def _fill(self, part: Part, length: int | None) -> None:
-        def fetch(left_s: float) -> None:
+        def fetch() -> None:
             part.restart()
-            with opened(self.url, self.options.timeout_s, left_s) as body:
+            with opened(self.url, self.options.timeout_s, part.deadline) as body:
                 if length is not None and body.length is not None and body.length != length:
                     raise self._changed(f"{length} bytes", body.length)
                 self._copy(body, part)
 
-        retried(fetch, self.url, self.options)
+        retried(fetch, self.url, self.options, part.deadline)
 
     def _copy(self, body: Body, part: Part) -> None:
         try:
@@ -102,10 +104,11 @@ def fetch_text(url: str, options: RemoteConfig) -> str:
         StorageError: it cannot be fetched.
         DataError: it is larger than 16 MiB, or not UTF-8.
     """
+    deadline = Deadline(options.total_s)
 
-    def fetch(left_s: float) -> bytes:
+    def fetch() -> bytes:
         data = bytearray()
-        with opened(url, options.timeout_s, left_s) as body:
+        with opened(url, options.timeout_s, deadline) as body:
             if body.length is not None and body.length > _MAX_TEXT:
                 raise DataError(f"{shown(url)}: has {body.length} bytes; at most {_MAX_TEXT} are read")
             for block in body.blocks:
@@ -117,6 +120,6 @@ def fetch_text(url: str, options: RemoteConfig) -> str:
         return bytes(data)
 
     try:
-        return retried(fetch, url, options).decode("utf-8")
+        return retried(fetch, url, options, deadline).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{shown(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
