@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.data.serving import FaultyServer, status
 from tests.ranks import RankError, RankPool
+from tests.training import run_tree
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
@@ -25,6 +27,7 @@ from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown
 from vqclip.data.remote import cache as cache_module
 from vqclip.errors import DataError, StorageError
+from vqclip.train import main
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 
@@ -400,6 +403,28 @@ def test_class_folders_without_a_number_of_shards(
     where = shown(f"{url}/train/nshards.txt?sig=s3cr3t")
     assert str(error.value).startswith(f"{where}: {message}")
     assert "s3cr3t" not in where
+
+
+def test_a_run_keeps_no_credentials(
+    server: FaultyServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in its folder, checkpoints included, nor in what it says; of a bad sample, and of a mistake."""
+    members = caption_members(0, 11) | {"bad.jpg": b"x", "bad.txt": b"x"}
+    server.files["/0.tar"] = write_tar(tmp_path / "0.tar", members).read_bytes()
+    url = f"{server.url}/0.tar?X-Amz-Signature=s3cr3t-s3cr3t&b=1".replace("http://", "http://me:hunter22@")
+    tree = run_tree(tmp_path / "runs", tmp_path, train__steps=4)
+    tree["data"]["sources"] = [{"kind": "shards", "path": url}]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert main(["--config", str(tmp_path / "config.json")]) == 0
+    assert main(["--config", str(tmp_path / "config.json"), f"data.sources[0].pth={url}"]) == 2
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert {"config.yaml", "summary.json", "bad_samples.jsonl", "metrics.jsonl"} <= {path.name for path in files}
+    files[Path("output")] = "".join((*capfd.readouterr(), caplog.text)).encode()
+    for path, data in files.items():
+        assert not any(secret in data for secret in (b"s3cr3t", b"hunter22")), path
+    masked = f"{server.url}/0.tar?X-Amz-Signature=...&b=..."
+    for name in ("config.yaml", "bad_samples.jsonl", "output"):
+        assert any(path.name == name and masked.encode() in data for path, data in files.items()), name
 
 
 # ---- several processes

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vqclip.data import masked
 from vqclip.files import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class Lines:
 
 def spelt(value: Any) -> Any:
     """The value as it stands in the file."""
+    if isinstance(value, str):
+        return masked(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -11,7 +11,7 @@ from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import Failure, retried
 from vqclip.data.remote.transfer import Body, opened
-from vqclip.data.remote.urls import digest, shown
+from vqclip.data.remote.urls import digest, file_name, shown
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["RemoteShard", "fetch_text"]
@@ -32,7 +32,7 @@ class RemoteShard:
     @property
     def name(self) -> str:
         """The last part of its path."""
-        return self.url.partition("?")[0].rpartition("/")[2]
+        return file_name(self.url)
 
     @property
     def key(self) -> str:
