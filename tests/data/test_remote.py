@@ -389,6 +389,8 @@ def test_storage_that_fails_is_no_bad_sample(
         (None, "cannot be fetched: not found (404)"),
         (b"0", "got '0'; expected the number of shards"),
         (b"-1", "got '-1'; expected"),
+        (b"100001", "got '100001'; expected the number of shards, at most 100000"),
+        (b"1".ljust(65), "has 65 bytes; at most 64 are read"),
         (b"\xff", "not UTF-8: invalid start byte at byte 0"),
     ],
 )
@@ -425,6 +427,19 @@ def test_a_run_keeps_no_credentials(
     masked = f"{server.url}/0.tar?X-Amz-Signature=...&b=..."
     for name in ("config.yaml", "bad_samples.jsonl", "output"):
         assert any(path.name == name and masked.encode() in data for path, data in files.items()), name
+
+
+@pytest.mark.parametrize("file", ["classnames.txt", "zeroshot_classification_templates.txt"])
+@pytest.mark.parametrize("fault", [serving.answer, serving.unannounced])
+def test_texts_at_urls_have_the_limits_of_local_ones(
+    server: FaultyServer, tmp_path: Path, file: str, fault: Callable
+) -> None:
+    url = server.add(class_folder(tmp_path))
+    server.files["/train/nshards.txt"] = b"1"
+    server.files[f"/{file}"] += b"\n" * ((4 << 20) + 1 - len(server.files[f"/{file}"]))
+    server.for_ever[f"/{file}"] = fault
+    with pytest.raises(DataError, match=rf"{url}/{file}: has (more than 4194304|4194305) bytes"):
+        ClassShardsConfig(path=url).build()
 
 
 # ---- several processes

@@ -16,8 +16,6 @@ from vqclip.errors import DataError, StorageError
 
 __all__ = ["RemoteShard", "fetch_text"]
 
-_MAX_TEXT = 16 << 20
-
 
 @dataclass(frozen=True)
 class RemoteShard:
@@ -97,24 +95,29 @@ class RemoteShard:
         )
 
 
-def fetch_text(url: str, options: RemoteConfig) -> str:
+def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
     """A small UTF-8 file; never cached.
+
+    Args:
+        url: where it lies.
+        options: how it is fetched.
+        limit: bytes that it may have.
 
     Raises:
         StorageError: it cannot be fetched.
-        DataError: it is larger than 16 MiB, or not UTF-8.
+        DataError: it is larger, or not UTF-8.
     """
     deadline = Deadline(options.total_s)
 
     def fetch() -> bytes:
         data = bytearray()
         with opened(url, options.timeout_s, deadline) as body:
-            if body.length is not None and body.length > _MAX_TEXT:
-                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {_MAX_TEXT} are read")
+            if body.length is not None and body.length > limit:
+                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {limit} are read")
             for block in body.blocks:
                 data += block
-                if len(data) > _MAX_TEXT:
-                    raise DataError(f"{shown(url)}: has more than {_MAX_TEXT} bytes, which are the most that are read")
+                if len(data) > limit:
+                    raise DataError(f"{shown(url)}: has more than {limit} bytes, which are the most that are read")
         if body.length is not None and len(data) != body.length:
             raise Failure(f"{len(data)} bytes came, {body.length} were announced", again=True)
         return bytes(data)
