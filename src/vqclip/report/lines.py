@@ -64,10 +64,11 @@ class Lines:
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def spelt(value: Any) -> Any:
