@@ -7,6 +7,10 @@ import hashlib
 import json
 import logging
 import os
+import shutil
+import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -440,6 +444,53 @@ def test_texts_at_urls_have_the_limits_of_local_ones(
     server.for_ever[f"/{file}"] = fault
     with pytest.raises(DataError, match=rf"{url}/{file}: has (more than 4194304|4194305) bytes"):
         ClassShardsConfig(path=url).build()
+
+
+FETCHING = """
+import os, sys
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.errors import StorageError
+for url in sys.argv[1:]:
+    try:
+        file = RemoteShard(url, RemoteConfig(tries=3, total_s=200.0)).open()
+        print(os.pread(file, 100, 0).decode())
+    except StorageError as error:
+        print(error)
+"""
+
+
+def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+    """Whoever is on the way could put another shard there; at last https again, or not."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl, to make a certificate")
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving.serving(context) as safe:
+        safe.files["/0.tar"] = b"from https"
+        server.files["/0.tar"] = b"from http"
+        safe.for_ever["/within.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        safe.for_ever["/down.tar"] = status(302, Location=f"{server.url}/0.tar")
+        safe.for_ever["/through.tar"] = status(302, Location=f"{server.url}/back.tar")
+        server.for_ever["/back.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        server.for_ever["/up.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        names = ("0", "within", "down", "through")
+        urls = [*(f"{safe.url}/{name}.tar" for name in names), f"{server.url}/up.tar"]
+        trusting = os.environ | {"SSL_CERT_FILE": certificate}
+        told = subprocess.run(
+            [sys.executable, "-c", FETCHING, *urls], env=trusting, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        assert told[:2] == ["from https"] * 2
+        for url, line in zip(urls[2:4], told[2:4], strict=True):
+            refused = "redirected from https to http, which anybody on the way can change; this is not tried again"
+            assert line.startswith(f"{url}: cannot be fetched: {refused}. Tries: 1 of")
+        assert told[4:] == ["from https"]
+        assert "ClientConnectorCertificateError" in (
+            text := refusal(f"{urls[0]}?again")
+        )  # whom this process does not know
+        assert "; this is not tried again" in text
 
 
 # ---- several processes
