@@ -15,6 +15,8 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The tests of object stores run against a server of their own, which few others need.
+FAULTS_STAMP := $(VENV)/.installed-test-s3
 SOURCES := src tests $(wildcard scripts benchmarks)
 
 # Processes share the cores; without this each would start a thread on every one of them.
@@ -36,7 +38,7 @@ test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processe
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
-faults: $(STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
+faults: $(STAMP) $(FAULTS_STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
 	$(BIN)/python -m pytest -m faults $(TESTS)
 
 check: $(STAMP) ## check format, style and types
@@ -56,4 +58,8 @@ $(STAMP): pyproject.toml
 		|| { echo "vqclip needs Python 3.10 or later, got $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test,dev]'
+	@touch $@
+
+$(FAULTS_STAMP): pyproject.toml | $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test-s3]'
 	@touch $@

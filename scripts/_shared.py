@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vqclip import checkpoint, dist
+from vqclip.data import masked
 from vqclip.errors import CheckpointError, VqclipError
 from vqclip.evaluation import (
     EvaluationConfig,
@@ -133,5 +134,5 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {masked(message)}", file=sys.stderr)
     return 2

@@ -156,6 +156,21 @@ def test_a_collapsed_codebook_is_told_of_once():
     ]
 
 
+def test_a_collapse_is_remembered_over_a_resume():
+    quantizer = VQConfig(dim=4, codebook_size=100).build()
+    config = GuardConfig(collapse=CollapseConfig(usage=0.1, steps=50))
+    before, after, later = (config.build() for _ in range(3))
+    for done in (20, 60):
+        assert before.collapse.look(done, "image", quantizer, figures(0.09)) is None
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.collapse.look(70, "image", quantizer, figures(0.09)).startswith("image: since step 20 or before")
+    later.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    assert later.collapse.look(80, "image", quantizer, figures(0.09)) is None  # told already
+    older = {"skipped": 1, "losses": []}
+    later.load_state_dict(older)
+    assert later.skipped == 1
+
+
 def test_no_more_codes_are_expected_than_there_are_tokens():
     quantizer = ProductConfig(layer=VQConfig(dim=4, codebook_size=1000), codebooks=2).build()
     watch = CollapseConfig(usage=0.5, steps=1).build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 
@@ -64,3 +65,11 @@ class CollapseWatch:
             "lfq and bsq a larger weight of codebook_entropy_gap or a higher entropy_temperature; several smaller "
             "codebooks (kind: product)"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-able."""
+        return {"since": dict(self._since), "told": sorted(self._told)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._since, self._told = dict(state["since"]), set(state["told"])

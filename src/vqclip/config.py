@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,10 +106,16 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML that `load_config` reads back to an equal one."""
+def to_yaml(config: Config, change: Callable[[Any], Any] | None = None) -> str:
+    """The whole tree, defaults included, as YAML that `load_config` reads back to an equal one.
+
+    Args:
+        config: the tree.
+        change: what to make of it, as plain data, before; such as leaving credentials out.
+    """
     # In two steps: pydantic 2.10's JSON mode writes the list of a `Path | tuple[Path, ...]` as one string.
-    return dump_yaml(to_jsonable_python(config.model_dump()))
+    plain = to_jsonable_python(config.model_dump())
+    return dump_yaml(plain if change is None else change(plain))
 
 
 def json_schema(schema: type[Config]) -> dict[str, Any]:

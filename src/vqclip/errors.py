@@ -46,7 +46,10 @@ class DataError(VqclipError, ValueError):
 
 
 class StorageError(DataError):
-    """Storage that could not be reached, read or written: no sample is to blame, so none is replaced by another."""
+    """Storage that could not be reached, read or written, or holds another thing than it did.
+
+    No sample is to blame, so none is replaced by another.
+    """
 
 
 class ShapeError(VqclipError, ValueError):

@@ -72,6 +72,8 @@ class Guards:
         self.config = config
         self.skipped = 0
         """Steps of the run that were left out."""
+        self.collapse = config.collapse.build() if config.collapse else None
+        """For whoever reports figures to look with."""
         self._losses: deque[float] = deque(maxlen=config.spikes.window if config.spikes else 0)
 
     def look(self, step: int, values: Mapping[str, float]) -> Event | None:
@@ -114,10 +116,15 @@ class Guards:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-able."""
-        return {"skipped": self.skipped, "losses": list(self._losses)}
+        collapse = self.collapse.state_dict() if self.collapse else None
+        return {"skipped": self.skipped, "losses": list(self._losses), "collapse": collapse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.skipped = int(state["skipped"])
         self._losses.clear()
         self._losses.extend(state["losses"])
+        if self.collapse and state.get(
+            "collapse"
+        ):  # absent where nobody looked, or in a checkpoint of an older version
+            self.collapse.load_state_dict(state["collapse"])

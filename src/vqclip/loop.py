@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from vqclip import dist
-from vqclip.collapse import CollapseWatch
 from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
@@ -75,7 +73,10 @@ class Loop:
                 done += 1
                 self.clock.count(settings.batch_size)
                 bar.advance()
-                stopping = dist.any_rank(self.stop.requested)  # every rank stops after the same step
+                # Every rank stops after the same step.
+                stopping, too_many = dist.any_rank_each([self.stop.requested, self.data.met_too_many_bad])
+                if too_many:
+                    self._tell_of_bad_samples()
                 last = stopping or done == settings.steps
                 reporting = last or done % settings.report_every == 0
                 saving = last or done % settings.checkpoint_every == 0
@@ -87,7 +88,7 @@ class Loop:
                 self.snapshots.look()
                 if not last and settings.evaluate_every and done % settings.evaluate_every == 0:
                     stopping = self._evaluate_between(done, saved=saving)
-                self.data.require_few_bad(replaced, done * settings.batch_size)  # the same on every rank
+                self._require_few_bad(replaced, done * settings.batch_size)
                 if stopping:
                     break
                 self.watchdog.at(done, "waiting for the next batch")
@@ -100,7 +101,16 @@ class Loop:
 
     def _batches(self, start: int) -> Iterator[Batch]:
         pin = self.step.device.type == "cuda"
-        return self.data.batches(start, self.config.train.steps, pin_memory=pin)
+        return self.data.batches(start, self.config.train.steps, pin_memory=pin, judge=False)
+
+    def _tell_of_bad_samples(self) -> None:
+        """Write down and raise, on every rank alike, that one of them has met too many."""
+        self.records.bad.collect()
+        for rank, (replaced, seen) in enumerate(dist.gather_json([self.data.replaced, self.data.seen])):
+            self._require_few_bad(replaced, seen, f" on rank {rank}" if dist.is_distributed() else "")
+
+    def _require_few_bad(self, replaced: int, seen: int, where: str = "") -> None:
+        self.data.require_few_bad(replaced, seen, self.records.bad.last, where)
 
     def _noted(self, batch: Batch) -> StepResult:
         """Run a step; what is noteworthy about it, on every rank alike, is written down."""
@@ -131,15 +141,10 @@ class Loop:
         for modality, quantizer in self.step.model.quantizers().items():
             metrics = {name: float(value) for name, value in quantizer.metrics(result.stats[modality]).items()}
             figures |= {f"{modality}/{name}": value for name, value in metrics.items()}
-            warning = self._collapse and self._collapse.look(done, modality, quantizer, metrics)
+            warning = self.step.guards.collapse and self.step.guards.collapse.look(done, modality, quantizer, metrics)
             if warning:
                 logger.warning("step %d: %s", done, warning)
         return figures
-
-    @cached_property
-    def _collapse(self) -> CollapseWatch | None:
-        config = self.config.guards.collapse
-        return None if config is None else config.build()
 
     def _save(self, done: int) -> None:
         self.clock.pause()

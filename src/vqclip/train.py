@@ -19,6 +19,7 @@ import torch
 
 from vqclip import checkpoint, dist, progress
 from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.data import masked
 from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare
 from vqclip.files import write_text
@@ -102,7 +103,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     start, bad_before = _resume(config, snapshots)
     _require_going_on(stop)
     if dist.is_main():
-        write_text(folder / "config.yaml", to_yaml(config))
+        write_text(folder / "config.yaml", to_yaml(config, masked))  # whoever is shown a run need not read its data
         remove_stopped(folder)
 
     with (
@@ -252,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
     who = f"vqclip.train: rank {os.environ['RANK']}" if "RANK" in os.environ else "vqclip.train"
-    print(f"{who}: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"{who}: {error}", file=sys.stderr)
+    text = masked(str(error))
+    print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
     return status
 
 
@@ -260,7 +262,7 @@ def _log_to_stderr() -> None:
     """Rank 0 tells what it does; the others only what went wrong."""
     level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s", masked))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -65,6 +65,17 @@ def huge_jpeg(side: int) -> bytes:
     return bytes(data)
 
 
+def scans_jpeg(scans: int, side: int = 16) -> bytes:
+    """A progressive JPEG, to which empty refinements of all its pixels are added until it has so many scans."""
+    data = encode(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    # Huffman table 0: one code of one bit for a run of 2^14 blocks. A scan: AC 1 to 63, first bits, all blocks empty.
+    table = b"\xff\xc4" + struct.pack(">HB16B", 20, 0x10, 1, *[0] * 15) + b"\xe0"
+    header = b"\xff\xda" + struct.pack(">HBBBBBB", 8, 1, 1, 0x00, 1, 63, 0x00)
+    runs = -(-((side // 8) ** 2) // (1 << 14))
+    pixels = bytes(-(-15 * runs // 8))
+    return data[:-2] + table + (header + pixels) * (scans - data.count(b"\xff\xda")) + b"\xff\xd9"
+
+
 def lying_webp(side: int) -> bytes:
     """A WebP whose outer header says 8 x 8 and whose picture is side x side."""
     inner = encode(Image.new("RGB", (side, side)), "WEBP", lossless=True)[12:]

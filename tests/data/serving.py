@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 from collections import defaultdict
@@ -17,7 +18,7 @@ Fault = Callable[[BaseHTTPRequestHandler, bytes], None]
 class FaultyServer:
     """Serves files; the next requests for a path meet its faults, in order, then all goes well again."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.files: dict[str, bytes] = {}
         self.tags: dict[str, str] = {}
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
@@ -27,7 +28,9 @@ class FaultyServer:
         self.stopped = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._http.server_port}"
+        if tls:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
@@ -163,8 +166,8 @@ def late(server: FaultyServer, seconds: float) -> Fault:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[FaultyServer]:
-    server = FaultyServer()
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[FaultyServer]:
+    server = FaultyServer(tls)
     try:
         yield server
     finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.data import hostile
+from tests.data.hostile import scans_jpeg
 from tests.data.making import encode, pixels
-from vqclip.data.decode import decode_image, image_header, pil_to_uint8
+from vqclip.data import decode
+from vqclip.data.decode import MAX_SCANS, decode_image, image_header, pil_to_uint8
 from vqclip.errors import DataError
 
 HEIGHT, WIDTH = 20, 24
@@ -233,3 +236,28 @@ def test_damaged_files_are_refused_or_decoded(data: bytes, changes: list[tuple[i
         return
     assert image.shape[0] == 3
     assert image.dtype == torch.uint8
+
+
+def test_scans_of_a_jpeg_are_counted_before_it_is_decoded() -> None:
+    for scans in (7, MAX_SCANS):
+        assert decode_image(scans_jpeg(scans)).shape == (3, 16, 16)
+    for data in (scans_jpeg(MAX_SCANS + 1), scans_jpeg(MAX_SCANS + 1).replace(b"\xff\xda", b"\xff\xff\xff\xda")):
+        with pytest.raises(DataError, match=f"^jpeg image of more than {MAX_SCANS} scans; it is not decoded$") as error:
+            decode_image(data)
+        assert error.value.kind == "too many scans"
+    # What looks like scans in a thumbnail, in padding or after the end is none.
+    many = b"\xff\xda\x00\x02" * 300
+    whole = encode(pixels(1), "JPEG", exif=b"Exif\0\0" + many)
+    assert many in whole
+    assert decode_image(whole + many).shape == (3, 20, 24)
+
+
+def test_counting_scans_is_linear_in_the_bytes() -> None:
+    times = []
+    for megabytes in (4, 16):
+        data = b"\xff\xd8" + b"\xff\xd0\xff\x00" * (megabytes << 18)  # nothing but marks that mean nothing
+        start = time.process_time()
+        decode._check_scans(data)
+        times.append(time.process_time() - start)
+    assert times[1] < 16 * times[0] + 0.1
+    assert times[1] < 2

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import logging
 import os
+import shutil
+import ssl
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,12 +23,15 @@ from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.data.serving import FaultyServer, status
 from tests.ranks import RankError, RankPool
+from tests.training import run_tree
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote import RemoteConfig, RemoteShard, shown
+from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown
+from vqclip.data.remote import cache as cache_module
 from vqclip.errors import DataError, StorageError
+from vqclip.train import main
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 
@@ -164,6 +175,43 @@ def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[floa
     assert kept(cache) == []
 
 
+def test_all_waits_have_one_deadline(
+    server: FaultyServer, shard: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another process that fetches, for room, and for the server: total_s in all, not each."""
+    moment = 0.0
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: moment))
+
+    def later(pause: float) -> None:
+        nonlocal moment
+        moment += 1
+        if moment == 5:
+            os.close(other)  # who fetched has died
+
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=later, time_ns=time.time_ns))
+    monkeypatch.setattr("vqclip.data.remote.retry._sleep", later)
+    folder = cache / "shards"
+    folder.mkdir()
+    in_use, blocking = folder / "x.tar", folder / f"{RemoteShard(shard).key}.part"
+    in_use.write_bytes(bytes(1 << 20))
+    other, reader = (os.open(path, os.O_RDWR | os.O_CREAT) for path in (blocking, in_use))
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        text = refusal(shard, total_s=12.0, cache_gib=2**-10)
+    finally:
+        os.close(reader)
+    assert "no room for 255744 bytes in" in text
+    assert "after 13.0 s of remote.total_s=12: all else in it is in use" in text
+    moment = 0.0
+    in_use.unlink()
+    other = os.open(blocking, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    server.for_ever["/0.tar"] = status(503)
+    text = refusal(shard, total_s=6.5, tries=9)
+    assert "Tries: 2 of remote.tries=9, in 6.0 s of remote.total_s=6.5" in text
+
+
 @pytest.mark.parametrize("slowness", [serving.dribbling, serving.silent])
 def test_slow_ones_are_tried_again(
     server: FaultyServer, shard: str, pauses: list[float], caplog: pytest.LogCaptureFixture, slowness: Callable
@@ -273,22 +321,44 @@ def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
     server.tags["/0.tar"] = '"b"'  # the same content from another machine: no change
     assert source.read(0) == expected
     evict(cache)
-    changed = bytearray(server.files["/0.tar"])
+    former = server.files["/0.tar"]
+    changed = bytearray(former)
     changed[600] ^= 1
     server.files["/0.tar"] = bytes(changed)
-    for _ in range(3):
-        with pytest.raises(DataError) as error:
-            source.read(1)
-        assert str(error.value).startswith(f"{url}: has changed since it was indexed (its content has another hash)")
-        assert error.value.kind == "changed shard"
-    assert len(server.requests) == 3  # indexed, fetched again twice: once is enough to know it
+    was, now = (hashlib.sha256(data).hexdigest() for data in (former, changed))
+    with pytest.raises(StorageError) as error:
+        source.read(1)
+    assert str(error.value) == (
+        f"{url}: has changed since it was indexed: SHA-256 {was} then, {now} now. Put the former file back, or start "
+        "the run again, which indexes the new one (a run that has checkpoints then shows the difference, and goes on "
+        "if run.resume_allow names data)"
+    )
     assert config.build().fingerprint != first  # as the next start sees it
     evict(cache)
     source = config.build()
     server.files["/0.tar"] = write_tar(tmp_path / "0.tar", caption_members(0, 9)).read_bytes()
-    with pytest.raises(DataError, match=r"has changed since it was indexed \(it had \d+ bytes, now \d+\)"):
+    with pytest.raises(StorageError, match=r"has changed since it was indexed: \d+ bytes then, \d+ now\. Put"):
         source.read(0)
     assert len(config.build()) == 9
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
+    server: FaultyServer, tmp_path: Path, cache: Path, workers: int
+) -> None:
+    """Unlike that of a local shard: which samples it would strike hangs on what the cache holds."""
+    url = server.add(caption_shards(tmp_path / "a", (4,)))
+    source = CaptionShardsConfig(path=f"{url}/00000.tar", remote=OPTIONS)
+    data = DataConfig(sources=(source,), workers=workers, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
+    evict(cache)
+    server.files["/00000.tar"] = server.files["/00000.tar"].replace(b"caption", b"CAPTION")
+    with pytest.raises(StorageError, match=rf"^{url}/00000.tar: has changed since it was indexed: SHA-256 "):
+        next(data.batches(0, 1))
+    evict(cache)
+    with pytest.raises(StorageError, match=rf"^{url}/00000.tar: has changed since it was indexed: "):
+        list(EvalSet(data._samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
+    assert data.replaced == 0
+    assert len(source.build()) == 4  # the next start takes what is there
 
 
 def test_a_damaged_shard_is_not_kept(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
@@ -323,6 +393,8 @@ def test_storage_that_fails_is_no_bad_sample(
         (None, "cannot be fetched: not found (404)"),
         (b"0", "got '0'; expected the number of shards"),
         (b"-1", "got '-1'; expected"),
+        (b"100001", "got '100001'; expected the number of shards, at most 100000"),
+        (b"1".ljust(65), "has 65 bytes; at most 64 are read"),
         (b"\xff", "not UTF-8: invalid start byte at byte 0"),
     ],
 )
@@ -337,6 +409,88 @@ def test_class_folders_without_a_number_of_shards(
     where = shown(f"{url}/train/nshards.txt?sig=s3cr3t")
     assert str(error.value).startswith(f"{where}: {message}")
     assert "s3cr3t" not in where
+
+
+def test_a_run_keeps_no_credentials(
+    server: FaultyServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in its folder, checkpoints included, nor in what it says; of a bad sample, and of a mistake."""
+    members = caption_members(0, 11) | {"bad.jpg": b"x", "bad.txt": b"x"}
+    server.files["/0.tar"] = write_tar(tmp_path / "0.tar", members).read_bytes()
+    url = f"{server.url}/0.tar?X-Amz-Signature=s3cr3t-s3cr3t&b=1".replace("http://", "http://me:hunter22@")
+    tree = run_tree(tmp_path / "runs", tmp_path, train__steps=4)
+    tree["data"]["sources"] = [{"kind": "shards", "path": url}]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    assert main(["--config", str(tmp_path / "config.json")]) == 0
+    assert main(["--config", str(tmp_path / "config.json"), f"data.sources[0].pth={url}"]) == 2
+    files = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert {"config.yaml", "summary.json", "bad_samples.jsonl", "metrics.jsonl"} <= {path.name for path in files}
+    files[Path("output")] = "".join((*capfd.readouterr(), caplog.text)).encode()
+    for path, data in files.items():
+        assert not any(secret in data for secret in (b"s3cr3t", b"hunter22")), path
+    masked = f"{server.url}/0.tar?X-Amz-Signature=...&b=..."
+    for name in ("config.yaml", "bad_samples.jsonl", "output"):
+        assert any(path.name == name and masked.encode() in data for path, data in files.items()), name
+
+
+@pytest.mark.parametrize("file", ["classnames.txt", "zeroshot_classification_templates.txt"])
+@pytest.mark.parametrize("fault", [serving.answer, serving.unannounced])
+def test_texts_at_urls_have_the_limits_of_local_ones(
+    server: FaultyServer, tmp_path: Path, file: str, fault: Callable
+) -> None:
+    url = server.add(class_folder(tmp_path))
+    server.files["/train/nshards.txt"] = b"1"
+    server.files[f"/{file}"] += b"\n" * ((4 << 20) + 1 - len(server.files[f"/{file}"]))
+    server.for_ever[f"/{file}"] = fault
+    with pytest.raises(DataError, match=rf"{url}/{file}: has (more than 4194304|4194305) bytes"):
+        ClassShardsConfig(path=url).build()
+
+
+FETCHING = """
+import os, sys
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.errors import StorageError
+for url in sys.argv[1:]:
+    try:
+        file = RemoteShard(url, RemoteConfig(tries=3, total_s=200.0)).open()
+        print(os.pread(file, 100, 0).decode())
+    except StorageError as error:
+        print(error)
+"""
+
+
+def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path: Path) -> None:
+    """Whoever is on the way could put another shard there; at last https again, or not."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl, to make a certificate")
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving.serving(context) as safe:
+        safe.files["/0.tar"] = b"from https"
+        server.files["/0.tar"] = b"from http"
+        safe.for_ever["/within.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        safe.for_ever["/down.tar"] = status(302, Location=f"{server.url}/0.tar")
+        safe.for_ever["/through.tar"] = status(302, Location=f"{server.url}/back.tar")
+        server.for_ever["/back.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        server.for_ever["/up.tar"] = status(302, Location=f"{safe.url}/0.tar")
+        names = ("0", "within", "down", "through")
+        urls = [*(f"{safe.url}/{name}.tar" for name in names), f"{server.url}/up.tar"]
+        trusting = os.environ | {"SSL_CERT_FILE": certificate}
+        told = subprocess.run(
+            [sys.executable, "-c", FETCHING, *urls], env=trusting, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        assert told[:2] == ["from https"] * 2
+        for url, line in zip(urls[2:4], told[2:4], strict=True):
+            refused = "redirected from https to http, which anybody on the way can change; this is not tried again"
+            assert line.startswith(f"{url}: cannot be fetched: {refused}. Tries: 1 of")
+        assert told[4:] == ["from https"]
+        assert "ClientConnectorCertificateError" in (
+            text := refusal(f"{urls[0]}?again")
+        )  # whom this process does not know
+        assert "; this is not tried again" in text
 
 
 # ---- several processes

@@ -17,6 +17,7 @@ import pytest
 
 from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.cache import Held, Part, ShardCache
+from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
 
 SIZE = 1000
@@ -30,8 +31,8 @@ class Folder:
     """A cache of three shards, and what was fetched into it."""
 
     def __init__(self, folder: Path, limit: int = 3 * SIZE, wait_s: float = 0.0):
-        self.path = folder
-        self.cache = ShardCache(folder, limit, wait_s)
+        self.path, self.wait_s = folder, wait_s
+        self.cache = ShardCache(folder, limit)
         self.fetched: list[str] = []
 
     def open(self, key: str, fill: Callable[[Part], None] | None = None) -> Held:
@@ -40,7 +41,7 @@ class Folder:
             part.reserve(SIZE)
             part.write(content(key))
 
-        return self.cache.open(key, None, fill or ordinary)
+        return self.cache.open(key, None, fill or ordinary, Deadline(self.wait_s))
 
     def use(self, *keys: str) -> None:
         for key in keys:
@@ -94,7 +95,9 @@ def test_what_is_in_use_stays(folder: Folder) -> None:
         folder.use(*"cdef")
         assert folder.keys == "abf"
         with folder.held("c"):
-            with pytest.raises(StorageError, match=r"no room for 1000 bytes in .*/shards within 0 s: .* in use"):
+            with pytest.raises(
+                StorageError, match=r"no room for 1000 bytes in .*/shards, after 0.0 s of .*=0: .* in use"
+            ):
                 folder.use("d")
             assert folder.keys == "abc"
             assert not list(folder.path.glob("*.part"))
@@ -168,7 +171,7 @@ def test_a_new_try_begins_anew(folder: Folder) -> None:
 def test_another_content_is_fetched_where_one_is_wanted(folder: Folder) -> None:
     os.close(folder.open("a", lambda part: part.write(b"old")).file)
     wanted = hashlib.sha256(b"new").hexdigest()
-    held = folder.cache.open("a", wanted, lambda part: part.write(b"new"))
+    held = folder.cache.open("a", wanted, lambda part: part.write(b"new"), Deadline(1))
     assert held.sha256 == wanted
     os.close(held.file)
     folder.cache.remove("a")

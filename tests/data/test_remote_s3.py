@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.data import serving
 from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
-from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 
@@ -104,9 +107,45 @@ def test_an_object_that_changes_is_noticed(bucket: Any, tmp_path: Path, cache: P
     data = bytearray((tmp_path / "00000.tar").read_bytes())
     data[600] ^= 1
     bucket[0].pipe_file("bucket/a/00000.tar", bytes(data))
-    with pytest.raises(DataError, match=r"a/00000.tar: has changed since it was indexed \(its content"):
+    with pytest.raises(StorageError, match=r"a/00000.tar: has changed since it was indexed: SHA-256 "):
         source.read(0)
     assert config.build().fingerprint != source.fingerprint
+
+
+def test_each_request_is_sent_once(bucket: Any, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither botocore nor s3fs tries again by itself; and what the server takes its time over ends in time."""
+    with serving.serving() as other:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", other.url)
+        other.for_ever["/bucket/0.tar"] = serving.status(503)
+        with pytest.raises(StorageError, match=r"Tries: 2 of remote.tries=2"):
+            RemoteShard("s3://bucket/0.tar", RemoteConfig(**OPTIONS | {"timeout_s": 5.5})).open()
+        assert len(other.requests) == 2
+        other.for_ever["/bucket/0.tar"] = serving.dribbling(other, 0.2)
+        other.files["/bucket/0.tar"] = bytes(1000)
+        start = time.monotonic()
+        with pytest.raises(StorageError, match=r"FSTimeoutError. Tries: 1 .* s of remote.total_s=2"):
+            RemoteShard("s3://bucket/0.tar", RemoteConfig(**OPTIONS | {"timeout_s": 5.5, "total_s": 2.0})).open()
+        assert time.monotonic() - start < 100  # all of it would take 200
+
+
+def test_an_object_that_changes_while_it_comes_is_fetched_again(
+    bucket: Any, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_BLOCK", 4096)
+    bucket[0].pipe_file("bucket/c/0.tar", b"a" * 10_000)
+    read, changes = transfer._Store.next_block, [b"b" * 10_000]
+
+    def changing(self: Any) -> bytes:
+        block = read(self)
+        if changes:
+            bucket[0].pipe_file("bucket/c/0.tar", changes.pop())
+        return block
+
+    monkeypatch.setattr(transfer._Store, "next_block", changing)
+    file = RemoteShard("s3://bucket/c/0.tar", RemoteConfig(**OPTIONS)).open()
+    assert os.pread(file, 20_000, 0) == b"b" * 10_000
+    os.close(file)
+    assert len(pauses) == 1
 
 
 def test_a_server_that_is_gone(bucket: Any, pauses: list[float]) -> None:

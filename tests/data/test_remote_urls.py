@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import pytest
 
 from tests.data.making import caption_shards
 from vqclip.data import CaptionShardsConfig
 from vqclip.data.remote import RemoteConfig, RemoteShard, beneath, remote_shards, shown
-from vqclip.data.remote.urls import PROTOCOLS, digest, redacted
+from vqclip.data.remote.urls import PROTOCOLS, digest, masked, redacted
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 
@@ -85,6 +86,68 @@ def test_credentials_are_not_shown() -> None:
     for text in (told, str(shard), repr(shard)):
         for secret in ("s3cr3t", "pass word1", "pw@", "x=y"):
             assert secret not in text
+
+
+HIDDEN = {
+    "https://joe:s3cr3t@host/0.tar": "https://host/0.tar",
+    "https://s3cr3t@host/0.tar": "https://host/0.tar",
+    "https://joe%3As3cr3t%40host/0.tar": "https://host/0.tar",
+    "https://joe:s3c@r3t:s3cr3t@host/0.tar": "https://host/0.tar",
+    "https://joe:h/n%ter@host/0.tar": "https://...host/0.tar",
+    "https://joe:h%2Fn%25ter@host/0.tar": "https://host/0.tar",
+    "https://joe:s3cr3t?x@host/0.tar": "https://...?...",
+    "https://joe:12?s3cr3t@host/0.tar": "https://...?...",
+    "https://joe:s3cr3t#x@host/0.tar": "https://...#...",
+    "https://joe:s3cr3t": "https://...",
+    "https://host/a/https://joe:s3cr3t@other/0.tar": "https://...other/0.tar",
+    "https://host/a@b/0.tar": "https://host/a@b/0.tar",
+    "https://host:8080/a/0.tar": "https://host:8080/a/0.tar",
+    "https://joe:s3cr3t@[::1]:80/0.tar": "https://[::1]:80/0.tar",
+    "s3://joe:s3cr3t/s3cr3t@bucket/0.tar": "s3://...bucket/0.tar",
+    "https://host/0.tar?X-Amz-Signature=s3cr3t&X-Amz-Date=2026": "https://host/0.tar?X-Amz-Signature=...&X-Amz-Date=...",
+    "https://host/0.tar?sig=s3cr3t==;token=s3cr3t": "https://host/0.tar?sig=...&token=...",
+    "https://host/0.tar?s3cr3t=": "https://host/0.tar?...",
+    "https://host/0.tar?s3cr3t==": "https://host/0.tar?...",
+    "https://host/0.tar?next=https://joe:s3cr3t@other/?x=y": "https://host/0.tar?next=...",
+    "https://host/0.tar?a=b@c&sig=s3cr3t": "https://host/0.tar?a=...&sig=...",
+    "https://host/0.tar#token=s3cr3t": "https://host/0.tar#...",
+    "https://host/0.tar#a?sig=s3cr3t": "https://host/0.tar#...",
+    "https://host/0.tar?a=b#s3cr3t": "https://host/0.tar?a=...#...",
+    "https://host/0.tar%3Fsig%3Ds3cr3t": "https://host/0.tar%3F...",
+    "https://host/0.tar%253Fsig%253Ds3cr3t": "https://host/0.tar%253F...",
+    "https://host/0.tar%23s3cr3t": "https://host/0.tar%23...",
+    "HTTPS://joe:s3cr3t@host/0.tar": "HTTPS://host/0.tar",
+    "https:/joe:s3cr3t@host/0.tar": "https:/host/0.tar",
+}
+
+
+@pytest.mark.parametrize("url", HIDDEN)
+def test_what_is_left_of_a_url(url: str) -> None:
+    hidden = HIDDEN[url]
+    assert shown(url) == hidden + (f" [{digest(url)[:12]}]" if hidden != url else "")
+    for before, after in (("", ""), ("got '", "' (str)"), ('{"path": "', '"}'), ("see ", ": HTTP 503, again")):
+        assert masked(f"{before}{url}{after}") == f"{before}{hidden}{after}"
+    assert masked(hidden) == hidden
+    tree = {"a": [url, 3, None, {"b": (url,)}], "c": "s3cr3t of its own"}
+    assert masked(tree) == {"a": [hidden, 3, None, {"b": [hidden]}], "c": "s3cr3t of its own"}
+    for text in (url, unquote(url), unquote(unquote(url)), quote(url, "")):
+        told = redacted(f"GET {text} failed", url)
+        assert not any(secret in told for secret in ("s3cr3t", "h/n%ter", "h%2Fn")), told
+
+
+def test_short_names_and_values_do_not_garble_messages() -> None:
+    url = "https://a:pw@host/0.tar?part=2&sig=YWJjZGVm="
+    assert redacted("HTTP 502: a bad gateway at 22 pwned hosts", url) == "HTTP 502: a bad gateway at 22 pwned hosts"
+    assert redacted("user a with password pw: sig YWJjZGVm= or YWJjZGVm%3D", url) == (
+        "user a with password ...: sig ... or ..."
+    )
+    assert redacted("token t0k", "https://t0k@host/0.tar") == "token ..."
+
+
+def test_the_cache_is_keyed_by_all_of_it() -> None:
+    assert len({RemoteShard(url).key for url in HIDDEN}) == len(HIDDEN)
+    assert RemoteShard("https://host/0.tar#x?sig=s3cr3t").name == "0.tar"
+    assert beneath("https://host/a#sig=s3cr3t", "0.tar") == "https://host/a/0.tar#sig=s3cr3t"
 
 
 def test_queries_stay_at_the_end() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vqclip import progress
 from vqclip.evaluation import ranking
 from vqclip.evaluation.ranking import hit_chance, hit_rates
 
@@ -98,3 +99,11 @@ def test_blocks_change_nothing_and_bound_the_scores(monkeypatch):
 def test_hit_chance(above, right, wrong, k, chance):
     counts = [torch.tensor([value]) for value in (above, right, wrong)]
     assert hit_chance(*counts, k).item() == pytest.approx(chance)
+
+
+def test_every_block_shows_that_the_work_goes_on(monkeypatch):
+    monkeypatch.setattr(ranking, "BLOCK", 30)
+    rows, beats = torch.eye(10), []
+    with progress.heard_by(lambda: beats.append(1)):
+        hit_rates(rows, rows, torch.arange(10), torch.arange(10), (1,))
+    assert len(beats) == 4  # of three rows each

@@ -1,7 +1,7 @@
 """The training command with a fault in it: ``torchrun ... -m tests.faults.job config.json [fault.json]``.
 
 A fault is ``{"do": name, "rank": 1, "step": 7}``: what `FAULTS` calls so happens on that rank in that step, in the
-first life of the job only.
+first life of the job only; with ``"in": "saving"`` or ``"evaluation"`` in place of the step, in that.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def inject(fault: dict[str, Any]) -> None:
         mark(f"step-{number}")
         record(number, batch.sample_ids.tolist())
         time.sleep(fault.get("each_step_s", 0))
-        if first_life and fault.get("do") in FAULTS and (rank, number) == (fault["rank"], fault["step"]):
+        if first_life and fault.get("do") in FAULTS and (rank, number) == (fault.get("rank"), fault.get("step")):
             FAULTS[fault["do"]]()
 
     def in_worker(self: Any, number: int) -> None:
@@ -113,6 +113,8 @@ def inject(fault: dict[str, Any]) -> None:
 
     def in_evaluation(*args: Any) -> None:
         mark("evaluation")
+        if first_life and rank == fault.get("rank") and fault.get("in") == "evaluation":
+            FAULTS[fault["do"]]()
 
     def in_batch(*args: Any) -> None:
         time.sleep(fault.get("each_evaluation_batch_s", 0))
@@ -124,6 +126,8 @@ def inject(fault: dict[str, Any]) -> None:
     def in_save(*args: Any) -> None:
         mark("saving")
         time.sleep(fault.get("saving_s", 0))
+        if first_life and fault.get("in") == "saving":
+            FAULTS[fault["do"]]()
 
     before(TrainStep, "__call__", in_step)
     before(BatchMaker, "__call__", in_worker)

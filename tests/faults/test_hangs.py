@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 STEPS, STEP = 14, 8
 LIMIT_S = 10.0
+PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +96,36 @@ def test_a_long_evaluation_is_not_taken_for_a_hang(tmp_path, shards):
     with job(tmp_path / "job", tree, {"each_evaluation_batch_s": 1.0, "saving_s": 6.0}) as running:
         assert running.end(240)[0] == 0, running.output
     assert "no progress" not in running.output
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_that_never_ends_ends_the_job_in_time(tmp_path, shards, in_background):
+    """Rank 0's disk is stuck: it waits for its writer in the next save, or at once; rank 1 waits for it in a step."""
+    tree = tree_in(tmp_path, shards, train__checkpoint_every=3, train__save_in_background=in_background)
+    tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
+    with job(tmp_path / "job", tree, {"do": "stand_still", "in": "saving"}) as running:
+        running.wait_for_mark("saving-0")
+        status, took = running.end()
+    assert status == 1, running.output
+    assert took < 2 * PATIENCE_S + 30  # the limit of the save counts from the next one where it is in the background
+    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert "in stand_still" in rank_0
+    assert "in write_optimizer" in rank_0 or "in in_save" in rank_0
+    assert re.search(r"rank 0: no progress for 20 s \(run.timeout_s\): \d+ steps done, saving", running.output)
+    assert "in run_collective" in rank_1
+    assert not list((running.run / "checkpoints").glob("step-*"))  # nothing half written counts
+
+
+def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shards):
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
+    tree = tree_in(tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=pairs)
+    tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
+    with job(tmp_path / "job", tree, {"do": "stand_still", "in": "evaluation", "rank": 1}) as running:
+        running.wait_for_mark("evaluation-1")
+        status, took = running.end()
+    assert status == 1, running.output
+    assert took < PATIENCE_S + 30
+    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert "in stand_still" in rank_1
+    assert "in run_collective" in rank_0
+    assert re.search(r"rank 1: no progress for 20 s \(run.timeout_s\): 3 steps done, evaluating", running.output)

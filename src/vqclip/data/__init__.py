@@ -9,6 +9,7 @@ from vqclip.data.index import ShardIndex, load_index
 from vqclip.data.loader import Coverage, LoaderOptions, TrainData
 from vqclip.data.order import GlobalOrder
 from vqclip.data.prepare import HasShards, prepare_sources
+from vqclip.data.remote import masked
 from vqclip.data.sources import (
     CaptionShards,
     CaptionShardsConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "cache_folder",
     "decode_image",
     "load_index",
+    "masked",
     "pil_to_uint8",
     "prepare_sources",
 ]

@@ -25,12 +25,18 @@ from vqclip.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "decode_image", "image_header", "pil_to_uint8"]
+__all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "image_header", "pil_to_uint8"]
 
 MAX_PIXELS = 50_000_000
 """Larger images are refused before decoding: they would take 150 MB as RGB."""
 
+MAX_SCANS = 100
+"""JPEGs of more scans are refused: one of some bytes costs a pass over the whole image. Usual are 10, and some dozens
+where an optimiser was at work."""
+
 _RGB_MODE = "RGB"
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")
+"""A marker with a payload, or the end; among the pixels of a scan none of these occurs but as such."""
 _SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # where in torchvision's source an error was raised
 
 
@@ -45,8 +51,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         ``(3, H, W)`` uint8 RGB, usually a channels-last view.
 
     Raises:
-        DataError: another format, damaged, animated or too large. The message does not know the sample's name; the
-            caller puts it in front.
+        DataError: another format, damaged, animated, too large, or a JPEG of too many scans. The message does not know
+            the sample's name; the caller puts it in front.
     """
     kind, height, width = image_header(data)
     if height < 1 or width < 1:
@@ -55,6 +61,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         raise DataError(
             f"{kind} image of {width}x{height} pixels; at most {max_pixels} pixels are decoded", "image size"
         )
+    if kind == "jpeg":
+        _check_scans(data)
     try:
         if kind == "jpeg":
             return _decode_jpeg(data)
@@ -205,6 +213,16 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
             height, width = struct.unpack_from(">HH", data, at + 4)
             return height, width
         at += 1 + struct.unpack_from(">H", data, at + 1)[0]
+
+
+def _check_scans(data: bytes) -> None:
+    """Goes from marker to marker, in time linear in the bytes; payloads, which may hold pictures, are passed over."""
+    at, scans = 2, 0
+    while (marker := _MARKER.search(data, at)) and marker[1] != b"\xd9":
+        scans += marker[1] == b"\xda"
+        if scans > MAX_SCANS:
+            raise DataError(f"jpeg image of more than {MAX_SCANS} scans; it is not decoded", "too many scans")
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:

@@ -152,8 +152,10 @@ class TrainData:
         self.order = GlobalOrder([len(source) for source in sources], weights, derive_seed(seed, "data", "order"))
         self.batch_size = batch_size
         self.options = options
+        self.seen = 0
+        """Samples that this rank has met."""
         self.replaced = 0
-        """Bad samples that this rank has met."""
+        """Bad ones among them."""
         self.last_replaced: deque[BadSample] = deque(maxlen=100)
         """The last of them, in the order of the batches."""
         self._untold: list[tuple[int, BadSample]] = []
@@ -196,6 +198,7 @@ class TrainData:
         rank: int | None = None,
         world_size: int | None = None,
         pin_memory: bool = False,
+        judge: bool = True,
     ) -> Iterator[Batch]:
         """Yields this rank's share of the global batches `start`, `start + 1`, ...
 
@@ -205,6 +208,8 @@ class TrainData:
             rank: default this process's.
             world_size: default that of the job.
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
+            judge: raise at once where this rank has `met_too_many_bad`; false: the caller asks, as others may have to
+                be told.
 
         Raises:
             DataError: more than `max_bad_fraction` of the samples are bad, or a worker died. The message names them.
@@ -218,44 +223,55 @@ class TrainData:
             dist.rank() if rank is None else rank,
             dist.world_size() if world_size is None else world_size,
         )
-        seen = 0
         options = self.options
         steps = range(start, sys.maxsize if stop is None else stop)
         for batch in ordered_map(make, steps, options.workers, options.prefetch, pin_memory, options.timeout_s):
-            seen += len(batch)
-            self._judge(batch, seen)
+            self._note(batch)
+            if judge:
+                self.require_few_bad(self.replaced, self.seen)
             yield batch
 
-    def _judge(self, batch: Batch, seen: int) -> None:
-        """Names bad samples in the log, and stops when this process meets too many."""
+    def _note(self, batch: Batch) -> None:
+        """Names bad samples in the log, and counts."""
         for bad in batch.bad:
             logger.warning(
                 "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
             )
+        self.seen += len(batch)
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
         self._untold += [(batch.step, bad) for bad in batch.bad]
-        if batch.bad:
-            self.require_few_bad(self.replaced, seen)
 
     def newly_replaced(self) -> list[tuple[int, BadSample]]:
         """Step and sample of what this rank has replaced since it was last asked."""
         found, self._untold = self._untold, []
         return found
 
-    def require_few_bad(self, replaced: int, seen: int) -> None:
+    @property
+    def met_too_many_bad(self) -> bool:
+        """Whether `require_few_bad` would raise for what this rank has met."""
+        return self._too_many(self.replaced, self.seen)
+
+    def _too_many(self, replaced: int, seen: int) -> bool:
+        return replaced > self.options.max_bad_fraction * max(seen, _FEW)
+
+    def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
         """Stops when more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
 
         Args:
             replaced: bad samples, met by this process or by the whole run.
             seen: samples among which they were.
+            last: what was wrong with the last ones of the run; default those that this process met.
+            where: they were met, such as " on rank 1".
 
         Raises:
-            DataError: there are too many; the message names the last ones that this process met.
+            DataError: there are too many; the message names the last ones.
         """
-        if replaced > self.options.max_bad_fraction * max(seen, _FEW):
-            shown = "\n".join(f"  {bad.reason}" for bad in list(self.last_replaced)[-5:])
+        if self._too_many(replaced, seen):
+            whose = "in this process" if last is None else "in the run"
+            last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
+            shown = "\n".join(f"  {reason}" for reason in last)
             raise DataError(
-                f"{replaced} bad samples among {seen}: more than data.max_bad_fraction="
-                f"{self.options.max_bad_fraction:g} allows. The last of them in this process:\n{shown or '  none'}"
+                f"{replaced} bad samples among {seen}{where}: more than data.max_bad_fraction="
+                f"{self.options.max_bad_fraction:g} allows. The last of them {whose}:\n{shown or '  none'}"
             )

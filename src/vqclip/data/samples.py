@@ -76,7 +76,7 @@ class SampleMaker:
 
         Raises:
             DataError: so many substitutes are bad too that something else must be wrong.
-            StorageError: the shard cannot be fetched.
+            StorageError: the shard cannot be fetched, or is another than was indexed.
         """
         bad: list[BadSample] = []
         wanted = index
@@ -84,7 +84,7 @@ class SampleMaker:
             try:
                 return self._make(source, index, epoch), bad
             except StorageError:
-                raise  # what stands in for it would depend on the weather
+                raise  # what stands in for it would depend on the network and the cache
             except DataError as error:
                 key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
                 failed, index = index, _another(index, key, len(self.sources[source]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,15 @@ from vqclip.errors import DistributedError
 
 def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
     """Whether `flag` is true on at least one rank: how ranks agree to stop at the same step."""
+    return any_rank_each([flag], group)[0]
+
+
+def any_rank_each(flags: Sequence[bool | Tensor], group: Group = None) -> list[bool]:
+    """`any_rank` for several flags, in one exchange."""
+    mine = [bool(flag) for flag in flags]
     if not is_distributed(group):
-        return bool(flag)
-    return bool(reduce_(torch.tensor(int(bool(flag)), device=control_device(group)), "max", group))
+        return mine
+    return [bool(each) for each in reduce_(torch.tensor(mine, device=control_device(group)).int(), "max", group).tolist()]
 
 
 def barrier(group: Group = None) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vqclip import progress
+
 BLOCK = 2**24
 """Most scores held at once: 64 MiB in fp32."""
 SAME = 5e-6
@@ -37,10 +39,14 @@ def hit_rates(
 
     Returns:
         One rate in [0, 1] for each k; NaN without queries.
+
+    Raises:
+        StopRequested: this rank has been asked to stop (`vqclip.progress`).
     """
     hits = torch.zeros(len(ks), dtype=torch.float64)
     rows = max(1, BLOCK // max(1, len(candidates)))
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
+        progress.point()
         scores = part @ candidates.T
         right = right_group[:, None] == group[None, :]
         best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)

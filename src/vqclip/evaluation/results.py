@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vqclip.data import masked
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Encoded, Mode
 
@@ -51,7 +52,7 @@ class Result:
 def write_json(path: Path, results: Sequence[Result]) -> None:
     """Write results as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([result.to_json() for result in results], indent=2, allow_nan=False) + "\n")
+    path.write_text(json.dumps(masked([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n")
 
 
 def three_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:

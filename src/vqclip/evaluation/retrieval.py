@@ -54,7 +54,8 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
     counts = torch.tensor([len(one) for one in captions])
 
     modes, notes = three_modes(image, text)
-    found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
+    with encoder.share.together():  # as one rank may be asked to stop
+        found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
     return Result(
         name=config.name,
         kind=config.kind,

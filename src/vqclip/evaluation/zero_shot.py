@@ -67,11 +67,12 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     modes, notes = three_modes(image, text)
     right = torch.tensor(labels, dtype=torch.int64)
     found: dict[Mode, dict[str, float]] = {}
-    for mode in modes:
-        classes = class_embeddings(text.embeddings[mode], len(templates))
-        rows = image.embeddings[mode]
-        groups = right.to(rows.device), torch.arange(len(classes), device=rows.device)
-        found[mode] = dict(zip(_names(), hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
+    with encoder.share.together():  # as one rank may be asked to stop
+        for mode in modes:
+            classes = class_embeddings(text.embeddings[mode], len(templates))
+            rows = image.embeddings[mode]
+            groups = right.to(rows.device), torch.arange(len(classes), device=rows.device)
+            found[mode] = dict(zip(_names(), hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
     count = len(source.classnames)
     return Result(
         name=config.name,

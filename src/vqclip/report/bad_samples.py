@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +23,8 @@ class BadSamples:
     def __init__(self, data: TrainData, counts: Mapping[str, int], lines: Lines | None):
         self.counts = Counter(counts)
         """Kind → how often such a sample was replaced, as of the last `collect`."""
+        self.last: deque[str] = deque(maxlen=5)
+        """What was wrong with the last of them; the same on every rank after a `collect`."""
         self._data, self._lines = data, lines
 
     def collect(self) -> int:
@@ -39,9 +41,10 @@ class BadSamples:
 
     def _take(self, found: list[dict[str, Any]]) -> None:
         self.counts.update(bad["kind"] for bad in found)
-        if self._lines is not None:
-            # A sample may be bad in its own place and in another's: the order must not depend on the ranks.
-            for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"], each["substitute_id"])):
+        # A sample may be bad in its own place and in another's: the order must not depend on the ranks.
+        for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"], each["substitute_id"])):
+            self.last.append(bad["reason"])
+            if self._lines is not None:
                 self._lines.write(bad.pop("step"), bad)
 
     def figures(self) -> dict[str, float]:

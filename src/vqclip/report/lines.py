@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vqclip.data import masked
 from vqclip.files import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,17 @@ class Lines:
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def spelt(value: Any) -> Any:
     """The value as it stands in the file."""
+    if isinstance(value, str):
+        return masked(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

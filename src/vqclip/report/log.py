@@ -78,9 +78,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
-        self._lines.close()
-        if self._board is not None:
-            self._board.close()
+        try:
+            self._lines.close()
+        finally:
+            if self._board is not None:
+                self._board.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +15,8 @@ from vqclip.report.best import PREFIX, Best
 from vqclip.report.events import Events
 from vqclip.report.lines import Lines
 from vqclip.report.log import MetricsLog, read_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Records:
@@ -76,6 +80,16 @@ class Records:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for file in (self.metrics, *self._files):
-            if file is not None:
-                file.close()
+        with ExitStack() as stack:  # all of them, whatever happens to one
+            for file in (self.metrics, *self._files):
+                if file is not None:
+                    stack.callback(_close, file)
+
+
+def _close(file: MetricsLog | Lines) -> None:
+    """Close a file; what goes wrong is logged too, as one error alone can be raised."""
+    try:
+        file.close()
+    except OSError as error:
+        logger.error("%s: may lack its last lines: %s", file.path, error)
+        raise

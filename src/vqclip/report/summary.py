@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vqclip.data import Coverage
+from vqclip.data import Coverage, masked
 from vqclip.evaluation import Result, format_results
 from vqclip.model import CLIP
 
@@ -43,7 +43,7 @@ class RunSummary:
 
     def to_json(self) -> str:
         """The whole summary as JSON."""
-        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+        return json.dumps(masked(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
 def summarise(

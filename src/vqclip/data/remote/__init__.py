@@ -3,7 +3,7 @@
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.listing import remote_shards
 from vqclip.data.remote.shard import RemoteShard, fetch_text
-from vqclip.data.remote.urls import beneath, local_path, protocol_of, shown
+from vqclip.data.remote.urls import beneath, local_path, masked, protocol_of, shown
 
 __all__ = [
     "RemoteConfig",
@@ -11,6 +11,7 @@ __all__ = [
     "beneath",
     "fetch_text",
     "local_path",
+    "masked",
     "protocol_of",
     "remote_shards",
     "shown",

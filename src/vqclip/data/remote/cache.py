@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.locks import held, is_at, try_lock
 from vqclip.errors import StorageError
 from vqclip.files import sync_folder
@@ -43,36 +44,35 @@ class ShardCache:
     Args:
         folder: made on first use.
         limit: bytes that all files in it may take.
-        wait_s: longest wait for another process that fetches the same shard, or for room.
     """
 
-    def __init__(self, folder: Path, limit: int, wait_s: float):
-        self.folder, self.limit, self._wait_s = folder, limit, wait_s
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit = folder, limit
 
-    def open(self, key: str, sha256: str | None, fill: Callable[[Part], None]) -> Held:
+    def open(self, key: str, sha256: str | None, fill: Callable[[Part], None], deadline: Deadline) -> Held:
         """A whole shard, fetched if it is not there.
 
         Args:
             key: hash of its URL.
             sha256: hash of the content that is wanted; None takes any.
             fill: writes the shard into a `Part`, when it is not there. What it wrote is opened, whatever its hash.
+            deadline: of the waits for another process that fetches the same shard, and for room.
 
         Raises:
             StorageError: as `fill`; or the folder cannot be written, or the waits were in vain.
         """
-        end = time.monotonic() + self._wait_s
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
                 found = self._find(key, sha256)
-                if found is None and (part := self._begin(key)) is not None:
+                if found is None and (part := self._begin(key, deadline)) is not None:
                     found = self._finish(part, sha256, fill)
                 if found is not None:
                     return found
-                if time.monotonic() > end:
+                if deadline.left < 0:
                     raise StorageError(
                         f"{self.folder}/{key}.part: another process has been fetching this shard for "
-                        f"{self._wait_s:g} s (remote.total_s); is it stuck?"
+                        f"{deadline.total_s:g} s (remote.total_s); is it stuck?"
                     )
                 time.sleep(_POLL_S)
         except OSError as error:
@@ -98,16 +98,16 @@ class ShardCache:
                 f"has {size} bytes or more, and the cache may take {self.limit} (remote.cache_gib="
                 f"{self.limit / 2**30:g}): not fetched"
             )
-        end = time.monotonic() + self._wait_s
         while True:
             with held(self.folder / "lock"):
                 if self._remove(size - part.size, part.path):
                     part.grow(size)
                     return
-            if time.monotonic() > end:
+            if part.deadline.left < 0:
                 raise StorageError(
-                    f"no room for {size} bytes in {self.folder} within {self._wait_s:g} s: all else in it is in use. "
-                    "Raise remote.cache_gib, or use fewer data.workers"
+                    f"no room for {size} bytes in {self.folder}, after {part.deadline.spent:.1f} s of remote.total_s="
+                    f"{part.deadline.total_s:g}: all else in it is in use. Raise remote.cache_gib, or use fewer "
+                    "data.workers"
                 )
             time.sleep(_POLL_S)
 
@@ -138,12 +138,12 @@ class ShardCache:
             os.close(file)
         return None
 
-    def _begin(self, key: str) -> Part | None:
+    def _begin(self, key: str, deadline: Deadline) -> Part | None:
         """The part of a shard, if nobody else holds it."""
         path = self.folder / f"{key}.part"
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if try_lock(file) and is_at(file, path):
-            return Part(self, path, file)
+            return Part(self, path, file, deadline)
         os.close(file)
         return None
 
@@ -167,10 +167,11 @@ class Part:
         cache: where it belongs.
         path: the file that grows.
         file: its descriptor, exclusively locked.
+        deadline: of its waits.
     """
 
-    def __init__(self, cache: ShardCache, path: Path, file: int):
-        self._cache, self.path, self._file = cache, path, file
+    def __init__(self, cache: ShardCache, path: Path, file: int, deadline: Deadline):
+        self._cache, self.path, self._file, self.deadline = cache, path, file, deadline
         self.restart()
 
     def restart(self) -> None:

@@ -24,8 +24,8 @@ class RemoteConfig(Config):
     """Longest wait for a connection and for the next bytes, in seconds; a transfer with less than 16 KiB a second over
     that time counts as stalled."""
     total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """Longest time for one shard, in seconds, with all tries and pauses; also the longest wait for another process that
-    fetches it, and for room. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end
+    """Longest time for one shard, in seconds: for another process that fetches it, for room, and for all tries and
+    pauses, together. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end
     the run before the failure is told; for shards that take longer raise all three."""
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import retried
 from vqclip.data.remote.shard import RemoteShard
-from vqclip.data.remote.transfer import file_system, translated
+from vqclip.data.remote.transfer import listed
 from vqclip.data.remote.urls import protocol_of, shown
 from vqclip.errors import DataError
 
@@ -35,12 +36,8 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
         if url.endswith(".tar"):
             return [RemoteShard(url, options)]
         url = f"{url.rstrip('/')}/*.tar"
-    found = retried(lambda _: _glob(url, options.timeout_s), url, options)
+    deadline = Deadline(options.total_s)
+    found = retried(lambda: listed(url, options.timeout_s, deadline), url, options, deadline)
     if not found:
         raise DataError(f"{shown(url)}: matches nothing")
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]
-
-
-def _glob(url: str, timeout_s: float) -> list[str]:
-    with translated(url):
-        return [str(name) for name in file_system(url, timeout_s).glob(url)]

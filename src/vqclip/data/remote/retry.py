@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.urls import shown
 from vqclip.errors import StorageError
 
@@ -39,32 +40,32 @@ class Failure(Exception):
         self.again, self.after_s = again, after_s
 
 
-def retried(action: Callable[[float], T], url: str, options: RemoteConfig) -> T:
+def retried(action: Callable[[], T], url: str, options: RemoteConfig, deadline: Deadline) -> T:
     """What `action` gives in the first try that does not raise `Failure`.
 
     Args:
-        action: one try; gets the seconds that are left for it.
+        action: one try, which keeps to the deadline by itself.
         url: what it is about, for messages.
-        options: tries and time.
+        options: how many tries.
+        deadline: no pause is longer.
 
     Raises:
         StorageError: the last failure; names URL, tries, time and the keys that bound them.
     """
-    start = time.monotonic()
     for number in range(1, options.tries + 1):
         try:
-            return action(start + options.total_s - time.monotonic())
+            return action()
         except Failure as failure:
             last = failure
         pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))
-        if not last.again or number == options.tries or time.monotonic() + pause >= start + options.total_s:
+        if not last.again or number == options.tries or pause >= deadline.left:
             break
         logger.warning("%s: try %d of %d failed (%s); again in %.1f s", shown(url), number, options.tries, last, pause)
         _sleep(pause)
     why = "" if last.again else "; this is not tried again"
     raise StorageError(
         f"{shown(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
-        f"{time.monotonic() - start:.1f} s of remote.total_s={options.total_s:g}",
+        f"{deadline.spent:.1f} s of remote.total_s={deadline.total_s:g}",
         "storage",
     )
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from vqclip.data.cache import cache_folder
 from vqclip.data.remote.cache import Part, ShardCache
 from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import Failure, retried
 from vqclip.data.remote.transfer import Body, opened
-from vqclip.data.remote.urls import digest, shown
+from vqclip.data.remote.urls import digest, file_name, shown
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["RemoteShard", "fetch_text"]
-
-_MAX_TEXT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class RemoteShard:
     @property
     def name(self) -> str:
         """The last part of its path."""
-        return self.url.partition("?")[0].rpartition("/")[2]
+        return file_name(self.url)
 
     @property
     def key(self) -> str:
@@ -48,13 +47,15 @@ class RemoteShard:
             sha256: the hash that it had then.
 
         Raises:
-            DataError: it has changed since it was indexed.
-            StorageError: it cannot be fetched, or is larger than the cache.
+            StorageError: it cannot be fetched, is larger than the cache, or has changed since it was indexed (its
+                `kind` is then "changed shard"). Whether a change is seen hangs on what the cache still holds, so no
+                sample is replaced on account of it.
         """
-        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length))
-        if sha256 not in (None, found.sha256):
+        deadline = Deadline(self.options.total_s)
+        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length), deadline)
+        if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
-            raise self._changed("its content has another hash")
+            raise self._changed(f"SHA-256 {sha256}", found.sha256)
         return found.file
 
     def discard(self) -> None:
@@ -62,17 +63,17 @@ class RemoteShard:
         self._cache().remove(self.key)
 
     def _cache(self) -> ShardCache:
-        return ShardCache(cache_folder() / "shards", self.options.cache_bytes, self.options.total_s)
+        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
 
     def _fill(self, part: Part, length: int | None) -> None:
-        def fetch(left_s: float) -> None:
+        def fetch() -> None:
             part.restart()
-            with opened(self.url, self.options.timeout_s, left_s) as body:
+            with opened(self.url, self.options.timeout_s, part.deadline) as body:
                 if length is not None and body.length is not None and body.length != length:
-                    raise self._changed(f"it had {length} bytes, now {body.length}")
+                    raise self._changed(f"{length} bytes", body.length)
                 self._copy(body, part)
 
-        retried(fetch, self.url, self.options)
+        retried(fetch, self.url, self.options, part.deadline)
 
     def _copy(self, body: Body, part: Part) -> None:
         try:
@@ -85,32 +86,43 @@ class RemoteShard:
         if body.length is not None and part.written != body.length:
             raise Failure(f"{part.written} bytes came, {body.length} were announced", again=True)
 
-    def _changed(self, what: str) -> DataError:
-        return DataError(f"{self}: has changed since it was indexed ({what}); start the run again", "changed shard")
+    def _changed(self, indexed: str, now: object) -> StorageError:
+        return StorageError(
+            f"{self}: has changed since it was indexed: {indexed} then, {now} now. Put the former file back, or start "
+            "the run again, which indexes the new one (a run that has checkpoints then shows the difference, and goes "
+            "on if run.resume_allow names data)",
+            "changed shard",
+        )
 
 
-def fetch_text(url: str, options: RemoteConfig) -> str:
+def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
     """A small UTF-8 file; never cached.
+
+    Args:
+        url: where it lies.
+        options: how it is fetched.
+        limit: bytes that it may have.
 
     Raises:
         StorageError: it cannot be fetched.
-        DataError: it is larger than 16 MiB, or not UTF-8.
+        DataError: it is larger, or not UTF-8.
     """
+    deadline = Deadline(options.total_s)
 
-    def fetch(left_s: float) -> bytes:
+    def fetch() -> bytes:
         data = bytearray()
-        with opened(url, options.timeout_s, left_s) as body:
-            if body.length is not None and body.length > _MAX_TEXT:
-                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {_MAX_TEXT} are read")
+        with opened(url, options.timeout_s, deadline) as body:
+            if body.length is not None and body.length > limit:
+                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {limit} are read")
             for block in body.blocks:
                 data += block
-                if len(data) > _MAX_TEXT:
-                    raise DataError(f"{shown(url)}: has more than {_MAX_TEXT} bytes, which are the most that are read")
+                if len(data) > limit:
+                    raise DataError(f"{shown(url)}: has more than {limit} bytes, which are the most that are read")
         if body.length is not None and len(data) != body.length:
             raise Failure(f"{len(data)} bytes came, {body.length} were announced", again=True)
         return bytes(data)
 
     try:
-        return retried(fetch, url, options).decode("utf-8")
+        return retried(fetch, url, options, deadline).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{shown(url)}: not UTF-8: {error.reason} at byte {error.start}") from None

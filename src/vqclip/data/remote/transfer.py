@@ -1,4 +1,4 @@
-"""One try to get what lies at a URL, through fsspec."""
+"""One try to get what lies at a URL, through fsspec, with no retries but our own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import Failure
 from vqclip.data.remote.urls import protocol_of, redacted
 from vqclip.errors import StorageError
 
-__all__ = ["Body", "file_system", "opened", "translated"]
+__all__ = ["Body", "listed", "opened"]
 
 _SLOWEST = 16 << 10
 """Bytes a second, over the time after which no bytes at all are a stall."""
@@ -37,49 +38,91 @@ class Body(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(url: str, timeout_s: float, left_s: float) -> Iterator[Body]:
+def opened(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
     """What lies at a URL, for one reading from its beginning to its end.
 
     Args:
         url: of an allowed protocol.
         timeout_s: longest wait for a connection and for bytes.
-        left_s: longest time for everything.
+        deadline: of everything.
 
     Raises:
         Failure: here or while the blocks are read.
         StorageError: the protocol's package is not installed.
     """
-    protocol = protocol_of(url)
-    end = time.monotonic() + left_s
-    with translated(url):
-        if protocol in ("http", "https"):
-            file, length = _open_http(url, timeout_s, left_s)
-        else:
-            file = file_system(url, timeout_s).open(url, "rb", block_size=_BLOCK, cache_type="readahead")
-            length = file.size
-    try:
-        yield Body(length, _blocks(file, url, timeout_s, end))
-    finally:
-        with contextlib.suppress(Exception):
-            file.close()
+    if protocol_of(url) in ("http", "https"):
+        with _translated(url):
+            file, length = _open_http(url, timeout_s, deadline)
+        try:
+            yield Body(length, _watched(lambda: file.read(1 << 20), url, timeout_s, deadline))
+        finally:
+            with contextlib.suppress(Exception):
+                file.close()
+    else:
+        with _translated(url):
+            store = _Store(url, timeout_s, deadline)
+            length = store.size()
+        yield Body(length, _watched(store.next_block, url, timeout_s, deadline))
 
 
-def file_system(url: str, timeout_s: float) -> Any:
-    """The file system of fsspec for object stores; credentials and endpoint are those of its own package.
+def listed(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
+    """What a glob in an object store matches, as bucket and path.
 
     Raises:
-        StorageError: the package is not installed.
+        Failure: the store cannot be reached.
+        StorageError: the protocol's package is not installed.
     """
-    protocol = protocol_of(url)
-    options: dict[str, Any] = {"requests_timeout": timeout_s}
-    if protocol == "s3":
-        options = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s}}
-    # No listings are kept: what the second listing of a run says is what is there then.
-    return _fsspec(url).filesystem(protocol, use_listings_cache=False, **options)
+    with _translated(url):
+        return _Store(url, timeout_s, deadline).glob()
+
+
+class _Store:
+    """What lies at a URL in an object store; credentials and endpoint are those that its package finds by itself.
+
+    Args:
+        url: of a file, or a glob.
+        timeout_s: longest wait for a connection and for bytes.
+        deadline: of every call.
+    """
+
+    def __init__(self, url: str, timeout_s: float, deadline: Deadline):
+        protocol = protocol_of(url)
+        options: dict[str, Any] = {"requests_timeout": timeout_s}
+        if protocol == "s3":
+            once = {"total_max_attempts": 1}
+            options = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s, "retries": once}}
+        # No listings are kept: what the second listing of a run says is what is there then.
+        self._system = _fsspec(url).filesystem(protocol, use_listings_cache=False, **options)
+        self._system.retries = 1  # of s3fs; gcsfs has fixed ones, which the deadline ends
+        self._path, self._deadline = url.partition("://")[2], deadline
+        self._at = 0
+
+    def glob(self) -> list[str]:
+        return [str(name) for name in self._wait_for(self._system._glob)]
+
+    def size(self) -> int:
+        self._facts = self._wait_for(self._system._info)
+        if self._facts["type"] != "file":
+            raise Failure("is a folder", again=False)
+        return int(self._facts["size"])
+
+    def next_block(self) -> bytes:
+        """The next bytes; none at the end. What lies there must be the same from the first request to the last."""
+        start = self._at
+        self._at = min(start + _BLOCK, self._facts["size"])
+        if start < self._at:
+            return self._wait_for(self._system._cat_file, start=start, end=self._at)
+        if self._wait_for(self._system._info) != self._facts:
+            raise Failure("it changed while it was fetched", again=True)
+        return b""
+
+    def _wait_for(self, coroutine: Callable[..., Any], **options: Any) -> Any:
+        sync = importlib.import_module("fsspec.asyn").sync
+        return sync(self._system.loop, coroutine, self._path, timeout=max(self._deadline.left, 0.001), **options)
 
 
 @contextlib.contextmanager
-def translated(url: str) -> Iterator[None]:
+def _translated(url: str) -> Iterator[None]:
     """Turns errors of fsspec and what it stands on into `Failure`, without the credentials that they may show."""
     try:
         yield
@@ -89,11 +132,11 @@ def translated(url: str) -> Iterator[None]:
         raise _failure(error, url) from None
 
 
-def _open_http(url: str, timeout_s: float, left_s: float) -> tuple[Any, int | None]:
+def _open_http(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int | None]:
     fsspec = _fsspec(url)
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), connect=timeout_s, sock_read=timeout_s)
+    timeout = aiohttp.ClientTimeout(total=max(deadline.left, 0.001), connect=timeout_s, sock_read=timeout_s)
     system = fsspec.filesystem(
         "http",
         skip_instance_cache=True,
@@ -119,16 +162,17 @@ def _open_http(url: str, timeout_s: float, left_s: float) -> tuple[Any, int | No
         raise
 
 
-def _blocks(file: Any, url: str, timeout_s: float, end: float) -> Iterator[bytes]:
+def _watched(read: Callable[[], bytes], url: str, timeout_s: float, deadline: Deadline) -> Iterator[bytes]:
+    """What `read` gives until it gives nothing, if it comes in time."""
     since, received = time.monotonic(), 0
     while True:
-        with translated(url):
-            block = file.read(1 << 20)
+        with _translated(url):
+            block = read()
         if not block:
             return
         yield block
         now, received = time.monotonic(), received + len(block)
-        if now >= end:
+        if deadline.left <= 0:
             raise Failure("not through with it when the time was over", again=False)
         if now - since >= timeout_s:
             if received < _SLOWEST * (now - since):

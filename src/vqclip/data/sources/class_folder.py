@@ -20,6 +20,9 @@ _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
 _MAX_LINE = 1000
 """Limits of the two files; ImageNet's classes have 15 kB, and 120 characters at most."""
+_MAX_COUNT_BYTES = 64
+_MAX_COUNT = 100_000
+"""Limits of the third, which decides how many shards are listed in memory."""
 
 
 class ClassFolder(Protocol):
@@ -95,16 +98,18 @@ class RemoteFolder:
 
     def read(self, file: str, expected: str) -> str:
         """See `ClassFolder`."""
-        return fetch_text(self._at(file), self._remote)
+        return fetch_text(self._at(file), self._remote, _MAX_BYTES)
 
     def shards(self, split: str) -> Sequence[Shard]:
         """See `ClassFolder`. Where a protocol cannot list, the shards are ``0.tar``, ``1.tar``, ..."""
         if protocol_of(self._url) not in ("http", "https"):
             return find_shards([self._at(split)], self._remote)
         file = f"{split}/{_COUNT}".lstrip("/")
-        text = self.read(file, "the number of shards").strip()
-        if not (text.isascii() and text.isdigit() and 0 < len(text) < 8 and int(text)):
-            raise DataError(f"{self.name(file)}: got {text[:20]!r}; expected the number of shards")
+        text = fetch_text(self._at(file), self._remote, _MAX_COUNT_BYTES).strip()
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_COUNT):
+            raise DataError(
+                f"{self.name(file)}: got {text[:20]!r}; expected the number of shards, at most {_MAX_COUNT}"
+            )
         return find_shards(
             [beneath(self._at(split), f"{number}.tar") for number in range(int(text))],
             self._remote,

@@ -14,7 +14,7 @@ import numpy as np
 from vqclip.data.index import KINDS, ShardIndex, forget_index, load_index
 from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
-from vqclip.errors import DataError, printable
+from vqclip.errors import DataError, StorageError, printable
 
 __all__ = ["MAX_IMAGE_BYTES", "ShardReader"]
 
@@ -46,7 +46,6 @@ class ShardReader:
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
         self._cache = cache
-        self._changed: dict[int, str] = {}
         _warn_of_fetching_again(self._indexes)
 
     def __len__(self) -> int:
@@ -65,8 +64,8 @@ class ShardReader:
         """One member of one sample.
 
         Raises:
-            DataError: the sample has none, it is too large, or the shard is gone or has changed.
-            StorageError: the shard cannot be fetched.
+            DataError: the sample has none, it is too large, or the shard, on this machine, is gone or has changed.
+            StorageError: the shard, at a URL, cannot be fetched or has changed.
         """
         shard, row = self._locate(index)
         column = KINDS.index(kind)
@@ -132,14 +131,11 @@ class ShardReader:
             os.close(file)
 
     def _fetched(self, shard: int, path: RemoteShard) -> int:
-        if shard in self._changed:  # once is enough to know it
-            raise DataError(self._changed[shard], "changed shard")
         facts = self._indexes[shard]
         try:
             return path.open(facts.length, facts.sha256)
-        except DataError as error:
+        except StorageError as error:
             if error.kind == "changed shard":
-                self._changed[shard] = str(error)
                 forget_index(path, self._cache)
             raise
 
