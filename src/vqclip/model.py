@@ -144,10 +144,18 @@ class CLIP(nn.Module):
         if stored.image is None or stored.text is None or stored.temperature is None:
             missing = "image" if stored.image is None else "text"
             raise CheckpointError(f"{path}: holds {stored.held()} tokenizer, not {missing!r}")
+        image, text = stored.image, stored.text
         config = ModelConfig(
-            embed_dim=stored.image.embed_dim,
-            image=stored.image.tokenizer(),
-            text=stored.text.tokenizer(),
+            embed_dim=image.embed_dim,
+            image=image.tokenizer(),
+            text=text.tokenizer(),
             temperature=stored.temperature,
         )
-        return build_filled(path, lambda: CLIP(config, section=""))
+
+        def build() -> CLIP:
+            built = CLIP(config, section="")
+            image.check(built.image, "image")
+            text.check(built.text, "text")
+            return built
+
+        return build_filled(path, build)
