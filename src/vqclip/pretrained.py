@@ -188,6 +188,9 @@ def resolve(folder: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        at = "" if revision is None else f" (revision {revision!r})"
         raise CheckpointError(
-            f"{folder}: neither a folder here nor a model on the hub that can be reached: {error}"
+            f"{folder}{at}: neither a folder here nor a model on the hub that can be reached or is in its cache: "
+            f"{error}; expected a folder that save_pretrained wrote, or owner/name of one that push_to_hub sent. "
+            "Without a network, load it once where there is one, or copy the folder"
         ) from error

@@ -21,7 +21,8 @@ from vqclip.errors import ShapeError, VqclipError
 from vqclip.inputs import require_ids
 from vqclip.pooling import PooledEmbedding
 from vqclip.projection import LinearProjectionConfig, Projection, ProjectionConfig
-from vqclip.quantizers import Quantizer, QuantizerConfig
+from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
+from vqclip.vocabulary import FlatCodes
 
 ENCODING_PARTS = ("tower", "project_in")
 """Modules of a tokenizer that `CodeReader` does without."""
@@ -138,6 +139,40 @@ class ReadingHalf(nn.Module):
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
         return self._embed(self._lookup(ids), self.ids_mask(ids))
+
+    def to_vocabulary(self, ids: Tensor, offset: int = 0) -> Tensor:
+        """Ids ``(B, N, C)`` → one sequence ``(B, N·C)`` a sample for a language model, each codebook in its own range.
+
+        `FlatCodes` says how, and has an id in place of -1; `vqclip.vocabulary` has other layouts.
+
+        Args:
+            ids: as `encode` makes them.
+            offset: number of the first code.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id outside its codebook.
+            ConfigError: the tokenizer has no codebook, or more codes than int64 can count.
+        """
+        return FlatCodes(self.codebook_sizes, offset).to_vocabulary(ids)
+
+    def from_vocabulary(self, flat: Tensor, offset: int = 0) -> Tensor:
+        """What `to_vocabulary` was given, ``(B, N·C)`` → ``(B, N, C)`` int64.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id that is no code of the codebook whose place it has.
+            ConfigError: as in `to_vocabulary`.
+        """
+        return FlatCodes(self.codebook_sizes, offset).from_vocabulary(flat)
+
+    def codebook(self, codebook: int) -> Tensor:
+        """One codebook as a matrix ``(K, d)``, one row a code, of the quantizer's d channels.
+
+        A token's code vector is the sum of its rows over the codebooks; see `codebook_matrix`.
+
+        Raises:
+            ShapeError: there is no such codebook, or it has more codes than a matrix should.
+        """
+        return codebook_matrix(self.quantizer, codebook)
 
     def _lookup(self, ids: Tensor) -> Tensor:
         require_ids(ids)

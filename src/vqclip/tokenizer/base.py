@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
+from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
 from vqclip.pretrained import write_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
@@ -110,6 +111,25 @@ class Tokenizer(ReadingHalf, ABC):
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
         write_folder(Path(folder), {self.modality: self.section()}, state)
+
+    def push_to_hub(
+        self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
+    ) -> str:
+        """Write this tokenizer to the hub, as `save_pretrained` writes it, with a card; see `vqclip.hub.push_folder`.
+
+        Args:
+            name: ``owner/name``; made if it is missing.
+            card: the card, Markdown; None for one without figures. To send a run's own, use `push_folder`.
+            private: whether a model that is made can be seen by its owner alone; None: as the hub has it.
+            revision: branch to write to, made if it is missing; None for the main one.
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            CheckpointError: for a name that is none, or a hub that cannot be reached or refuses.
+        """
+        return push_saved(self.save_pretrained, name, card, private=private, revision=revision)
 
     def section(self) -> dict[str, object]:
         """This tokenizer's part of ``config.json``."""
