@@ -105,7 +105,7 @@ class Tokenizer(ReadingHalf, ABC):
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer.encode(*self.features(inputs))
+        return self.quantizer.encode(*self.features(inputs)).contiguous()  # as safetensors wants what it stores
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
