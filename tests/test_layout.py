@@ -14,16 +14,17 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "memory", "progress", "seeds", "stacks"),
+    ("card", "errors", "files", "memory", "progress", "seeds", "stacks"),
     ("inputs", "logs", "precision", "sealed", "signals"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),
-    ("attention",),
-    ("data", "towers", "quantizers", "pooling", "projection", "temperature"),
-    ("tokenizer", "collapse"),
+    ("attention", "hub"),
+    ("data", "towers", "quantizers", "pooling", "projection", "temperature", "vocabulary"),
+    ("reader", "collapse"),
+    ("tokenizer",),
     ("folder", "guards"),
-    ("model",),
+    ("loading", "model"),
     ("losses", "replay"),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),

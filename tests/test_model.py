@@ -163,7 +163,7 @@ def damage_old(folder):
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),
         (damage_by_hand, "config.json: does not match its own hash: the file is damaged, or was edited"),
-        (damage_old, "format_version is 1, which had no hashes; this vqclip reads 2. Run the training command"),
+        (damage_old, "format_version is 1, which had no hashes; this vqclip reads 3. Run the training command"),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: Extra inputs"),
         (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),

@@ -32,6 +32,7 @@ def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training)
         assert ids.dtype == torch.int64
         assert ids.shape == (3, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
         assert torch.equal(ids, out.ids)
+        assert ids.is_contiguous()
         assert torch.equal(tokenizer.embed(ids), out.embedding)
         torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3))
 

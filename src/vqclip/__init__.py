@@ -10,7 +10,7 @@ only touched by the modules that need them. What most users want is one function
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vqclip.folder import load_tokenizer as load_tokenizer
+    from vqclip.loading import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0.dev0"
 
@@ -19,7 +19,7 @@ __all__ = ["__version__", "load_tokenizer"]
 
 def __getattr__(name: str) -> Any:
     if name == "load_tokenizer":
-        from vqclip.folder import load_tokenizer
+        from vqclip.loading import load_tokenizer
 
         return load_tokenizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

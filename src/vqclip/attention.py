@@ -5,6 +5,8 @@ Shapes: B samples, N tokens, D width (DESIGN section 2). Batches of zero samples
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,3 +51,10 @@ class Block(nn.Module):
         normed = self.norm_attention(x)
         x = x + self.attention(normed, normed, mask)
         return x + self.mlp(self.norm_mlp(x))
+
+
+def heads_divide_width(config: Any) -> Any:
+    """A validator for sections with ``width`` and ``heads``; raises ValueError when the heads do not fit."""
+    if config.width % config.heads:
+        raise ValueError(f"got width {config.width} and heads {config.heads}; expected heads that divide width")
+    return config

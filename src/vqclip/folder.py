@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar, overload
+from typing import TypeVar
 
 import torch
 from pydantic import Field, ValidationError, model_validator
@@ -15,9 +15,16 @@ from torch import nn
 
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, resolve
+from vqclip.pretrained import CONFIG_FILE, load_weights, read_config
 from vqclip.temperature import TemperatureConfig
-from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig, tower_errors_in
+from vqclip.tokenizer import (
+    ImageTokenizer,
+    ImageTokenizerConfig,
+    TextTokenizer,
+    TextTokenizerConfig,
+    Tokenizer,
+    tower_errors_in,
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokenizerConfig)
@@ -26,9 +33,23 @@ TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokeniz
 class _Stored(Config):
     embed_dim: int = Field(ge=2)
     """E, width of the joint embedding."""
+    num_tokens: int | None = None
+    """N, which the tower knows as well; null in folders of format 2."""
+    fewest_tokens: int | None = None
+    """How few of them a batch may come with; null in folders of format 2."""
 
     def _built_from(self, schema: type[TokenizerConfigT]) -> TokenizerConfigT:
-        return schema.model_validate(self.model_dump(exclude={"embed_dim"})).architecture()
+        return schema.model_validate(self.model_dump(exclude=set(_Stored.model_fields))).architecture()
+
+    def check(self, built: Tokenizer, section: str) -> None:
+        """Compare the numbers of tokens with those of the tower.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        for key, stored in (("num_tokens", self.num_tokens), ("fewest_tokens", self.fewest_tokens)):
+            if stored not in (None, getattr(built, key)):
+                raise ConfigError(f"{section}.{key}: got {stored}; this tower has {getattr(built, key)}")
 
 
 class StoredImageTokenizer(_Stored, ImageTokenizerConfig):
@@ -38,6 +59,12 @@ class StoredImageTokenizer(_Stored, ImageTokenizerConfig):
         """What it is built from."""
         return self._built_from(ImageTokenizerConfig)
 
+    def build_stored(self) -> ImageTokenizer:
+        """Make the tokenizer; raises ConfigError where its tower gives another number of tokens than is stored."""
+        built = self.tokenizer().build(self.embed_dim)
+        self.check(built, "image")
+        return built
+
 
 class StoredTextTokenizer(_Stored, TextTokenizerConfig):
     """A text tokenizer as it is stored."""
@@ -45,6 +72,12 @@ class StoredTextTokenizer(_Stored, TextTokenizerConfig):
     def tokenizer(self) -> TextTokenizerConfig:
         """What it is built from."""
         return self._built_from(TextTokenizerConfig)
+
+    def build_stored(self) -> TextTokenizer:
+        """Make the tokenizer; raises ConfigError where its tower gives another number of tokens than is stored."""
+        built = self.tokenizer().build(self.embed_dim)
+        self.check(built, "text")
+        return built
 
 
 class FolderConfig(Config):
@@ -103,28 +136,3 @@ def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> 
         raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
     load_weights(path, module, prefix, adopt_dtype=True)
     return module.eval()
-
-
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["image"]) -> ImageTokenizer: ...
-@overload
-def load_tokenizer(folder: str | Path, modality: Literal["text"]) -> TextTokenizer: ...
-def load_tokenizer(folder: str | Path, modality: Literal["image", "text"]) -> ImageTokenizer | TextTokenizer:
-    """Load a tokenizer for use: on the CPU, in evaluation mode.
-
-    Args:
-        folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
-        modality: ``"image"`` or ``"text"``.
-
-    Raises:
-        CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
-        ValueError: for another modality.
-    """
-    if modality not in ("image", "text"):
-        raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
-    path = resolve(folder)
-    config = read_folder(path)
-    stored = config.image if modality == "image" else config.text
-    if stored is None:
-        raise CheckpointError(f"{path}: holds {config.held()} tokenizer, not {modality!r}")
-    return build_filled(path, lambda: stored.tokenizer().build(stored.embed_dim), prefix=f"{modality}.")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
 from vqclip.folder import build_filled, read_folder
+from vqclip.hub import push_saved
 from vqclip.pretrained import resolve, write_folder
 from vqclip.quantizers import Quantizer
 from vqclip.temperature import TemperatureConfig
@@ -127,27 +128,45 @@ class CLIP(nn.Module):
         """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
         write_folder(Path(folder), self.section(), self.state_dict())
 
+    def push_to_hub(
+        self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
+    ) -> str:
+        """Write both tokenizers and the temperature to the hub; see `Tokenizer.push_to_hub`."""
+        return push_saved(self.save_pretrained, name, card, private=private, revision=revision)
+
     def section(self) -> dict[str, Any]:
         """What ``config.json`` says of it."""
         temperature = self.config.temperature.model_dump(mode="json")
         return {"image": self.image.section(), "text": self.text.section(), "temperature": temperature}
 
     @staticmethod
-    def from_pretrained(folder: str | Path) -> CLIP:
+    def from_pretrained(folder: str | Path, revision: str | None = None) -> CLIP:
         """Read a folder (or hub name) with both tokenizers, strictly; the model is in evaluation mode.
+
+        Args:
+            folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+            revision: branch, tag or commit of a hub name; None for the newest.
 
         Raises:
             CheckpointError: for a folder that is missing, damaged, or holds one modality alone.
         """
-        path = resolve(folder)
+        path = resolve(folder, revision)
         stored = read_folder(path)
         if stored.image is None or stored.text is None or stored.temperature is None:
             missing = "image" if stored.image is None else "text"
             raise CheckpointError(f"{path}: holds {stored.held()} tokenizer, not {missing!r}")
+        image, text = stored.image, stored.text
         config = ModelConfig(
-            embed_dim=stored.image.embed_dim,
-            image=stored.image.tokenizer(),
-            text=stored.text.tokenizer(),
+            embed_dim=image.embed_dim,
+            image=image.tokenizer(),
+            text=text.tokenizer(),
             temperature=stored.temperature,
         )
-        return build_filled(path, lambda: CLIP(config, section=""))
+
+        def build() -> CLIP:
+            built = CLIP(config, section="")
+            image.check(built.image, "image")
+            text.check(built.text, "text")
+            return built
+
+        return build_filled(path, build)

@@ -6,6 +6,7 @@ under its name (``image.``, ``text.``), so that one modality is read without the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsea
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FORMAT_VERSION = 2
+CARD_FILE = "README.md"
+FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+"""All that is ever fetched from the hub or sent to it."""
+FORMAT_VERSION = 3
+"""2 did not say how many tokens there are; see `vqclip.loading`."""
+_READABLE = (2, FORMAT_VERSION)
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
 _HEADER = ("format", "format_version", "id_layout", "weights")
@@ -81,10 +87,11 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path}: format_version is 1, which had no hashes; this vqclip reads {FORMAT_VERSION}. Run the training "
             "command of the finished run once more: it exports the folder anew"
         )
-    for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
-        if config.get(key) != known:
+    for key, known in (("format_version", _READABLE), ("id_layout", (ID_LAYOUT_VERSION,))):
+        if config.get(key) not in known:
+            reads = " and ".join(map(str, known))
             raise CheckpointError(
-                f"{path}: {key} is {config.get(key)!r}, this vqclip reads {known}; install a newer one"
+                f"{path}: {key} is {config.get(key)!r}, this vqclip reads {reads}; install a newer one"
             )
     config = unsealed(path, config, data)
     try:
@@ -107,7 +114,9 @@ def _pickles(folder: Path) -> str:
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
-def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False) -> None:
+def load_weights(
+    folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False, without: tuple[str, ...] = ()
+) -> None:
     """Load the tensors under ``prefix`` into ``module``, bit for bit: every one, and no other.
 
     Args:
@@ -115,6 +124,7 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dty
         module: what is filled.
         prefix: how the names of its tensors begin in the folder.
         adopt_dtype: first bring the module to the floating-point type that it was saved in.
+        without: parts under ``prefix`` that ``module`` does not have, such as ``tower``; they are not read.
 
     Raises:
         CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped or typed tensors.
@@ -123,6 +133,8 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dty
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+            left_out = tuple(f"{prefix}{part}." for part in without)
+            names = [name for name in names if not name.startswith(left_out)]
             state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
@@ -130,8 +142,9 @@ def load_weights(folder: Path, module: nn.Module, prefix: str = "", *, adopt_dty
         raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
-        if dtypes and dtypes[0].is_floating_point:
-            module.to(dtypes[0])
+        floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+        if floats:  # the commonest: codebooks stay in float32 when all else is rounded
+            module.to(Counter(floats).most_common(1)[0][0])
     problems = misfits(module.state_dict(), state, prefix)
     if problems:
         raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
@@ -151,17 +164,33 @@ def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix:
     return problems
 
 
-def resolve(folder: str | Path) -> Path:
-    """A local folder, or a hub name (``owner/name``) brought to the hub's cache; only JSON, safetensors and card."""
+def resolve(folder: str | Path, revision: str | None = None) -> Path:
+    """A local folder, or a hub name (``owner/name``) brought to the hub's cache; only JSON, safetensors and card.
+
+    Args:
+        folder: what to find; a folder here goes before a model on the hub.
+        revision: branch, tag or commit on the hub; None for the newest.
+
+    Raises:
+        CheckpointError: a name that is neither, a hub that cannot be reached, or a revision of a folder here.
+    """
     path = Path(folder)
     if path.exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
+        if revision is not None:
+            raise CheckpointError(
+                f"{folder}: got revision {revision!r} of a local folder, expected none: only models on the hub have "
+                "revisions, and their names are owner/name"
+            )
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(folder), allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, "README.md"]))
+        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        at = "" if revision is None else f" (revision {revision!r})"
         raise CheckpointError(
-            f"{folder}: neither a folder here nor a model on the hub that can be reached: {error}"
+            f"{folder}{at}: neither a folder here nor a model on the hub that can be reached or is in its cache: "
+            f"{error}; expected a folder that save_pretrained wrote, or owner/name of one that push_to_hub sent. "
+            "Without a network, load it once where there is one, or copy the folder"
         ) from error

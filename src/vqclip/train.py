@@ -129,7 +129,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     replaced = records.bad.counts.total()
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
-        write_summary(summary, config.model_dump(mode="json"))
+        write_summary(summary, config)
     require_success(attempt)
     return summary
 

@@ -1,61 +1,18 @@
-"""Data: shards, their index, the order of samples, decoding, transforms, batches."""
+"""Data: shards, their index, the order of samples, decoding, transforms, batches.
 
-from vqclip.data.batch import BadSample, Batch, EvalBatch
-from vqclip.data.cache import cache_folder
-from vqclip.data.config import DataConfig
-from vqclip.data.decode import decode_image, pil_to_uint8
-from vqclip.data.eval_set import EvalSet
-from vqclip.data.index import ShardIndex, load_index
-from vqclip.data.loader import Coverage, LoaderOptions, TrainData
-from vqclip.data.order import GlobalOrder
-from vqclip.data.prepare import HasShards, prepare_sources
-from vqclip.data.remote import masked
-from vqclip.data.sources import (
-    CaptionShards,
-    CaptionShardsConfig,
-    CaptionShardsData,
-    ClassShards,
-    ClassShardsConfig,
-    ClassShardsData,
-    RawSample,
-    ScenesData,
-    ScenesSourceConfig,
-    Source,
-    SourceConfig,
-)
-from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
+The public names are imported when the first of them is asked for: a tokenizer needs `decode` and `transforms` alone.
+"""
 
-__all__ = [
-    "BadSample",
-    "Batch",
-    "CaptionShards",
-    "CaptionShardsConfig",
-    "CaptionShardsData",
-    "ClassShards",
-    "ClassShardsConfig",
-    "ClassShardsData",
-    "Coverage",
-    "DataConfig",
-    "EvalBatch",
-    "EvalSet",
-    "EvalTransform",
-    "EvalTransformConfig",
-    "GlobalOrder",
-    "HasShards",
-    "LoaderOptions",
-    "RawSample",
-    "ScenesData",
-    "ScenesSourceConfig",
-    "ShardIndex",
-    "Source",
-    "SourceConfig",
-    "TrainData",
-    "TrainTransform",
-    "TrainTransformConfig",
-    "cache_folder",
-    "decode_image",
-    "load_index",
-    "masked",
-    "pil_to_uint8",
-    "prepare_sources",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vqclip.data._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_"):
+        public = import_module("vqclip.data._public")
+        if name in public.__all__:
+            return getattr(public, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

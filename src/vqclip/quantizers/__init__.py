@@ -11,6 +11,7 @@ from pydantic import Field
 from vqclip.quantizers.base import Quantizer, QuantizerOutput
 from vqclip.quantizers.binary import BinaryLossWeights
 from vqclip.quantizers.bsq import BSQ, BSQConfig
+from vqclip.quantizers.export import codebook_matrix
 from vqclip.quantizers.fsq import FSQ, FSQConfig
 from vqclip.quantizers.identity import Identity, IdentityConfig
 from vqclip.quantizers.lfq import LFQ, LFQConfig
@@ -56,6 +57,7 @@ __all__ = [
     "VQConfig",
     "VQLossWeights",
     "at_depth",
+    "codebook_matrix",
     "depth_of",
     "from_vector_quantize_pytorch",
     "sync",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import filecmp
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vqclip.files import replace_folder, write_text
 from vqclip.model import CLIP
-from vqclip.pretrained import WEIGHTS_FILE
+from vqclip.pretrained import CARD_FILE, WEIGHTS_FILE
 from vqclip.report.summary import RunSummary, model_card
 
-_CARD = "README.md"
+if TYPE_CHECKING:
+    from vqclip.recipe import TrainConfig
+
 _SUMMARY = "summary.json"
 
 
@@ -23,16 +24,16 @@ def export_tokenizer(model: CLIP, folder: Path) -> None:
 
     def fill(aside: Path) -> None:
         model.save_pretrained(aside)
-        card, weights = folder / _CARD, folder / WEIGHTS_FILE
+        card, weights = folder / CARD_FILE, folder / WEIGHTS_FILE
         if card.is_file() and weights.is_file() and filecmp.cmp(weights, aside / WEIGHTS_FILE, shallow=False):
-            shutil.copyfile(card, aside / _CARD)
+            shutil.copyfile(card, aside / CARD_FILE)
 
     replace_folder(folder, fill)
 
 
-def write_summary(summary: RunSummary, config: Mapping[str, Any]) -> None:
+def write_summary(summary: RunSummary, config: TrainConfig) -> None:
     """Write the card into the exported folder and the summary into the run's."""
-    write_text(Path(summary.tokenizer) / _CARD, model_card(summary, config))
+    write_text(Path(summary.tokenizer) / CARD_FILE, model_card(summary, config))
     write_text(Path(summary.folder) / _SUMMARY, summary.to_json())
 
 

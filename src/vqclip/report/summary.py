@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import vqclip
+from vqclip.card import card
+from vqclip.config import to_yaml
 from vqclip.data import Coverage, masked
+from vqclip.errors import printable
 from vqclip.evaluation import Result, format_results
 from vqclip.model import CLIP
+
+if TYPE_CHECKING:
+    from vqclip.recipe import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,18 @@ def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
     lines = [
         f"run {summary.name}",
+        facts(summary),
+        "",
+        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, events.jsonl, tensorboard/, summary.json)",
+        f"  checkpoint  {summary.checkpoint}",
+        f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
+    ]
+    return "\n".join(lines)
+
+
+def facts(summary: RunSummary) -> str:
+    """Data, sizes, speed and figures as text, without a path of this machine."""
+    lines = [
         f"  data        {_data(summary)}",
         f"  model       {_sizes(summary.parameters)} trained weights",
         f"  tokens      {_tokens(summary)}",
@@ -87,12 +107,6 @@ def render(summary: RunSummary) -> str:
     ]
     if summary.results:
         lines += ["", format_results(summary.results)]
-    lines += [
-        "",
-        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, events.jsonl, tensorboard/, summary.json)",
-        f"  checkpoint  {summary.checkpoint}",
-        f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
-    ]
     return "\n".join(lines)
 
 
@@ -123,29 +137,33 @@ def _speed(summary: RunSummary) -> str:
     return f"{speed:.0f} images/s on {summary.processes} {plural}, {wait:.0%} of the time waiting for data"
 
 
-def model_card(summary: RunSummary, config: Mapping[str, Any]) -> str:
-    """A card for the exported folder: what it is, how it was measured, how it is used (Markdown)."""
-    return f"""---
-library_name: vqclip
-tags: [clip, tokenizer, vector-quantization]
----
-# {summary.name}
+def model_card(summary: RunSummary, config: TrainConfig) -> str:
+    """A card for the exported folder: what it is, how it was measured and made, how it is used (Markdown)."""
+    figures = "No evaluation was configured, so nothing was measured."
+    if summary.results:
+        figures = (
+            "Rates are in percent, beside those of a model that knows nothing. *Continuous* bypasses the quantizers, "
+            "*quantized* is the training path, *codes only* stored the ids and embedded them again."
+        )
+    more = f"""## Measured
 
-An image and a text tokenizer with one joint embedding, trained with vqclip.
+{figures}
 
-```python
-import vqclip
+{_indented(facts(summary))}
 
-image = vqclip.load_tokenizer("{summary.tokenizer}", modality="image")
-ids = image.encode(picture)          # (B, N, C) int64
-vectors = image.decode(ids)          # (B, N, D) for a downstream model
-embedding = image.embed(ids)         # (B, E) unit-norm, comparable with the text tokenizer's
-```
+## How it was made
 
-```
-{render(summary)}
-```
+From the data of `data.sources` below, by vqclip {vqclip.__version__}, {summary.processes} process(es), seed
+{config.run.seed}. With the configuration in a file `config.yaml`:
 
-Trained with the configuration `config.yaml` of the run (`torchrun -m vqclip.train --config config.yaml`), seed
-{config["run"]["seed"]}. Rates are in percent; *codes only* means that ids were stored, reloaded and embedded.
+    torchrun --nproc-per-node {summary.processes} -m vqclip.train --config config.yaml
+
+{_indented(masked(to_yaml(config)))}
 """
+    what = "An image and a text tokenizer with one joint embedding, trained with vqclip."
+    return card(printable(summary.name, one_line=True), what, more)
+
+
+def _indented(text: str) -> str:
+    """As a block of code, which nothing in it can end."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

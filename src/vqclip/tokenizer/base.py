@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
-from vqclip.errors import ConfigError, ShapeError
-from vqclip.inputs import require_ids
-from vqclip.pooling import PooledEmbedding, isometric_
+from vqclip.errors import ConfigError
+from vqclip.hub import push_saved
+from vqclip.pooling import isometric_
 from vqclip.pretrained import write_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
-from vqclip.quantizers import QuantizerConfig, Stats
+from vqclip.quantizers import Stats
 from vqclip.quantizers.checks import check_channels
+from vqclip.reader import ReadingConfig, ReadingHalf
 from vqclip.towers import ImageTower, TextTower
-from vqclip.towers.text import heads_divide_width
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
 
@@ -48,63 +46,37 @@ class TokenizerOutput(NamedTuple):
     """This rank's sums for the quantizer's losses and metrics."""
 
 
-class Tokenizer(nn.Module, ABC):
+class Tokenizer(ReadingHalf, ABC):
     """What image and text tokenizers share: everything from tower features on.
 
     Args:
         config: everything but the tower.
         tower: `ImageTower` or `TextTower`.
         embed_dim: E, width of the joint embedding.
+        fewest_tokens: how few of the N positions a batch may come with.
     """
 
-    modality: str
     config: Any
+    tower: ImageTower | TextTower
+    project_in: Projection
 
-    def __init__(self, config: TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int):
-        super().__init__()
-        self.config = config
+    def __init__(self, config: TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int, fewest_tokens: int):
         quantizer = config.quantizer.build()
-        self.tower = tower
-        into = config.project_in.layers(tower.width, quantizer.dim)
-        self.project_in = Projection(nn.LayerNorm(tower.width), *into)
-        self.normalize = config.normalize
         if config.normalize != "none":
             least = 3 if config.normalize == "layer" else 2  # taking off the mean costs one more
             check_channels(f"{self.modality}.normalize {config.normalize}", quantizer.dim, least)
-        self.quantizer = quantizer
-        self.project_out = Projection(*config.project_out.layers(quantizer.dim, config.width))
-        self.pool = PooledEmbedding(tower.num_tokens, config.width, embed_dim, config.heads, config.depth)
-        for part in (self.project_in, self.project_out, self.pool):
+        into = config.project_in.layers(tower.width, quantizer.dim)
+        project_in = Projection(nn.LayerNorm(tower.width), *into)
+        project_out, pool = config.reading_parts(quantizer, tower.num_tokens, embed_dim)
+        for part in (project_in, project_out, pool):
             isometric_(part)
-        self.embed_dim = embed_dim
-
-    @property
-    def num_tokens(self) -> int:
-        """N, tokens a sample (for text: positions, padding included)."""
-        return self.tower.num_tokens
-
-    @property
-    def fewest_tokens(self) -> int:
-        """How few of the N positions a batch may come with: N, or less where those at the end may be padding."""
-        return self.num_tokens
-
-    @property
-    def codebook_sizes(self) -> tuple[int, ...]:
-        """K of each of the C codebooks."""
-        return self.quantizer.codebook_sizes
-
-    @property
-    def bits_per_sample(self) -> float:
-        """Tokens × Σ log2(codebook size); for text that of a caption that fills every position."""
-        return self.num_tokens * self.quantizer.bits
+        super().__init__(quantizer, project_out, pool, fewest_tokens, {"tower": tower, "project_in": project_in})
+        self.config = config
+        self.normalize = config.normalize
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
-
-    def ids_mask(self, ids: Tensor) -> Tensor | None:
-        """`mask`, read off the ids ``(B, N, C)``: a token is absent when all of its ids are -1."""
-        return (ids >= 0).any(dim=-1)
 
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
@@ -133,77 +105,47 @@ class Tokenizer(nn.Module, ABC):
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer.encode(*self.features(inputs))
-
-    def decode(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
-
-        Raises:
-            ShapeError: for another shape or dtype, or an id outside its codebook.
-        """
-        codes, mask = self._lookup(ids), self.ids_mask(ids)
-        vectors = self._project_out(codes, mask)
-        return vectors if mask is None else vectors * mask.unsqueeze(-1)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)``, unit-norm: from the codes alone.
-
-        Raises:
-            ShapeError: for another shape or dtype, or an id outside its codebook.
-        """
-        return self._embed(self._lookup(ids), self.ids_mask(ids))
-
-    def _lookup(self, ids: Tensor) -> Tensor:
-        require_ids(ids)
-        codebooks = len(self.codebook_sizes)
-        if ids.ndim != 3 or not self.fewest_tokens <= ids.shape[1] <= self.num_tokens or ids.shape[2] != codebooks:
-            tokens = f"{self.num_tokens}" if self.fewest_tokens == self.num_tokens else f"1 to {self.num_tokens}"
-            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {tokens}, {codebooks})")
-        return self.quantizer.decode(ids)
-
-    def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
-        return self.pool(self._project_out(vectors, mask), mask)
-
-    def _project_out(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
-        # Codes are fp32 numbers whatever the module's dtype is.
-        return self.project_out(vectors.to(self.pool.position.dtype), mask)
+        return self.quantizer.encode(*self.features(inputs)).contiguous()  # as safetensors wants what it stores
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
         write_folder(Path(folder), {self.modality: self.section()}, state)
 
+    def push_to_hub(
+        self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
+    ) -> str:
+        """Write this tokenizer to the hub, as `save_pretrained` writes it, with a card; see `vqclip.hub.push_folder`.
+
+        Args:
+            name: ``owner/name``; made if it is missing.
+            card: the card, Markdown; None for one without figures. To send a run's own, use `push_folder`.
+            private: whether a model that is made can be seen by its owner alone; None: as the hub has it.
+            revision: branch to write to, made if it is missing; None for the main one.
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            CheckpointError: for a name that is none, or a hub that cannot be reached or refuses.
+        """
+        return push_saved(self.save_pretrained, name, card, private=private, revision=revision)
+
     def section(self) -> dict[str, object]:
         """This tokenizer's part of ``config.json``."""
-        return self.config.architecture().model_dump(mode="json") | {"embed_dim": self.embed_dim}
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.pool.position.device
+        tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
+        return self.config.architecture().model_dump(mode="json") | tokens | {"embed_dim": self.embed_dim}
 
 
-class TokenizerConfig(Config):
+class TokenizerConfig(ReadingConfig):
     """What the sections of both modalities have; each adds its ``tower``."""
 
     if TYPE_CHECKING:
         tower: Any
-    quantizer: QuantizerConfig
-    """What turns features into codes."""
-    width: int = Field(256, ge=8)
-    """D, width of the vectors that are rebuilt from the codes."""
-    heads: int = Field(4, ge=1)
-    """Attention heads after the quantizer; must divide `width`."""
-    depth: int = Field(1, ge=0)
-    """Transformer blocks between the codes and the pooling."""
     project_in: ProjectionConfig = LinearProjectionConfig()
     """From the tower's features to the quantizer's channels."""
     normalize: Normalization = "none"
     """What is done to those channels before they are quantized: layer (mean 0, variance 1), l2 (length √D), none."""
-    project_out: ProjectionConfig = LinearProjectionConfig()
-    """From the codes to `width`."""
-
-    _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 
     def architecture(self: ConfigT) -> ConfigT:
         """The same network with random weights: what is read and written beside weights, so that none are fetched."""

@@ -32,18 +32,12 @@ class ImageTokenizer(Tokenizer):
     tower: ImageTower
 
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
-        super().__init__(config, config.tower.build(), embed_dim)
+        tower = config.tower.build()
+        super().__init__(config, tower, embed_dim, tower.num_tokens)
         self.transform = config.preprocess.build(self.tower.image_size)
 
     def mask(self, inputs: Tensor) -> None:
         """Every patch is real."""
-
-    def ids_mask(self, ids: Tensor) -> Tensor | None:
-        """As for any tokenizer; None where every patch is there, as in training, so that the sums are the same."""
-        mask = super().ids_mask(ids)
-        if torch.compiler.is_compiling():  # looking at values would break the graph
-            return mask
-        return None if mask is not None and bool(mask.all()) else mask
 
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""

@@ -24,17 +24,13 @@ class TextTokenizer(Tokenizer):
     tower: TextTower
 
     def __init__(self, config: TextTokenizerConfig, embed_dim: int):
-        super().__init__(config, config.tower.build(), embed_dim)
+        tower = config.tower.build()
+        super().__init__(config, tower, embed_dim, fewest_tokens=tower.num_tokens if tower.sees_padding else 1)
         self.preprocess = config.tower.vocabulary()
 
     def mask(self, inputs: Tensor) -> Tensor:
         """``(B, N)`` bool, True at real tokens."""
         return self.tower.mask(inputs)
-
-    @property
-    def fewest_tokens(self) -> int:
-        """1, or N where the tower sees the padding."""
-        return self.num_tokens if self.tower.sees_padding else 1
 
     def needed_tokens(self, tokens: Tensor) -> int:
         """How many columns of ``(B, N)`` token numbers hold a caption's; the others change nothing but the time.

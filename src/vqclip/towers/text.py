@@ -11,6 +11,7 @@ from einops import repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from vqclip.attention import heads_divide_width
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.inputs import require_captions
@@ -20,13 +21,6 @@ Vocabulary = Callable[[Sequence[str]], Tensor]
 _CACHED_WORDS = 100_000
 _LONG_WORD = 64
 """Characters of a word that is not worth remembering."""
-
-
-def heads_divide_width(config: Any) -> Any:
-    """A validator for sections with ``width`` and ``heads``; raises ValueError when the heads do not fit."""
-    if config.width % config.heads:
-        raise ValueError(f"got width {config.width} and heads {config.heads}; expected heads that divide width")
-    return config
 
 
 class TextTower(nn.Module):

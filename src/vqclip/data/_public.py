@@ -1,0 +1,61 @@
+"""The public names of `vqclip.data`, apart so that one module of it can be had without the others."""
+
+from vqclip.data.batch import BadSample, Batch, EvalBatch
+from vqclip.data.cache import cache_folder
+from vqclip.data.config import DataConfig
+from vqclip.data.decode import decode_image, pil_to_uint8
+from vqclip.data.eval_set import EvalSet
+from vqclip.data.index import ShardIndex, load_index
+from vqclip.data.loader import Coverage, LoaderOptions, TrainData
+from vqclip.data.order import GlobalOrder
+from vqclip.data.prepare import HasShards, prepare_sources
+from vqclip.data.remote import masked
+from vqclip.data.sources import (
+    CaptionShards,
+    CaptionShardsConfig,
+    CaptionShardsData,
+    ClassShards,
+    ClassShardsConfig,
+    ClassShardsData,
+    RawSample,
+    ScenesData,
+    ScenesSourceConfig,
+    Source,
+    SourceConfig,
+)
+from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
+
+__all__ = [
+    "BadSample",
+    "Batch",
+    "CaptionShards",
+    "CaptionShardsConfig",
+    "CaptionShardsData",
+    "ClassShards",
+    "ClassShardsConfig",
+    "ClassShardsData",
+    "Coverage",
+    "DataConfig",
+    "EvalBatch",
+    "EvalSet",
+    "EvalTransform",
+    "EvalTransformConfig",
+    "GlobalOrder",
+    "HasShards",
+    "LoaderOptions",
+    "RawSample",
+    "ScenesData",
+    "ScenesSourceConfig",
+    "ShardIndex",
+    "Source",
+    "SourceConfig",
+    "TrainData",
+    "TrainTransform",
+    "TrainTransformConfig",
+    "cache_folder",
+    "decode_image",
+    "load_index",
+    "masked",
+    "pil_to_uint8",
+    "prepare_sources",
+]
