@@ -1,4 +1,4 @@
-"""Files that several processes may write at once, whole or not at all, and the clearing up after those that were killed.
+"""Files that several processes may write at once, whole or not at all, and the clearing up after killed ones.
 
 Each process writes under a name of its own and locks what it writes, so that a file that nobody locks is left over.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 
-__all__ = ["Encoders"]
+__all__ = ["Collected", "Encoders"]
 
 
 class Encoders:
@@ -76,8 +76,8 @@ class Collected:
 
     def add(self, batch: DecodedBatch) -> None:
         """Encode the images of a batch."""
-        images: Sequence[np.ndarray | None] = self._encoders.pictures(batch) or [None] * len(batch.found)
-        self._samples += zip(batch.found, images, strict=True)
+        images = self._encoders.pictures(batch)
+        self._samples += [(each, None if images is None else images[n]) for n, each in enumerate(batch.found)]
         self.bad += [
             {"sample_id": bad.sample_id, "key": key, "kind": bad.kind, "reason": bad.reason} for key, bad in batch.bad
         ]

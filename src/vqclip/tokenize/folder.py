@@ -180,8 +180,8 @@ def require_few_bad(reasons: Iterable[str], count: int, allowed: int) -> None:
     if count > allowed:
         shown = "\n".join(f"  {reason}" for reason in [*reasons][:5])
         raise DataError(
-            f"{count} samples cannot be used; --tolerance allows {allowed} of these data. Mend them, or raise it and run "
-            f"the command again. Some of them:\n{shown}"
+            f"{count} samples cannot be used; --tolerance allows {allowed} of these data. Mend them, or raise it and "
+            f"run the command again. Some of them:\n{shown}"
         )
 
 
@@ -189,8 +189,8 @@ def _require_no_shards(folder: Path) -> None:
     found = sorted(path.name for suffix in SUFFIXES.values() for path in folder.glob(f"*{suffix}"))
     if found:
         raise ConfigError(
-            f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or one "
-            "that `vqclip tokenize` began"
+            f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or "
+            "one that `vqclip tokenize` began"
         )
 
 

@@ -129,9 +129,8 @@ def _tokenize(
     )
     bad = sum(sum(facts.bad.values()) for facts in there.values())
     start, seen = time.monotonic(), 0
-    with Bar(
-        sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there), visible, "tokenize", "sample"
-    ) as bar:
+    samples, done = sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there)
+    with named_deaths("tokenize"), Bar(samples, done, visible, "tokenize", "sample") as bar:
         for shard, parts in _by_shard(batches, options):
             collected = Collected(encoders)
             for batch in parts:
@@ -146,11 +145,10 @@ def _tokenize(
 
 
 def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, Iterator[DecodedBatch]]]:
-    with named_deaths("tokenize"):
-        decoded = ordered_map(
-            batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
-        )
-        yield from itertools.groupby(decoded, key=lambda batch: batch.shard)
+    decoded = ordered_map(
+        batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
+    )
+    return itertools.groupby(decoded, key=lambda batch: batch.shard)
 
 
 def _encoders(options: Options, device: torch.device) -> Encoders:
@@ -163,8 +161,8 @@ def _encoders(options: Options, device: torch.device) -> Encoders:
     for tokenizer in (image, text):
         if tokenizer is not None and not tokenizer.codebook_sizes:
             raise ConfigError(
-                f"--tokenizer: the {tokenizer.modality} tokenizer in {options.tokenizer} has no codes (its quantizer is "
-                "the identity), so there are no ids; expected one with a codebook"
+                f"--tokenizer: the {tokenizer.modality} tokenizer in {options.tokenizer} has no codes (its quantizer "
+                "is the identity), so there are no ids; expected one with a codebook"
             )
     return Encoders(image, text, options.batch_size, options.precision)
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, Sampler
 
 from vqclip.data.draws import hashed
 from vqclip.data.order import GlobalOrder
-from vqclip.data.tokens.layout import TokenRecord
+from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.storage import TokenShard, open_shard
 from vqclip.errors import CheckpointError, DataError
@@ -118,8 +118,8 @@ class TokenDataset(Dataset[TokenItem]):
         record = self.record(int(index))
         choice = int(draw) % len(record.captions)
         return TokenItem(
-            image_ids=torch.from_numpy(self.image.with_padding(record.image)) if self.image else None,
-            text_ids=torch.from_numpy(self.text.with_padding(record.texts[choice])) if self.text else None,
+            image_ids=_padded(record.image, self.image),
+            text_ids=_padded(None if record.texts is None else record.texts[choice], self.text),
             caption=record.captions[choice],
             sample_id=record.sample_id,
             label=record.label,
@@ -173,6 +173,10 @@ class TokenDataset(Dataset[TokenItem]):
     def __getstate__(self) -> dict[str, object]:
         # Open files mean nothing in a spawned worker.
         return {**self.__dict__, "_open": OrderedDict()}
+
+
+def _padded(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
+    return None if ids is None or layout is None else torch.from_numpy(layout.with_padding(ids))
 
 
 _REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it anew"

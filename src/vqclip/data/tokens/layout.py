@@ -15,7 +15,7 @@ import numpy as np
 from vqclip.config import Config
 from vqclip.errors import DataError, ShapeError
 
-__all__ = ["IdLayout", "TokenRecord", "id_type", "without_padding"]
+__all__ = ["IdLayout", "TokenRecord", "id_type", "require_facts", "without_padding"]
 
 
 class TokenRecord(NamedTuple):
@@ -70,6 +70,19 @@ class IdLayout(Config):
         whole = np.full((self.num_tokens, len(self.codebook_sizes)), -1, dtype=np.int64)
         whole[: len(ids)] = ids
         return whole
+
+
+def require_facts(record: TokenRecord, place: str) -> TokenRecord:
+    """The record, if what it says besides ids is of the right kinds.
+
+    Raises:
+        DataError: it is not; ``place`` names the sample.
+    """
+    texts = (record.key, *record.captions)
+    numbers = (record.sample_id, record.label)
+    if not record.captions or not all(isinstance(each, str) for each in texts) or {*map(type, numbers)} != {int}:
+        raise DataError(f"{place}: expected a key, captions, a sample id and perhaps a label", "damaged sample")
+    return record
 
 
 def id_type(codebook_sizes: Sequence[int]) -> np.dtype:

@@ -1,12 +1,13 @@
 """Token shards as Parquet: one row a sample. Needs pyarrow, ``pip install 'vqclip[parquet]'``.
 
 Columns: ``key``, ``sample_id``, ``label`` (null without one), ``captions`` (list), ``image_ids`` (list, N·C numbers,
-token after token), ``text_ids`` (list, the captions' ids one after the other) and ``text_lengths`` (list, tokens of each
+token after token), ``text_ids`` (list, the captions' ids one after the other), ``text_lengths`` (list, tokens of each
 caption). The files hold no times: equal samples make equal bytes, with one version of pyarrow.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vqclip.data.tokens.layout import IdLayout, TokenRecord
+from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
 from vqclip.errors import DataError, printable
 
 __all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
@@ -110,7 +111,7 @@ class ParquetShard:
         columns, at = self._group(group), row - int(self._ends[group])
         key, label = columns["key"][at], columns["label"][at]
         place = printable(f"{self._path}: sample {key}", one_line=True)
-        captions = tuple(columns["captions"][at])
+        captions = tuple(columns["captions"][at] or ())
         image = self._rows(columns["image_ids"][at], self._image, place) if self._image else None
         texts = None
         if self._text:
@@ -119,7 +120,8 @@ class ParquetShard:
                 raise DataError(f"{place}: text_lengths does not fit the ids or the captions", "damaged ids")
             parts = np.split(ids, np.cumsum(lengths[at])[:-1])
             texts = tuple(self._text.require(part, place) for part in parts)
-        return TokenRecord(key, columns["sample_id"][at], -1 if label is None else label, captions, image, texts)
+        label = -1 if label is None else label
+        return require_facts(TokenRecord(key, columns["sample_id"][at], label, captions, image, texts), place)
 
     def _rows(self, values: np.ndarray, layout: IdLayout, place: str, whole: bool = True) -> np.ndarray:
         codebooks = len(layout.codebook_sizes)
@@ -152,4 +154,4 @@ def _plain(column: Any) -> Any:
     if not arrow.types.is_list(column.type) or not arrow.types.is_integer(column.type.value_type):
         return column.to_pylist()
     values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    return [values[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
