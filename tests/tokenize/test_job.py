@@ -216,8 +216,8 @@ def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: 
     out, one = tmp_path / "out", {"tolerance": 0.04}
     for rank in (0, 1):
         with (
-            mock.patch("vqclip.tokenize.job.dist.rank", lambda rank=rank: rank),
-            mock.patch("vqclip.tokenize.job.dist.world_size", lambda: 2),
+            mock.patch("vqclip.tokenize.job.dist.rank", return_value=rank),
+            mock.patch("vqclip.tokenize.job.dist.world_size", return_value=2),
             mock.patch("vqclip.tokenize.job.prepare_sources"),
         ):
             if rank == 0:
