@@ -1,12 +1,12 @@
 """Shards to ids: samples a second and core, `vqclip tokenize` against a plain loop over open_clip's own pipeline.
 
-    python benchmarks/tokenize.py --tokenizer runs/captions/tokenizer --shards DATA/captions_noto_emoji/val \\
+    python benchmarks/tokens.py --tokenizer runs/captions/tokenizer --shards DATA/captions_noto_emoji/val \\
         --peer-python PEER/bin/python
 
-Both encode the images and captions of the same shards with the same tokenizer, batch size and one thread. The plain loop
-is what one would write by hand: open_clip's evaluation pipeline (`get_wds_dataset`, Pillow, its transform), `encode` for
-every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards. `nothing` is the
-encoding alone, of batches that are in memory, which neither can beat. Rounds alternate; time is CPU time, so other work
+Both encode the images and captions of the same shards with the same tokenizer, batch size and one thread. The plain
+loop is what one would write by hand: open_clip's evaluation pipeline (`get_wds_dataset`, Pillow, its transform),
+`encode` for every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards.
+"Encoding alone" is that of batches in memory, which neither can beat. Rounds alternate; time is CPU time, so other work
 on the machine disturbs little. PEER is made as benchmarks/data.py says.
 """
 
