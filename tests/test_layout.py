@@ -28,9 +28,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("losses", "replay"),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
-    ("lock", "resume", "recipe", "watchdog"),
+    ("lock", "resume", "recipe", "watchdog", "tokenize"),
     ("loop",),
     ("train",),
+    ("cli",),
+    ("__main__",),
 )
 # Losses see embeddings and nothing else.
 ONLY = {"losses": {"errors", "config", "dist", "precision"}}
@@ -145,10 +147,11 @@ assert distributed is None or not distributed.is_available() or not distributed.
     ("imports", "heavy"),
     [
         ("import vqclip", ["torch", "webdataset", "open_clip", "timm", "pydantic", "yaml"]),
+        ("import vqclip.cli; vqclip.cli.main(['--help'])", ["torch", "webdataset", "open_clip", "timm", "pydantic"]),
         ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
         ("import vqclip; vqclip.load_tokenizer", ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics"]),
     ],
-    ids=["package", "config", "load_tokenizer"],
+    ids=["package", "command line", "config", "load_tokenizer"],
 )
 def test_import_is_cheap_and_starts_nothing(imports, heavy):
     code = CHEAP.format(imports=imports, heavy=heavy)

@@ -20,9 +20,11 @@ from vqclip.data.sources import (
     RawSample,
     ScenesData,
     ScenesSourceConfig,
+    ShardedSource,
     Source,
     SourceConfig,
 )
+from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
 
 __all__ = [
@@ -47,12 +49,18 @@ __all__ = [
     "ScenesData",
     "ScenesSourceConfig",
     "ShardIndex",
+    "ShardedSource",
     "Source",
     "SourceConfig",
+    "TokenBatch",
+    "TokenDataset",
+    "TokenItem",
+    "TokenSampler",
     "TrainData",
     "TrainTransform",
     "TrainTransformConfig",
     "cache_folder",
+    "collate_tokens",
     "decode_image",
     "load_index",
     "masked",

@@ -9,18 +9,19 @@ from tqdm import tqdm
 
 
 class Bar:
-    """A tqdm bar over the steps of a run, with loss, images a second and data wait.
+    """A tqdm bar over the steps of a run, with loss, images a second and data wait; or over samples.
 
     Args:
         total: steps of the run.
         done: steps done before this process started.
         visible: False on all ranks but one.
         name: shown in front.
+        unit: what is counted.
     """
 
-    def __init__(self, total: int, done: int, visible: bool, name: str):
+    def __init__(self, total: int, done: int, visible: bool, name: str, unit: str = "step"):
         self._bar = tqdm(
-            total=total, initial=done, disable=not visible, desc=name, unit="step", dynamic_ncols=True, smoothing=0.05
+            total=total, initial=done, disable=not visible, desc=name, unit=unit, dynamic_ncols=True, smoothing=0.05
         )
 
     def __enter__(self) -> Bar:
@@ -31,9 +32,9 @@ class Bar:
     ) -> None:
         self._bar.close()
 
-    def advance(self) -> None:
-        """One step is done."""
-        self._bar.update(1)
+    def advance(self, count: int = 1) -> None:
+        """So many steps more are done."""
+        self._bar.update(count)
 
     def show(self, figures: dict[str, Any]) -> None:
         """Put the newest figures behind the bar."""

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vqclip.data.sources.base import RawSample, Source
+from vqclip.data.sources.base import RawSample, ShardedSource, Source
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig, ClassShardsData
 from vqclip.data.sources.scenes import ScenesData, ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig, CaptionShardsData
@@ -25,6 +25,7 @@ __all__ = [
     "RawSample",
     "ScenesData",
     "ScenesSourceConfig",
+    "ShardedSource",
     "Source",
     "SourceConfig",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["RawSample", "Source"]
+__all__ = ["RawSample", "ShardedSource", "Source"]
 
 
 class RawSample(NamedTuple):
@@ -45,4 +45,17 @@ class Source(Protocol):
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the source contains, JSON-able: equal exactly if the same samples stand in the same order."""
+        ...
+
+
+class ShardedSource(Source, Protocol):
+    """A source whose samples lie in shards, one shard after the other."""
+
+    def key(self, index: int) -> str:
+        """Name of the sample in its shard, as WebDataset has it."""
+        ...
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """Every shard in order: its file's ``name``, its ``bytes``, its ``samples`` and its ``sha256``."""
         ...

@@ -56,6 +56,11 @@ class ShardReader:
         shard, row = self._locate(index)
         return printable(f"{self._indexes[shard].path}: sample {self._indexes[shard].key(row)}", one_line=True)
 
+    def key(self, index: int) -> str:
+        """Name of the sample in its shard."""
+        shard, row = self._locate(index)
+        return self._indexes[shard].key(row)
+
     def count(self, kind: str) -> int:
         """Number of samples that have a member of this kind (see `vqclip.data.index.KINDS`)."""
         return sum(int((index.offsets[:, KINDS.index(kind)] >= 0).sum()) for index in self._indexes)

@@ -101,6 +101,15 @@ class CaptionShards:
         """Shard and sample, for messages."""
         return self._reader.name(index)
 
+    def key(self, index: int) -> str:
+        """Name of the sample in its shard; see `ShardedSource.key`."""
+        return self._reader.key(index)
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """See `ShardedSource.shards`."""
+        return self._reader.shards
+
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""

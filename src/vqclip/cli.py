@@ -1,0 +1,61 @@
+"""The command line ``vqclip``, also ``python -m vqclip``: a command is a module with a ``main(arguments)``.
+
+Nothing heavy is imported before a command is chosen. Several processes: ``torchrun ... -m vqclip tokenize ...``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vqclip import __version__
+from vqclip.errors import printable
+
+__all__ = ["COMMANDS", "main"]
+
+
+class Command(NamedTuple):
+    """A command, by the module that runs it."""
+
+    module: str
+    """Its ``main`` takes the arguments behind the command's name and returns the exit status."""
+    summary: str
+    """What it does, in a line."""
+
+
+COMMANDS = {
+    "train": Command("vqclip.train", "train image and text tokenizers together"),
+    "tokenize": Command("vqclip.tokenize.command", "turn image-text shards into token shards"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        Its exit status; 2 where there is no such command.
+    """
+    name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        shown = printable(name, one_line=True)
+        print(f"vqclip: got {shown!r}; expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        return 2
+    status: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return "usage: vqclip COMMAND ...\n\n" + "\n".join(lines) + "\n\nvqclip COMMAND --help says what a command takes."

@@ -1,0 +1,244 @@
+"""Token shards as a torch data set, in an order that depends on (seed, epoch) alone.
+
+data = TokenDataset("tokens/mine")
+order = data.sampler(seed=0, rank=rank, world_size=world_size)
+loader = DataLoader(data, batch_size=256, sampler=order, collate_fn=collate_tokens, num_workers=2)
+for epoch in range(epochs):
+    order.set_epoch(epoch)
+    for batch in loader:
+        batch.image_ids  # (B, N, C) int64
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from vqclip.data.draws import hashed
+from vqclip.data.order import GlobalOrder
+from vqclip.data.tokens.layout import IdLayout, TokenRecord
+from vqclip.data.tokens.manifest import read_manifest
+from vqclip.data.tokens.storage import TokenShard, open_shard
+from vqclip.errors import CheckpointError, DataError
+from vqclip.sealed import Facts, require_facts
+from vqclip.seeds import derive_seed
+
+__all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
+
+_OPEN_SHARDS = 64
+
+
+class TokenItem(NamedTuple):
+    """A sample."""
+
+    image_ids: Tensor | None
+    """``(N, C)`` int64, as the image tokenizer gave them; None where images were not tokenized."""
+    text_ids: Tensor | None
+    """``(N, C)`` int64 of the caption, -1 at padding; None where texts were not tokenized."""
+    caption: str
+    """The caption."""
+    sample_id: int
+    """Number of the sample over all shards that were tokenized."""
+    label: int
+    """Class number, -1 without one."""
+    key: str
+    """The sample's name in its shard."""
+
+
+class TokenBatch(NamedTuple):
+    """B samples."""
+
+    image_ids: Tensor | None
+    """``(B, N, C)`` int64."""
+    text_ids: Tensor | None
+    """``(B, N, C)`` int64, -1 at padding."""
+    captions: tuple[str, ...]
+    """B captions."""
+    sample_ids: Tensor
+    """``(B,)`` int64."""
+    labels: Tensor
+    """``(B,)`` int64, -1 without one."""
+    keys: tuple[str, ...]
+    """B names."""
+
+
+class TokenDataset(Dataset[TokenItem]):
+    """A folder that `vqclip tokenize` wrote, tars or Parquet. Any sample can be read, in any process.
+
+    Args:
+        folder: it, with its `manifest.json`.
+        verify: compare each shard with its hash in the manifest when a process first opens it. Sizes are compared in
+            any case, and ids are held to their codebooks.
+
+    Attributes:
+        manifest: what the folder says of itself.
+        tokenizer_sha256: hash of the weights that made the ids, as in `config.json` of the tokenizer's folder.
+        image: `IdLayout` of the image ids: N, codebook sizes; None where images were not tokenized.
+        text: the same for texts.
+
+    Raises:
+        DataError: the folder is not finished, or a shard is missing or of another size.
+    """
+
+    def __init__(self, folder: str | Path, verify: bool = True):
+        self.folder = Path(folder).expanduser().absolute()
+        self.manifest = read_manifest(self.folder)
+        self.image, self.text = self.manifest.settings.image, self.manifest.settings.text
+        self.tokenizer_sha256 = self.manifest.settings.tokenizer.weights
+        self._verify = verify
+        self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
+        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._process = os.getpid()
+        for shard in self.manifest.shards:
+            self._require_size(shard.name, shard.size)
+
+    def __len__(self) -> int:
+        """Samples in all shards."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, place: int | tuple[int, int]) -> TokenItem:
+        """A sample by its place, in the order of the shards.
+
+        Args:
+            place: its number, for its first caption; or that and a number that draws one among several captions, as
+                `TokenSampler` gives both.
+
+        Raises:
+            DataError: its shard is damaged.
+        """
+        index, draw = place if isinstance(place, tuple) else (place, 0)
+        record = self.record(int(index))
+        choice = int(draw) % len(record.captions)
+        return TokenItem(
+            image_ids=_padded(record.image, self.image),
+            text_ids=_padded(None if record.texts is None else record.texts[choice], self.text),
+            caption=record.captions[choice],
+            sample_id=record.sample_id,
+            label=record.label,
+            key=record.key,
+        )
+
+    def record(self, index: int) -> TokenRecord:
+        """A sample as it is stored, with all its captions."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = int(np.searchsorted(self._ends, index, side="right")) - 1
+        return self._shard(shard).read(index - int(self._ends[shard]))
+
+    def sampler(
+        self, seed: int = 0, shuffle: bool = True, rank: int = 0, world_size: int = 1, even: bool = False
+    ) -> TokenSampler:
+        """The order of an epoch, for torch's `DataLoader`; see `TokenSampler`."""
+        return TokenSampler(len(self), seed, shuffle, rank, world_size, even)
+
+    def _shard(self, number: int) -> TokenShard:
+        if self._process != os.getpid():  # forked: files of its own
+            self._open, self._process = OrderedDict(), os.getpid()
+        shard = self._open.pop(number, None) or self._opened(number)
+        self._open[number] = shard  # the last one used
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close()
+        return shard
+
+    def _opened(self, number: int) -> TokenShard:
+        facts = self.manifest.shards[number]
+        path = self.folder / facts.name
+        if self._verify:
+            try:
+                require_facts(path, Facts(facts.size, facts.sha256), "manifest.json")
+            except CheckpointError as error:
+                raise DataError(f"{error}; {_REMEDY}", "damaged shard") from None
+        shard = open_shard(path, self.manifest.settings)
+        if len(shard) != facts.samples:
+            raise DataError(f"{path}: holds {len(shard)} samples; manifest.json says {facts.samples}", "damaged shard")
+        return shard
+
+    def _require_size(self, name: str, size: int) -> None:
+        path = self.folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
+        if found != size:
+            raise DataError(f"{path}: {found} bytes; manifest.json says {size}; {_REMEDY}", "damaged shard")
+
+    def __getstate__(self) -> dict[str, object]:
+        # Open files mean nothing in a spawned worker.
+        return {**self.__dict__, "_open": OrderedDict()}
+
+
+def _padded(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
+    return None if ids is None or layout is None else torch.from_numpy(layout.with_padding(ids))
+
+
+_REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it anew"
+
+
+class TokenSampler(Sampler[tuple[int, int]]):
+    """One rank's share of an epoch: positions ``rank::world_size`` of an order that (seed, epoch) alone decides.
+
+    The ranks' shares together hold every sample once, whatever their number. It is the order of `GlobalOrder`, which
+    stores nothing.
+
+    Args:
+        size: samples in the data set.
+        seed: chooses the order and the captions.
+        shuffle: False for the order of the shards, and first captions.
+        rank: this rank.
+        world_size: W.
+        even: leave out the last ``size mod W`` positions, so that all ranks have equally many; else they may differ by
+            one.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool, rank: int, world_size: int, even: bool):
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: got {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
+        self._positions = range(rank, size - size % world_size if even else size, world_size)
+        self._size = size
+        self._shuffle = shuffle
+        self._order = GlobalOrder([size], [1.0], derive_seed(seed, "tokens", "order")) if size else None
+        self._caption_seed = derive_seed(seed, "tokens", "caption")
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, from 0, that the next iteration gives."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Samples of this rank in an epoch."""
+        return len(self._positions)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yields places of samples, each with a number that draws its caption."""
+        epoch = self.epoch
+        for start in range(0, len(self._positions), 4096):
+            some = self._positions[start : start + 4096]
+            positions = np.arange(some.start, some.stop, some.step, dtype=np.int64)
+            if not self._shuffle or self._order is None:
+                yield from ((place, 0) for place in positions.tolist())
+                continue
+            places = self._order[epoch * self._size + positions].sample
+            draws = hashed(self._caption_seed, epoch, places) >> np.uint64(1)
+            yield from zip(places.tolist(), draws.tolist(), strict=True)
+
+
+def collate_tokens(items: Sequence[TokenItem]) -> TokenBatch:
+    """Samples to a batch; for the `collate_fn` of torch's `DataLoader`."""
+    columns = [[*column] for column in zip(*items, strict=True)]
+    images, texts, captions, ids, labels, keys = columns
+    return TokenBatch(
+        image_ids=None if images[0] is None else torch.stack(images),
+        text_ids=None if texts[0] is None else torch.stack(texts),
+        captions=tuple(captions),
+        sample_ids=torch.tensor(ids, dtype=torch.int64),
+        labels=torch.tensor(labels, dtype=torch.int64),
+        keys=tuple(keys),
+    )

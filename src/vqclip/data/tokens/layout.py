@@ -1,0 +1,110 @@
+"""How the ids of a sample are stored, whatever the format of the shard.
+
+Shapes: N token positions, n of them real, C codebooks a token. Ids are stored without their padding, ``(n, C)``, in the
+smallest of uint8, uint16, int32 and int64 that holds the largest codebook: no value is lost to a mark for padding, and
+the length is that of the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vqclip.config import Config
+from vqclip.errors import DataError, ShapeError
+
+__all__ = ["IdLayout", "TokenRecord", "id_type", "require_facts", "without_padding"]
+
+
+class TokenRecord(NamedTuple):
+    """One sample of a token shard."""
+
+    key: str
+    """Its name in the shard that it came from."""
+    sample_id: int
+    """Its number over all shards of the data that were tokenized, unusable samples counted."""
+    label: int
+    """Class number, -1 where there is none."""
+    captions: tuple[str, ...]
+    """All captions, at least one."""
+    image: np.ndarray | None
+    """``(N, C)`` ids; None where images were not tokenized."""
+    texts: tuple[np.ndarray, ...] | None
+    """``(n, C)`` ids of each caption; None where texts were not tokenized."""
+
+
+class IdLayout(Config):
+    """What the ids of one modality look like."""
+
+    num_tokens: int
+    """N, the token positions of a sample."""
+    codebook_sizes: tuple[int, ...]
+    """K of each of the C codebooks."""
+    padded: bool
+    """Whether a sample may have fewer than N tokens."""
+
+    @property
+    def type(self) -> np.dtype:
+        """What ids are stored in."""
+        return id_type(self.codebook_sizes)
+
+    def require(self, ids: np.ndarray, place: str) -> np.ndarray:
+        """The ids, if they can be those of a sample.
+
+        Raises:
+            DataError: they have another type or shape, or one lies outside its codebook; ``place`` names the sample.
+        """
+        shape = f"({f'1 to {self.num_tokens}' if self.padded else self.num_tokens}, {len(self.codebook_sizes)})"
+        least = 1 if self.padded else self.num_tokens
+        fits = ids.ndim == 2 and least <= ids.shape[0] <= self.num_tokens and ids.shape[1] == len(self.codebook_sizes)
+        if not fits or ids.dtype != self.type:
+            raise DataError(f"{place}: ids {ids.shape} {ids.dtype}; expected {shape} {self.type}", "damaged ids")
+        if (ids >= np.array(self.codebook_sizes, dtype=np.uint64)).any() or (ids < 0).any():
+            raise DataError(f"{place}: an id lies outside of its codebook, {self.codebook_sizes}", "damaged ids")
+        return ids
+
+    def with_padding(self, ids: np.ndarray) -> np.ndarray:
+        """Stored ids ``(n, C)`` → ``(N, C)`` int64 as the tokenizer gave them, -1 at padding."""
+        whole = np.full((self.num_tokens, len(self.codebook_sizes)), -1, dtype=np.int64)
+        whole[: len(ids)] = ids
+        return whole
+
+
+def require_facts(record: TokenRecord, place: str) -> TokenRecord:
+    """The record, if what it says besides ids is of the right kinds.
+
+    Raises:
+        DataError: it is not; ``place`` names the sample.
+    """
+    texts = (record.key, *record.captions)
+    numbers = (record.sample_id, record.label)
+    if not record.captions or not all(isinstance(each, str) for each in texts) or {*map(type, numbers)} != {int}:
+        raise DataError(f"{place}: expected a key, captions, a sample id and perhaps a label", "damaged sample")
+    return record
+
+
+def id_type(codebook_sizes: Sequence[int]) -> np.dtype:
+    """The smallest of uint8, uint16, int32 and int64 that holds every id."""
+    largest = max(codebook_sizes) - 1
+    for kind in (np.uint8, np.uint16, np.int32):
+        if largest <= np.iinfo(kind).max:
+            return np.dtype(kind)
+    return np.dtype(np.int64)
+
+
+def without_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
+    """Ids ``(N, C)`` int64, -1 at padding → ``(n, C)`` as they are stored.
+
+    Raises:
+        ShapeError: a token without ids stands before one with them, or has ids of some codebooks alone.
+    """
+    real = (ids >= 0).any(axis=1)
+    count = int(real.sum())
+    if (ids[:count] < 0).any() or not count:
+        raise ShapeError(
+            f"ids: {count} tokens of {len(ids)} have ids; expected those to be the first, with ids of all "
+            f"{len(codebook_sizes)} codebooks"
+        )
+    return ids[:count].astype(id_type(codebook_sizes))

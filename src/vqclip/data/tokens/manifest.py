@@ -1,0 +1,166 @@
+"""``manifest.json`` of a folder of token shards: what made them, how many samples there are, and the hash of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from vqclip.config import Config
+from vqclip.data.tokens.layout import IdLayout
+from vqclip.errors import CheckpointError, DataError
+from vqclip.sealed import read_json, seal, unsealed
+
+__all__ = [
+    "BAD_FILE",
+    "MANIFEST_FILE",
+    "RECORDS",
+    "SETTINGS_FILE",
+    "Manifest",
+    "Settings",
+    "ShardFacts",
+    "SourceShard",
+    "TokenizerFacts",
+    "read_manifest",
+    "read_sealed",
+    "sealed_bytes",
+]
+
+MANIFEST_FILE = "manifest.json"
+SETTINGS_FILE = "settings.json"
+BAD_FILE = "bad_samples.jsonl"
+RECORDS = "records"
+"""Folder with a file for every finished shard."""
+_FORMAT = "vqclip tokens"
+_VERSION = 1
+
+
+class TokenizerFacts(Config):
+    """Which tokenizer made the ids."""
+
+    weights: str
+    """SHA-256 of its `model.safetensors`: the tokenizer's hash."""
+    config: str
+    """SHA-256 of its `config.json`."""
+    id_layout: int
+    """Version of the meaning of ids."""
+
+
+class SourceShard(Config):
+    """A shard that was tokenized."""
+
+    name: str
+    """File name."""
+    size: int
+    """Bytes."""
+    samples: int
+    """Samples in it, unusable ones included."""
+    sha256: str
+    """Hash of all of it."""
+
+
+class Settings(Config):
+    """All that the bytes of token shards follow from."""
+
+    storage: Literal["wds", "parquet"]
+    """Format of the token shards."""
+    tokenizer: TokenizerFacts
+    """Which tokenizer."""
+    image: IdLayout | None
+    """The ids of images; None where they were not tokenized."""
+    text: IdLayout | None
+    """The ids of texts; None where they were not tokenized."""
+    batch_size: int
+    """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
+    precision: Literal["fp32", "bf16"]
+    """Type that the tokenizer computed in."""
+    device: str
+    """Kind of device that it computed on."""
+    threads: int
+    """Threads of a process on the CPU, which change the order of sums."""
+    max_pixels: int
+    """Larger images are bad samples."""
+    made_with: dict[str, str]
+    """Versions of what decodes and computes."""
+    data: dict[str, Any]
+    """What was tokenized: the source's fingerprint."""
+    shards: tuple[SourceShard, ...]
+    """The shards of it, in order; each became one token shard."""
+
+
+class ShardFacts(Config):
+    """A finished token shard."""
+
+    name: str
+    """File name."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hash of all of it."""
+    samples: int
+    """Samples in it."""
+    bad: dict[str, int]
+    """Kind of what was wrong → samples that were left out."""
+
+
+class Manifest(Config):
+    """A whole folder of token shards."""
+
+    settings: Settings
+    """What they follow from."""
+    samples: int
+    """Samples in all shards."""
+    bad: dict[str, int]
+    """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
+    shards: tuple[ShardFacts, ...]
+    """The shards, in order."""
+
+
+def sealed_bytes(facts: Config, **more: Any) -> bytes:
+    """A JSON file that holds its own hash."""
+    return seal({"format": _FORMAT, "format_version": _VERSION, **facts.model_dump(mode="json"), **more})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """What `sealed_bytes` was given.
+
+    Raises:
+        DataError: the file is damaged, not ours, or of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        body, data = read_json(path)
+        if body.get("format") != _FORMAT or body.get("format_version") != _VERSION:
+            raise DataError(
+                f"{path}: format {body.get('format')!r}, version {body.get('format_version')!r}; this vqclip reads "
+                f"{_FORMAT!r}, version {_VERSION}"
+            )
+        body = unsealed(path, body, data)
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
+    return {key: value for key, value in body.items() if key not in ("format", "format_version")}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished folder.
+
+    Raises:
+        DataError: there is none, or it is damaged or of another version; says what to do.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        return Manifest.model_validate_json(json.dumps(read_sealed(path)))
+    except OSError as error:
+        if (folder / SETTINGS_FILE).exists():
+            done = len([*(folder / RECORDS).glob("*.json")])
+            raise DataError(
+                f"{folder}: is not finished ({done} shards are); run the same `vqclip tokenize` command again"
+            ) from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
+        ) from None
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise DataError(f"{path}: {problems}") from None

@@ -1,0 +1,157 @@
+"""Token shards as Parquet: one row a sample. Needs pyarrow, ``pip install 'vqclip[parquet]'``.
+
+Columns: ``key``, ``sample_id``, ``label`` (null without one), ``captions`` (list), ``image_ids`` (list, N·C numbers,
+token after token), ``text_ids`` (list, the captions' ids one after the other), ``text_lengths`` (list, tokens of each
+caption). The files hold no times: equal samples make equal bytes, with one version of pyarrow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
+from vqclip.errors import DataError, printable
+
+__all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
+
+_ROWS = 256
+"""Of a group, which is read as a whole."""
+_GROUPS_KEPT = 64
+
+
+def require_pyarrow() -> Any:
+    """The modules ``(pyarrow, pyarrow.parquet)``.
+
+    Raises:
+        DataError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError("Parquet needs pyarrow: pip install 'vqclip[parquet]'; tars (wds) need nothing more") from None
+    return pyarrow, pyarrow.parquet
+
+
+def write_parquet(
+    file: BinaryIO, records: Iterable[TokenRecord], image: IdLayout | None, text: IdLayout | None
+) -> None:
+    """Write samples in their order."""
+    arrow, parquet = require_pyarrow()
+    rows = list(records)
+    columns: dict[str, Any] = {
+        "key": arrow.array([row.key for row in rows], arrow.string()),
+        "sample_id": arrow.array([row.sample_id for row in rows], arrow.int64()),
+        "label": arrow.array([row.label if row.label >= 0 else None for row in rows], arrow.int64()),
+        "captions": arrow.array([list(row.captions) for row in rows], arrow.list_(arrow.string())),
+    }
+    if image is not None:
+        columns["image_ids"] = _lists([row.image for row in rows], image.type)
+    if text is not None:
+        columns["text_ids"] = _lists([np.concatenate(row.texts or ()) for row in rows], text.type)
+        lengths = [[len(ids) for ids in row.texts or ()] for row in rows]
+        columns["text_lengths"] = arrow.array(lengths, arrow.list_(arrow.int32()))
+    table = arrow.table(columns)
+    parquet.write_table(table, file, row_group_size=_ROWS, compression="zstd", use_dictionary=False)
+
+
+def _lists(arrays: list[Any], kind: np.dtype) -> Any:
+    arrow, _ = require_pyarrow()
+    ends = np.cumsum([0, *(array.size for array in arrays)])
+    values = np.concatenate([np.empty(0, kind), *(array.reshape(-1) for array in arrays)]).astype(kind)
+    return arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), arrow.array(values))
+
+
+class ParquetShard:
+    """Reads the samples of a Parquet file in any order, a group of rows at a time; the last groups are kept.
+
+    Args:
+        path: the file.
+        image: what the ids of images look like; None where there are none.
+        text: the same for texts.
+
+    Raises:
+        DataError: it cannot be opened, is damaged, or lacks a column.
+    """
+
+    def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
+        self._path, self._image, self._text = path, image, text
+        _, parquet = require_pyarrow()
+        try:
+            self._file = parquet.ParquetFile(path, memory_map=False)
+            meta = self._file.metadata
+            sizes = [meta.row_group(number).num_rows for number in range(meta.num_row_groups)]
+            names = set(self._file.schema_arrow.names)
+        except Exception as error:  # pyarrow has errors of its own, and OSError
+            raise DataError(f"{path}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+        wanted = {"key", "sample_id", "label", "captions"}
+        wanted |= {"image_ids"} if image else set()
+        wanted |= {"text_ids", "text_lengths"} if text else set()
+        if not wanted <= names:
+            raise DataError(f"{path}: lacks {', '.join(sorted(wanted - names))}: not a token shard of this folder")
+        self._ends = np.cumsum([0, *sizes])
+        self._groups: OrderedDict[int, dict[str, Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, row: int) -> TokenRecord:
+        """The sample at a place of the shard.
+
+        Raises:
+            DataError: it is damaged; the message names it.
+        """
+        group = int(np.searchsorted(self._ends, row, side="right")) - 1
+        columns, at = self._group(group), row - int(self._ends[group])
+        key, label = columns["key"][at], columns["label"][at]
+        place = printable(f"{self._path}: sample {key}", one_line=True)
+        captions = tuple(columns["captions"][at] or ())
+        image = self._rows(columns["image_ids"][at], self._image, place) if self._image else None
+        texts = None
+        if self._text:
+            ids, lengths = self._rows(columns["text_ids"][at], self._text, place, whole=False), columns["text_lengths"]
+            if sum(lengths[at]) != len(ids) or len(lengths[at]) != len(captions):
+                raise DataError(f"{place}: text_lengths does not fit the ids or the captions", "damaged ids")
+            parts = np.split(ids, np.cumsum(lengths[at])[:-1])
+            texts = tuple(self._text.require(part, place) for part in parts)
+        label = -1 if label is None else label
+        return require_facts(TokenRecord(key, columns["sample_id"][at], label, captions, image, texts), place)
+
+    def _rows(self, values: np.ndarray, layout: IdLayout, place: str, whole: bool = True) -> np.ndarray:
+        codebooks = len(layout.codebook_sizes)
+        if values.size % codebooks:
+            raise DataError(f"{place}: {values.size} ids; expected {codebooks} for each token", "damaged ids")
+        ids = values.reshape(-1, codebooks)
+        return layout.require(ids, place) if whole else ids
+
+    def _group(self, number: int) -> dict[str, Any]:
+        columns = self._groups.pop(number, None)
+        if columns is None:
+            try:
+                table = self._file.read_row_group(number, use_threads=False)
+                columns = {name: _plain(table.column(name).combine_chunks()) for name in table.column_names}
+            except Exception as error:  # see above
+                raise DataError(f"{self._path}: damaged ({str(error).splitlines()[0]})") from None
+        self._groups[number] = columns  # the last one used
+        if len(self._groups) > _GROUPS_KEPT:
+            self._groups.popitem(last=False)
+        return columns
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(column: Any) -> Any:
+    """A column as a list; those of ids as arrays."""
+    arrow, _ = require_pyarrow()
+    if not arrow.types.is_list(column.type) or not arrow.types.is_integer(column.type.value_type):
+        return column.to_pylist()
+    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    return [values[start:end] for start, end in itertools.pairwise(ends)]

@@ -1,0 +1,1 @@
+"""``vqclip tokenize``: image-text shards to token shards."""

@@ -1,0 +1,115 @@
+"""Samples of a shard in batches of one shape: read and decoded in workers, in order.
+
+A batch holds samples of one shard, and the last of a shard is filled up. So each batch, and with it every id, is a
+function of the shard, the tokenizer and the batch size: which process takes it and what it did before change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqclip.data import BadSample, ShardedSource
+from vqclip.data.decode import decode_image
+from vqclip.errors import DataError, StorageError
+
+__all__ = ["DecodedBatch", "Found", "ShardBatches"]
+
+
+class Found(NamedTuple):
+    """A usable sample of a batch."""
+
+    row: int
+    """Its row in the batch."""
+    key: str
+    sample_id: int
+    label: int
+    captions: tuple[str, ...]
+
+
+class DecodedBatch(NamedTuple):
+    """Samples of one shard, ready to be encoded."""
+
+    shard: int
+    """Number of the shard."""
+    size: int
+    """Samples that were looked at."""
+    images: Tensor | None
+    """``(B, 3, S, S)`` uint8, always with all B rows: black where no sample is; None where no images are wanted."""
+    found: tuple[Found, ...]
+    """The usable samples."""
+    bad: tuple[tuple[str, BadSample], ...]
+    """The others, each with its key."""
+
+
+class ShardBatches:
+    """Makes the batches of some shards by their number; holds what a worker needs.
+
+    Args:
+        source: where the samples lie.
+        shards: numbers of the shards wanted.
+        batch_size: B.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None where no images are wanted.
+        image_size: S.
+        max_pixels: larger images are bad samples.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        shards: Sequence[int],
+        batch_size: int,
+        transform: Callable[[Tensor], Tensor] | None,
+        image_size: int,
+        max_pixels: int,
+    ):
+        sizes = [int(shard["samples"]) for shard in source.shards]
+        self._starts = np.cumsum([0, *sizes])
+        self._source, self._batch_size = source, batch_size
+        self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
+        self._shards = tuple(shards)
+        self._ends = np.cumsum([-(-sizes[shard] // batch_size) for shard in shards], dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Batches in all of the shards."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __call__(self, number: int) -> DecodedBatch:
+        """Batch `number`, counted over the shards wanted.
+
+        Raises:
+            StorageError: the shard cannot be fetched.
+        """
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        shard, batch = self._shards[place], number - (int(self._ends[place - 1]) if place else 0)
+        first = int(self._starts[shard]) + batch * self._batch_size
+        indices = range(first, min(first + self._batch_size, int(self._starts[shard + 1])))
+        images = None
+        if self._transform is not None:
+            images = torch.zeros(self._batch_size, 3, self._image_size, self._image_size, dtype=torch.uint8)
+        found, bad = [], []
+        for row, index in enumerate(indices):
+            key = self._source.key(index)
+            try:
+                label, captions = self._read(index, images, row)
+            except StorageError:
+                raise  # no sample is to blame
+            except DataError as error:
+                bad.append((key, BadSample(index, str(error), error.kind, -1)))
+            else:
+                found.append(Found(row, key, index, label, captions))
+        return DecodedBatch(shard, len(indices), images, tuple(found), tuple(bad))
+
+    def _read(self, index: int, images: Tensor | None, row: int) -> tuple[int, tuple[str, ...]]:
+        """Label and captions; the image goes into its row."""
+        sample = self._source.read(index)
+        if images is not None and self._transform is not None:
+            try:
+                images[row] = self._transform(decode_image(sample.image, self._max_pixels))
+            except DataError as error:
+                raise DataError(f"{self._source.name(index)}: {error}", error.kind) from error
+        return sample.label, sample.captions

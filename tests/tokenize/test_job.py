@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.data.making import class_folder
+from tests.models import IDENTITY
+from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
+from vqclip import load_tokenizer
+from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
+from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from vqclip.pretrained import read_config, seal_folder
+
+LFQ_LARGE = {"kind": "lfq", "bits": 20}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return tokenizer_folder(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storage: str, workers: int) -> None:
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", text=LFQ_LARGE)
+    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    done = run(tokenizer, source, tmp_path / "out", storage=storage, workers=workers)
+    assert done.manifest is not None
+    assert (done.made, done.samples, done.manifest.samples) == (len(COUNTS), sum(COUNTS), sum(COUNTS))
+
+    data, read = TokenDataset(tmp_path / "out"), source.build()
+    image, text = load_tokenizer(tokenizer, "image"), load_tokenizer(tokenizer, "text")
+    assert [item.sample_id for item in data] == list(range(sum(COUNTS)))
+    assert (data.record(0).image.dtype, data.record(0).texts[0].dtype) == (np.uint8, np.int32)
+    for item in data:
+        raw = read.read(item.sample_id)
+        assert (item.key, item.caption, item.label) == (f"{item.sample_id:09d}", raw.captions[0], -1)
+        assert torch.equal(item.text_ids, text.encode([item.caption])[0])
+        assert torch.equal(item.image_ids, image.encode(image.transform(decode_image(raw.image))[None])[0])
+    assert len({tuple(item.image_ids.flatten().tolist()) for item in data}) > 10
+    assert (data[0].text_ids < 0).any()
+
+
+def test_captions_of_a_class_folder_are_all_there(tmp_path: Path, tokenizer: str) -> None:
+    run(tokenizer, ClassShardsData(path=class_folder(tmp_path / "in", 6)), tmp_path / "out")
+    data = TokenDataset(tmp_path / "out")
+    record = data.record(5)
+    assert (record.key, record.label, record.captions) == ("s0000005", 2, ("a photo of a red panda", "the red panda"))
+    text = load_tokenizer(tokenizer, "text")
+    for draw, caption in enumerate(record.captions):
+        item = data[5, draw]
+        assert item.caption == caption
+        assert torch.equal(item.text_ids, text.encode([caption])[0])
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_one_modality(tmp_path: Path, tokenizer: str, modality: str) -> None:
+    both, one = tmp_path / "both", tmp_path / "one"
+    shards(tmp_path / "in", (5,))
+    run(tokenizer, tmp_path / "in", both)
+    run(tokenizer, tmp_path / "in", one, modality=modality)
+    for whole, part in zip(TokenDataset(both), TokenDataset(one), strict=True):
+        other = "text" if modality == "image" else "image"
+        assert getattr(part, f"{other}_ids") is None
+        assert torch.equal(getattr(part, f"{modality}_ids"), getattr(whole, f"{modality}_ids"))
+        assert part.caption == whole.caption
+
+
+def test_batches_have_one_shape(tmp_path: Path, tokenizer: str) -> None:
+    from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+
+    shapes = set()
+    encode = {kind: kind.encode for kind in (ImageTokenizer, TextTokenizer)}
+
+    def recording(self, inputs):
+        shapes.add((self.modality, *inputs.shape))
+        return encode[type(self)](self, inputs)
+
+    with mock.patch.object(ImageTokenizer, "encode", recording), mock.patch.object(TextTokenizer, "encode", recording):
+        run(tokenizer, shards(tmp_path / "in"), tmp_path / "out")
+    assert shapes == {("image", BATCH, 3, 16, 16), ("text", BATCH, 12)}
+
+
+def tokenize_here(tokenizer: str, source: str, out: str, cache: str, storage: str) -> int:
+    os.environ["VQCLIP_CACHE"] = cache
+    return run(tokenizer, Path(source), Path(out), storage=storage).made
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+def test_two_processes_and_a_killed_one_write_the_same(
+    tmp_path: Path, tokenizer: str, storage: str, ranks, cache: Path
+) -> None:
+    shards(tmp_path / "in", damaged=(5,))
+    changes = {"storage": storage, "tolerance": 0.1}
+    run(tokenizer, tmp_path / "in", tmp_path / "one", **changes)
+    expected = hashes(tmp_path / "one")
+    assert len(expected) == 2 * len(COUNTS) + 3
+
+    killed = tmp_path / "killed"
+    child = os.fork()
+    if not child:  # writes the first shard, and half of the second
+        from vqclip.tokenize import folder as module
+
+        write = module.write_shard
+
+        def stuck(file, records, settings):
+            write(file, records, settings)
+            if (killed / "records" / "00000.json").exists():
+                file.truncate(100)
+                (tmp_path / "stuck").touch()
+                time.sleep(600)
+
+        module.write_shard = stuck
+        run(tokenizer, tmp_path / "in", killed, **changes)
+        os._exit(1)
+    end = time.monotonic() + 60
+    while not (tmp_path / "stuck").exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(killed.glob(".tmp-*"))
+    with pytest.raises(DataError, match=r"not finished \(1 shards are\); run the same"):
+        TokenDataset(killed)
+    done = run(tokenizer, tmp_path / "in", killed, **changes)
+    assert (done.made, done.found) == (len(COUNTS) - 1, 1)
+    assert hashes(killed) == expected
+
+    changes.pop("tolerance")
+    shards(tmp_path / "in")  # without a bad sample, as the ranks take the default tolerance
+    run(tokenizer, tmp_path / "in", tmp_path / "again", **changes)
+    arguments = [tokenizer, *(str(tmp_path / name) for name in ("in", "two")), str(cache), storage]
+    assert ranks(2, tokenize_here, *arguments, init=False) == [2, 2]
+    assert hashes(tmp_path / "two") == hashes(tmp_path / "again")
+
+
+def test_what_is_finished_is_left_and_what_is_damaged_made_anew(
+    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards(tmp_path / "in")
+    out = tmp_path / "out"
+    run(tokenizer, tmp_path / "in", out)
+    expected = hashes(out)
+    before = (out / "00000.tar").stat().st_ino
+    data = bytearray((out / "00001.tar").read_bytes())
+    data[700] ^= 1
+    (out / "00001.tar").write_bytes(data)
+    (out / "00002.tar").unlink()
+    (out / "records" / "00003.json").write_text("{")
+    with pytest.raises(DataError, match="00002.tar: cannot be read"):
+        TokenDataset(out)
+    done = run(tokenizer, tmp_path / "in", out)
+    assert (done.made, done.found) == (3, 1)
+    assert caplog.text.count("made anew") == 3
+    assert (out / "00000.tar").stat().st_ino == before
+    assert hashes(out) == expected
+    assert run(tokenizer, tmp_path / "in", out).samples == 0
+
+
+def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in")
+    out = tmp_path / "out"
+    run(tokenizer, tmp_path / "in", out)
+    expected = hashes(out)
+    other = tokenizer_folder(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match=r"other settings.*\n  tokenizer.weights: \w{64} there, \w{64} now"):
+        run(other, tmp_path / "in", out)
+    with pytest.raises(ConfigError, match="\n  batch_size: 4 there, 5 now$"):
+        run(tokenizer, tmp_path / "in", out, batch_size=5)
+    with pytest.raises(ConfigError, match="\n  text.num_tokens: 12 there, nothing now"):
+        run(tokenizer, tmp_path / "in", out, modality="image")
+    shards(tmp_path / "in", (11, 8, 3, 8))
+    with pytest.raises(ConfigError, match="\n  shards.3.samples: 9 there, 8 now"):
+        run(tokenizer, tmp_path / "in", out)
+    assert hashes(out) == expected
+
+
+def test_a_folder_with_other_tars_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", (3,))
+    with pytest.raises(ConfigError, match=r"has no settings.json, but holds 00000.tar"):
+        run(tokenizer, tmp_path / "in", tmp_path / "in")
+
+
+def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", damaged=(2, 12, 13))
+    out = tmp_path / "out"
+    with pytest.raises(
+        DataError, match=r"samples cannot be used; --tolerance allows 2(.|\n)*00001.tar: sample 00000001"
+    ):
+        run(tokenizer, tmp_path / "in", out, tolerance=0.09)
+    assert not (out / "manifest.json").exists()
+    manifest = run(tokenizer, tmp_path / "in", out, tolerance=0.1).manifest
+    assert manifest is not None
+    assert (manifest.samples, manifest.bad) == (sum(COUNTS) - 3, {"damaged image": 3})
+    assert [shard.bad for shard in manifest.shards] == [{"damaged image": 1}, {"damaged image": 2}, {}, {}]
+    lines = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
+    assert [(line["sample_id"], line["key"]) for line in lines] == [(n, f"{n:09d}") for n in (2, 12, 13)]
+    assert "00000.tar: sample 000000002" in lines[0]["reason"]
+    kept = [item.sample_id for item in TokenDataset(out)]
+    assert kept == [n for n in range(sum(COUNTS)) if n not in (2, 12, 13)]
+
+
+def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: str) -> None:
+    """Each process alone is within the tolerance; who would write the manifest sees that they are not together."""
+    shards(tmp_path / "in", damaged=(2, 12))
+    out, one = tmp_path / "out", {"tolerance": 0.04}
+    for rank in (0, 1):
+        with (
+            mock.patch("vqclip.tokenize.job.dist.rank", return_value=rank),
+            mock.patch("vqclip.tokenize.job.dist.world_size", return_value=2),
+            mock.patch("vqclip.tokenize.job.prepare_sources"),
+        ):
+            if rank == 0:
+                assert run(tokenizer, tmp_path / "in", out, **one).missing == 2
+            else:
+                with pytest.raises(DataError, match="2 samples cannot be used; --tolerance allows 1"):
+                    run(tokenizer, tmp_path / "in", out, **one)
+
+
+def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
+    shards(tmp_path / "in", (3,))
+    plain = tokenizer_folder(tmp_path / "plain", image=IDENTITY)
+    with pytest.raises(ConfigError, match="the image tokenizer in .* has no codes"):
+        run(plain, tmp_path / "in", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        run(str(tmp_path / "nothing"), tmp_path / "in", tmp_path / "out")
+    broken = tmp_path / "broken"
+    tokenizer_folder(broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["text.pool.position"][0, 0] = float("nan")
+    config = read_config(broken)
+    save_file(weights, broken / "model.safetensors")
+    seal_folder(broken, config)
+    with pytest.raises(NonFiniteError, match=r"text.pool.position"):
+        run(str(broken), tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
