@@ -21,8 +21,8 @@ def open_pictures(path: str, split: str = "test") -> Source:
     """A source for what lies at a path, told by what is there.
 
     Args:
-        path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or a
-            URL), or a folder of picture files, in subfolders too.
+        path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or
+            a URL), or a folder of picture files, in subfolders too.
         split: of labelled shards.
 
     Raises:

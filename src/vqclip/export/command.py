@@ -68,14 +68,15 @@ def _run(options: argparse.Namespace) -> None:
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print(f"{options.out}: {sizes}")
     source = None if options.data is None else open_pictures(options.data, options.split)
-    batches = list(_batches(tokenizer, source, options.batch_size, options.limit))
+    inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
     print(f"compared on: {options.data or f'{_DRAWN} drawn inputs'}, batches of {options.batch_size}")
-    print(f"onnxruntime: {verify(options.out, tokenizer, batches)}")
+    print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
-        print(f"torch.export: {verify_program(tokenizer, batches)}")
+        print(f"torch.export: {verify_program(tokenizer, inputs)}")
 
 
-def _batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None) -> Iterator[Tensor]:
+def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
+    """Inputs of ``encode``, a batch at a time: pictures, or captions, each once. Without a source they are drawn."""
     if source is None:
         yield from _drawn(tokenizer).split(size)
     elif isinstance(tokenizer, ImageTokenizer):

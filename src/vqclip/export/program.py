@@ -62,8 +62,8 @@ def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedPr
         raise ConfigError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
     if not tokenizer.codebook_sizes:
         raise ConfigError(
-            f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which has "
-            "no codes to encode to; expected a tokenizer trained with fsq, lfq, bsq, vq, simvq, residual or product"
+            f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
+            "has no codes to encode to; expected a tokenizer trained with fsq, lfq, bsq, vq, simvq, residual or product"
         )
     training = tokenizer.training
     tokenizer.eval()

@@ -127,8 +127,8 @@ def _build(options: argparse.Namespace) -> None:
     floats = 4 * tokenizer.embed_dim
     print(
         f"{options.out}: {len(index):,} items of {index.packing.bits} bits, {len(index.codes):,} of them distinct; "
-        f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an item "
-        f"({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
+        f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an "
+        f"item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
     )
 
 

@@ -75,7 +75,7 @@ class Packing:
         return ids
 
     def _pack(self, ids: np.ndarray) -> np.ndarray:
-        numbers = (ids + self.absent).astype(np.uint64)
+        numbers = ids.astype(np.uint64) + np.uint64(self.absent)  # -1 wraps around to 0
         bits = np.empty((*ids.shape[:2], sum(self.widths)), dtype=np.uint8)
         for column, shift, codebook in self._columns():
             bits[..., column] = (numbers[..., codebook] >> np.uint64(shift)) & np.uint64(1)
@@ -86,7 +86,7 @@ class Packing:
         numbers = np.zeros((*bits.shape[:2], len(self.codebook_sizes)), dtype=np.uint64)
         for column, shift, codebook in self._columns():
             numbers[..., codebook] |= bits[..., column].astype(np.uint64) << np.uint64(shift)
-        return numbers.astype(np.int64) - self.absent
+        return (numbers - np.uint64(self.absent)).astype(np.int64)
 
     def _columns(self) -> Sequence[tuple[int, int, int]]:
         """For each bit of a token: its column, its place in the id, and the codebook."""
@@ -99,7 +99,7 @@ class Packing:
             raise ShapeError(
                 f"ids: got {tuple(ids.shape)} {ids.dtype}, expected (n, {expected[0]}, {expected[1]}) integers"
             )
-        least, largest = -int(self.absent), torch.tensor(self.codebook_sizes, device=ids.device) - 1
+        least, largest = -int(self.absent), torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
         wide = ids.long()
         if bool(((wide < least) | (wide > largest)).any()):
             raise ShapeError(

@@ -70,7 +70,11 @@ class CodeSearch:
         require_tokenizer(index, tokenizer)
         self.index, self.tokenizer, self.cache = index, tokenizer, cache
         self._by_code = None if index.row is None else index.row.long().sort(stable=True)
-        self._embeddings = torch.cat(list(self._embedded())) if cache == "float32" else None
+        self._embeddings = (
+            torch.cat([torch.empty(0, tokenizer.embed_dim, device=tokenizer.device), *self._embedded()])
+            if cache == "float32"
+            else None
+        )
         self._short = _Short.of(self._embedded(), cache) if cache in ("float16", "int8") else None
 
     @property
