@@ -143,7 +143,7 @@ def test_verify_counts_what_differs(onnx):
     ours = torch.cat([other.encode(batch) for batch in inputs])
     assert 0 < int((theirs != ours).sum()) < ours.numel()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vqclip.export.verify.fingerprint", lambda _: fingerprint(tokenizer))
+        patch.setattr("vqclip.export.agreement.fingerprint", lambda _: fingerprint(tokenizer))
         found = verify(folder, other, inputs)
     assert found.differing_ids == int((theirs != ours).sum())
     assert found.differing_samples == int((theirs != ours).flatten(1).any(1).sum())

@@ -8,9 +8,9 @@
 The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``python -m vqclip.export --help``.
 """
 
+from vqclip.export.agreement import Agreement, verify, verify_program
 from vqclip.export.program import PARTS, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
-from vqclip.export.verify import Agreement, verify, verify_program
 
 __all__ = ["PARTS", "Agreement", "OnnxTokenizer", "Part", "export_onnx", "export_program", "verify", "verify_program"]

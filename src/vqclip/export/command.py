@@ -19,9 +19,9 @@ from torch import Tensor
 from vqclip.data import EvalSet, Source
 from vqclip.data.pictures import open_pictures
 from vqclip.errors import VqclipError
+from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer, example_inputs
 from vqclip.export.to_onnx import export_onnx
-from vqclip.export.verify import verify, verify_program
 from vqclip.folder import load_tokenizer
 from vqclip.tokenizer import ImageTokenizer
 

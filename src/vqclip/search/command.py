@@ -1,8 +1,8 @@
 """Make an index of the codes of pictures or captions, and search it.
 
 python -m vqclip.search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
-python -m vqclip.search query --tokenizer runs/captions/tokenizer --index pictures.index "a red apple" --html page.html
-python -m vqclip.search query --tokenizer runs/captions/tokenizer --index pictures.index --image apple.png
+python -m vqclip.search query --index pictures.index "a red apple" --html page.html
+python -m vqclip.search query --index pictures.index --image apple.png
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.folder import load_tokenizer
-from vqclip.search.index import CodeIndex, Pictures
+from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
         "--bad-fraction", type=float, default=0.01, help="largest share of pictures that may be left out as unusable"
     )
     query = commands.add_parser("query", help="search an index")
-    query.add_argument("--tokenizer", required=True, help="the tokenizer that the index was built with")
+    query.add_argument("--tokenizer", help="the tokenizer that the index was built with (where it then was)")
+    query.add_argument("--images", help="the pictures that the index was built from (where they then were)")
     query.add_argument("--index", type=Path, required=True, help="folder of the index")
     query.add_argument("text", nargs="?", help="what to look for")
     query.add_argument("--image", type=Path, help="a picture to look for in place of a text")
@@ -77,7 +78,7 @@ def build(
     source: Source,
     batch_size: int = 64,
     bad_fraction: float = 0.0,
-    pictures: Pictures | None = None,
+    origin: Origin | None = None,
 ) -> CodeIndex:
     """An index of a source: of its pictures, or of its captions, as the tokenizer's modality has it.
 
@@ -96,7 +97,7 @@ def build(
     if not ids:
         raise DataError("got no items, expected at least one")
     same = torch.equal(places, torch.arange(len(names)))
-    return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, pictures)
+    return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, origin)
 
 
 def _images(
@@ -120,9 +121,10 @@ def _build(options: argparse.Namespace) -> None:
     path = options.images or options.captions
     tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
     source = open_pictures(path, options.split)
-    where = str(Path(path).expanduser().absolute()) if Path(path).expanduser().exists() else path
-    pictures = Pictures(path=where, split=options.split, fingerprint=source.fingerprint)
-    index = build(tokenizer, source, options.batch_size, options.bad_fraction, pictures)
+    origin = Origin(
+        tokenizer=_local(options.tokenizer), pictures=_local(path), split=options.split, fingerprint=source.fingerprint
+    )
+    index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)
     index.save(options.out)
     floats = 4 * tokenizer.embed_dim
     print(
@@ -136,24 +138,35 @@ def _query(options: argparse.Namespace) -> None:
     if (options.text is None) == (options.image is None):
         raise ConfigError("query: got a text and --image, or neither; expected one of them")
     index = CodeIndex.load(options.index)
-    search = CodeSearch(index, load_tokenizer(options.tokenizer, index.modality))  # type: ignore[call-overload]
-    found = search.search(_embedded(options), options.k)
+    tokenizer = options.tokenizer or index.origin.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: missing, and the index does not know a folder; expected the one it was built with"
+        )
+    search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
+    found = search.search(_embedded(options, tokenizer), options.k)
     asked = options.text if options.text is not None else options.image.name
     for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1):
         print(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
-        write_text(options.html, page(str(asked), _hits(index, found), notes))
+        write_text(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _local(path: str) -> str | None:
+    """What is here as an absolute path; None for what is not, such as a URL or the name of a hub."""
+    found = Path(path).expanduser().absolute()
+    return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
 
 
 @torch.no_grad()
-def _embedded(options: argparse.Namespace) -> Tensor:
+def _embedded(options: argparse.Namespace, tokenizer: str) -> Tensor:
     """``(1, E)``: the query, of its codes unless asked otherwise."""
     if options.text is not None:
-        text = load_tokenizer(options.tokenizer, "text")
+        text = load_tokenizer(tokenizer, "text")
         tokens = text.preprocess([options.text])
         return text.continuous(tokens) if options.continuous else text.embed(text.encode(tokens))
-    image = load_tokenizer(options.tokenizer, "image")
+    image = load_tokenizer(tokenizer, "image")
     pixels = image.transform(_decoded(options.image))[None]
     return image.continuous(pixels) if options.continuous else image.embed(image.encode(pixels))
 
@@ -168,14 +181,15 @@ def _decoded(path: Path) -> Tensor:
         raise DataError(f"{path}: {error}", error.kind) from error
 
 
-def _hits(index: CodeIndex, found: Found) -> list[Hit]:
+def _hits(index: CodeIndex, found: Found, images: str | None) -> list[Hit]:
     """The results of the first query, with their pictures."""
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
-    if index.pictures is None:
+    path = images or index.origin.pictures
+    if path is None:
         return [Hit(index.names[item], score) for score, item in zip(scores, items, strict=True)]
-    source = open_pictures(index.pictures.path, index.pictures.split)
-    if source.fingerprint != index.pictures.fingerprint:
-        raise DataError(f"{index.pictures.path}: is not what the index was built from; build it anew")
+    source = open_pictures(path, index.origin.split)
+    if source.fingerprint != index.origin.fingerprint:
+        raise DataError(f"{path}: is not what the index was built from; build it anew")
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
     return [
         Hit(index.names[item], score, decode_image(source.read(place).image))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,7 +25,7 @@ from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
 from vqclip.tokenizer import Tokenizer
 
-__all__ = ["CodeIndex", "Pictures"]
+__all__ = ["CodeIndex", "Origin"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
@@ -32,14 +33,25 @@ _FORMAT = "vqclip-index"
 _FORMAT_VERSION = 1
 
 
-class Pictures(Config):
-    """Where the items come from, so that a page of results can show them."""
+def _is_local(path: str) -> str:
+    if not Path(path).is_absolute() or "://" in path:
+        raise ValueError(f"got {path!r}, expected an absolute path: nothing is fetched because an index says so")
+    return path
 
-    path: str
-    """As `vqclip.data.pictures.open_pictures` takes it."""
+
+LocalPath = Annotated[str, AfterValidator(_is_local)]
+
+
+class Origin(Config):
+    """What an index was made from, so that it need not be named again to search it and to show the results."""
+
+    tokenizer: LocalPath | None = None
+    """The tokenizer folder; None where it was no folder."""
+    pictures: LocalPath | None = None
+    """As `vqclip.data.pictures.open_pictures` takes it; None for a URL."""
     split: str = "test"
     """Of labelled shards."""
-    fingerprint: dict[str, Any]
+    fingerprint: dict[str, Any] = {}
     """Of the source: for other pictures the numbers of the items would mean others."""
 
 
@@ -53,7 +65,7 @@ class _Header(Config):
     absent: bool
     items: int = Field(ge=0)
     codes: dict[str, Any]
-    pictures: Pictures | None = None
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +89,8 @@ class CodeIndex:
     """`vqclip.fingerprint` of the tokenizer that made them."""
     places: Tensor | None = None
     """``(n,)`` int64: the number of each item in its source; None where they are those of the items."""
-    pictures: Pictures | None = None
-    """The source."""
+    origin: Origin = field(default_factory=Origin)
+    """What it was made from."""
 
     @staticmethod
     def build(
@@ -86,7 +98,7 @@ class CodeIndex:
         ids: Tensor,
         names: Sequence[str] | None = None,
         places: Tensor | None = None,
-        pictures: Pictures | None = None,
+        origin: Origin | None = None,
     ) -> CodeIndex:
         """An index of some ids.
 
@@ -94,8 +106,8 @@ class CodeIndex:
             tokenizer: that made them.
             ids: ``(n, N, C)``, of any integer type; -1 for absent tokens.
             names: of the items; their numbers by default.
-            places: ``(n,)`` int64, their numbers in `pictures`.
-            pictures: where they come from.
+            places: ``(n,)`` int64, their numbers in the source.
+            origin: what it is made from.
 
         Raises:
             ShapeError: ids that are not this tokenizer's, or another number of names.
@@ -107,7 +119,7 @@ class CodeIndex:
         packing = Packing(tokenizer.num_tokens, tuple(tokenizer.codebook_sizes), absent)
         codes, row = _distinct(packing.pack(ids))
         sha256 = fingerprint(tokenizer)
-        return CodeIndex(codes, row, names, packing, tokenizer.modality, sha256, places, pictures)
+        return CodeIndex(codes, row, names, packing, tokenizer.modality, sha256, places, origin or Origin())
 
     def __len__(self) -> int:
         return len(self.codes) if self.row is None else len(self.row)
@@ -149,7 +161,7 @@ class CodeIndex:
             absent=self.packing.absent,
             items=len(self),
             codes=facts_of(folder / CODES_FILE)._asdict(),
-            pictures=self.pictures,
+            origin=self.origin,
         )
         versions = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
         (folder / INDEX_FILE).write_bytes(seal(versions | header.model_dump(mode="json")))
@@ -174,12 +186,12 @@ class CodeIndex:
         return CodeIndex(
             tensors["codes"],
             tensors.get("row"),
-            _names(path, tensors["names"], tensors["name_ends"]),
+            _names(tensors["names"], tensors["name_ends"]),
             packing,
             header.modality,
             header.tokenizer_sha256,
             tensors.get("places"),
-            header.pictures,
+            header.origin,
         )
 
 
@@ -235,12 +247,6 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
         raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))
 
 
-def _names(path: Path, letters: Tensor, ends: Tensor) -> list[str]:
-    text, stops = letters.numpy().tobytes(), ends.tolist()
-    try:
-        return [
-            text[start:stop].decode("utf-8", "surrogateescape")
-            for start, stop in zip([0, *stops[:-1]], stops, strict=True)
-        ]
-    except ValueError as error:
-        raise CheckpointError(f"{path}: names cannot be read: {error}") from error
+def _names(letters: Tensor, ends: Tensor) -> list[str]:
+    text = letters.numpy().tobytes()
+    return [text[start:stop].decode("utf-8", "surrogateescape") for start, stop in pairwise([0, *ends.tolist()])]

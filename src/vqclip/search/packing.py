@@ -82,7 +82,8 @@ class Packing:
         return np.packbits(bits.reshape(len(ids), self.bits), axis=1)
 
     def _unpack(self, codes: np.ndarray) -> np.ndarray:
-        bits = np.unpackbits(codes, axis=1, count=self.bits).reshape(len(codes), self.num_tokens, -1)
+        bits = np.unpackbits(codes, axis=1, count=self.bits)
+        bits = bits.reshape(len(codes), self.num_tokens, sum(self.widths))
         numbers = np.zeros((*bits.shape[:2], len(self.codebook_sizes)), dtype=np.uint64)
         for column, shift, codebook in self._columns():
             numbers[..., codebook] |= bits[..., column].astype(np.uint64) << np.uint64(shift)
