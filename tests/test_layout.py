@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("card", "errors", "files", "memory", "progress", "seeds", "stacks"),
-    ("inputs", "logs", "precision", "sealed", "signals"),
+    ("fingerprint", "inputs", "logs", "precision", "sealed", "signals"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),
@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokenizer",),
     ("folder", "guards"),
     ("loading", "model"),
-    ("losses", "replay"),
+    ("export", "losses", "replay", "search"),
     ("optim", "checkpoint", "evaluation"),
     ("report", "step"),
     ("lock", "resume", "recipe", "watchdog", "tokenize"),

@@ -29,6 +29,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("vqclip.train", "train image and text tokenizers together"),
     "tokenize": Command("vqclip.tokenize.command", "turn image-text shards into token shards"),
+    "export": Command("vqclip.export.command", "write a tokenizer as ONNX files, and compare their ids with its own"),
+    "search": Command("vqclip.search.command", "index pictures by their codes, and search them by words"),
 }
 
 

@@ -9,6 +9,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from vqclip.errors import ConfigError
+
 TEMPORARY = ".tmp-"
 """How the name of what is not finished begins."""
 REPLACED = ".replaced-"
@@ -76,6 +78,23 @@ def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     sync_folder(target.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def require_replaceable(target: Path, mark: str) -> None:
+    """Refuse to let `replace_folder` take away what is not ours.
+
+    Args:
+        target: is missing, empty, or holds the file `mark`.
+        mark: by which a folder of its kind is known.
+
+    Raises:
+        ConfigError: it is a file, or holds other things.
+    """
+    if target.is_dir() and ((target / mark).is_file() or not any(target.iterdir())):
+        return
+    if target.exists():
+        found = ", ".join(sorted(path.name for path in target.iterdir())[:5]) if target.is_dir() else "a file"
+        raise ConfigError(f"{target}: would be replaced, and holds no {mark} but {found}; expected a new folder")
 
 
 def restore_folder(target: Path) -> None:

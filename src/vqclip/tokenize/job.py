@@ -20,7 +20,7 @@ from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerFacts
 from vqclip.data.tokens.parquet import require_pyarrow
 from vqclip.data.workers import named_deaths, ordered_map
 from vqclip.errors import ConfigError
-from vqclip.folder import load_tokenizer
+from vqclip.loading import load_tokenizer
 from vqclip.memory import keep_freed_memory
 from vqclip.pretrained import CONFIG_FILE, ID_LAYOUT_VERSION, resolve
 from vqclip.report.bar import Bar

@@ -1,0 +1,5 @@
+import sys
+
+from vqclip.export.command import main
+
+sys.exit(main())

@@ -1,0 +1,112 @@
+"""How far an exported tokenizer agrees with the one it was made from.
+
+Floating-point sums come in another order in another runtime, or in another batch, so features differ in their last
+bits, and one that lies within them of the border between two codes gets the other one. `Agreement.between_batches` says
+how often that happens between two batch sizes of the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqclip.errors import CheckpointError, DataError
+from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
+from vqclip.export.runtime import OnnxTokenizer
+from vqclip.export.to_onnx import INFO_FILE
+from vqclip.fingerprint import fingerprint
+
+__all__ = ["Agreement", "verify", "verify_program"]
+
+Method = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two ways of running one tokenizer agree on some inputs."""
+
+    samples: int
+    """Inputs compared."""
+    ids: int
+    """Ids of the tokenizer, padding left out."""
+    differing_ids: int
+    """Of them, those that the other way gives otherwise."""
+    differing_samples: int
+    """Samples with such an id."""
+    between_batches: int
+    """Ids that the tokenizer itself gives otherwise when every batch comes in two halves."""
+    vectors: float
+    """Largest difference of any number of `decode`, from equal ids."""
+    embeddings: float
+    """Largest difference of any number of `embed`, from equal ids."""
+
+    @property
+    def rate(self) -> float:
+        """Share of equal ids; 1 where there are none."""
+        return 1 - self.differing_ids / max(1, self.ids)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ids - self.differing_ids:,} of {self.ids:,} ids equal ({100 * self.rate:.5f} %), "
+            f"{self.differing_samples:,} of {self.samples:,} samples with another id; the tokenizer itself with "
+            f"batches of half the size: {self.between_batches:,} other ids; from equal ids: vectors differ by at most "
+            f"{self.vectors:.1e}, embeddings by {self.embeddings:.1e}"
+        )
+
+
+def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
+
+    Args:
+        folder: what `export_onnx` wrote.
+        tokenizer: the same, in evaluation mode.
+        batches: inputs as ``tokenizer.preprocess`` makes them, stacked: any number of batches of any size.
+
+    Raises:
+        CheckpointError: the files are damaged, or made from another tokenizer.
+        DataError: there are no inputs.
+    """
+    runtime = OnnxTokenizer(folder)
+    ours = fingerprint(tokenizer)
+    if runtime.info.get("tokenizer_sha256") != ours:
+        raise CheckpointError(
+            f"{Path(folder) / INFO_FILE}: made from the tokenizer {runtime.info.get('tokenizer_sha256')}, expected "
+            f"{ours}, the one that is given; export it anew"
+        )
+
+    def method(part: Part) -> Method:
+        run = getattr(runtime, part)
+        return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
+
+    return _compare(tokenizer, batches, {part: method(part) for part in PARTS})
+
+
+def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+    """`verify` for the programs of `export_program`, which are made for it."""
+    return _compare(tokenizer, batches, {part: export_program(tokenizer, part).module() for part in PARTS})
+
+
+@torch.no_grad()
+def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: dict[Part, Method]) -> Agreement:
+    samples = ids = differing_ids = differing_samples = between = 0
+    vectors = embeddings = 0.0
+    for batch in batches:
+        if not len(batch):
+            continue
+        ours = tokenizer.encode(batch)
+        wrong = other["encode"](batch) != ours
+        halves = torch.cat([tokenizer.encode(half) for half in batch.split(-(-len(batch) // 2))])
+        samples += len(batch)
+        ids += int((ours >= 0).sum())
+        differing_ids += int(wrong.sum())
+        differing_samples += int(wrong.flatten(1).any(dim=1).sum())
+        between += int((halves != ours).sum())
+        vectors = max(vectors, float((other["decode"](ours) - tokenizer.decode(ours)).abs().max()))
+        embeddings = max(embeddings, float((other["embed"](ours) - tokenizer.embed(ours)).abs().max()))
+    if not samples:
+        raise DataError("verify: got no inputs, expected at least one batch with a sample")
+    return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings)

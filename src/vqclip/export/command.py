@@ -1,0 +1,106 @@
+"""Export a tokenizer to ONNX, and say how far the files agree with it.
+
+python -m vqclip.export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat
+python -m vqclip.export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
+
+Without --data the inputs of the comparison are drawn: noise, or captions of a few words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqclip.data import EvalSet, Source
+from vqclip.data.pictures import open_pictures
+from vqclip.errors import VqclipError
+from vqclip.export.agreement import verify, verify_program
+from vqclip.export.program import AnyTokenizer, example_inputs
+from vqclip.export.to_onnx import export_onnx
+from vqclip.loading import load_tokenizer
+from vqclip.tokenizer import ImageTokenizer
+
+_DRAWN = 64
+_WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 2 for anything that the user can mend, which is told on stderr.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        _run(options)
+    except (VqclipError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vqclip.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tokenizer", help="tokenizer folder, or hub name (owner/name)")
+    parser.add_argument("--modality", choices=("image", "text"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the ONNX files")
+    parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
+    parser.add_argument("--data", help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout")
+    parser.add_argument("--split", default="test", help="of labelled data (test)")
+    parser.add_argument("--batch-size", type=int, default=50, help="of the comparison (50)")
+    parser.add_argument("--limit", type=int, help="compare only so many, evenly spread")
+    parser.add_argument("--program", action="store_true", help="compare programs of torch.export, too")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(options.tokenizer, options.modality)
+    if not options.keep:
+        export_onnx(tokenizer, options.out)
+        sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
+        print(f"{options.out}: {sizes}")
+    source = None if options.data is None else open_pictures(options.data, options.split)
+    inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
+    print(f"compared on: {options.data or f'{_DRAWN} drawn inputs'}, batches of {options.batch_size}")
+    print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
+    if options.program:
+        print(f"torch.export: {verify_program(tokenizer, inputs)}")
+
+
+def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
+    """Inputs of ``encode``, a batch at a time: pictures, or captions, each once. Without a source they are drawn."""
+    if source is None:
+        yield from _drawn(tokenizer).split(size)
+    elif isinstance(tokenizer, ImageTokenizer):
+        for batch in EvalSet(source, tokenizer.transform, size, limit=limit):
+            yield batch.images
+    else:
+        captions = _captions(source)
+        kept = [captions[place * len(captions) // limit] for place in range(limit)] if limit else captions
+        for start in range(0, len(kept), size):
+            yield tokenizer.preprocess(kept[start : start + size])
+
+
+def _captions(source: Source) -> list[str]:
+    """Every caption once: those of all samples, or of labelled data the prompts of all classes."""
+    if source.classnames:
+        return [prompt.replace("{c}", name) for name in source.classnames for prompt in source.templates]
+    return list(dict.fromkeys(caption for index in range(len(source)) for caption in source.read(index).captions))
+
+
+def _drawn(tokenizer: AnyTokenizer) -> Tensor:
+    """Inputs drawn from seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(tokenizer, ImageTokenizer):
+        like = example_inputs(tokenizer, "encode", _DRAWN)
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, generator=generator)
+    picks = torch.randint(0, len(_WORDS), (_DRAWN, 6), generator=generator).tolist()
+    return tokenizer.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])

@@ -1,0 +1,96 @@
+"""A tokenizer from its ONNX files: numpy in, numpy out, no torch in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vqclip.errors import CheckpointError, ShapeError
+from vqclip.export.program import PARTS, Part
+from vqclip.export.to_onnx import FORMAT, FORMAT_VERSION, INFO_FILE, require
+from vqclip.pretrained import ID_LAYOUT_VERSION
+from vqclip.sealed import Facts, read_json, require_facts, unsealed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["OnnxTokenizer"]
+
+
+class OnnxTokenizer:
+    """The files of `export_onnx`, run by onnxruntime. Every byte of them is compared with its hash first.
+
+    Args:
+        folder: what `export_onnx` wrote.
+        threads: of onnxruntime within an operator; None for its default.
+        providers: onnxruntime's, the first that is there for an operator counts.
+
+    Attributes:
+        info: what ``export.json`` holds.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of another version.
+        ConfigError: onnxruntime is not installed.
+    """
+
+    def __init__(
+        self, folder: str | Path, threads: int | None = None, providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    ):
+        folder = Path(folder)
+        self.info = _read_info(folder)
+        runtime = require("onnxruntime")
+        options = runtime.SessionOptions()
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        self._sessions: dict[Part, Any] = {}
+        for part in PARTS:
+            path = folder / f"{part}.onnx"
+            require_facts(path, _facts(folder, self.info, part), INFO_FILE)
+            self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
+
+    def encode(self, inputs: np.ndarray) -> np.ndarray:
+        """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64."""
+        return self._run("encode", inputs)
+
+    def decode(self, ids: np.ndarray) -> np.ndarray:
+        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` float32."""
+        return self._run("decode", ids)
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)`` float32, unit-norm."""
+        return self._run("embed", ids)
+
+    def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
+        ((name, expected),) = self.info["parts"][part]["inputs"].items()
+        shape = tuple(expected["shape"][1:])
+        if value.ndim != 1 + len(shape) or value.shape[1:] != shape or str(value.dtype) != expected["dtype"]:
+            wanted = ", ".join(map(str, ("B", *shape)))
+            raise ShapeError(
+                f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected ({wanted}) "
+                f"{expected['dtype']}"
+            )
+        (output,) = self._sessions[part].run(None, {name: value})
+        return output
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    path = folder / INFO_FILE
+    try:
+        info, data = read_json(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); vqclip.export.export_onnx writes it"
+        ) from error
+    if info.get("format") != FORMAT:
+        raise CheckpointError(f'{path}: expected "format": "{FORMAT}", got {info.get("format")!r}')
+    for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
+        if info.get(key) != known:
+            raise CheckpointError(f"{path}: {key} is {info.get(key)!r}, this vqclip reads {known}; export it anew")
+    return unsealed(path, info, data)
+
+
+def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:
+    try:
+        return Facts(**info["parts"][part]["file"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / INFO_FILE}: does not say what {part}.onnx should be") from error

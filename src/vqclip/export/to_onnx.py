@@ -1,0 +1,164 @@
+"""The parts of a tokenizer as ONNX files, with a small JSON beside them that says what goes in and comes out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from vqclip import __version__
+from vqclip.errors import ConfigError
+from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
+from vqclip.files import replace_folder, require_replaceable
+from vqclip.fingerprint import fingerprint
+from vqclip.pretrained import ID_LAYOUT_VERSION
+from vqclip.sealed import facts_of, seal
+from vqclip.tokenizer import ImageTokenizer
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "INFO_FILE", "export_onnx", "require"]
+
+INFO_FILE = "export.json"
+FORMAT = "vqclip-onnx"
+FORMAT_VERSION = 1
+_OPSET = 18
+"""The first with bitwise operators, which read binary codes."""
+_OUTPUTS = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
+"""None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
+
+
+def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
+    """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
+
+    Inputs are as in `export_program`. An export that lies there already is replaced in one stroke.
+
+    Args:
+        tokenizer: on the CPU, with weights in float32.
+        folder: where to.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are not in
+            float32 on the CPU, or the folder holds something else.
+    """
+    folder = Path(folder)
+    require_replaceable(folder, INFO_FILE)
+    for package in ("onnx", "onnxscript"):
+        require(package)
+    weights = next(tokenizer.parameters())
+    if weights.dtype != torch.float32 or weights.device.type != "cpu":
+        raise ConfigError(
+            f"export: got weights in {weights.dtype} on {weights.device}, expected float32 on the CPU: "
+            "tokenizer.float().cpu()"
+        )
+    programs = {part: export_program(tokenizer, part) for part in PARTS}
+
+    def fill(aside: Path) -> None:
+        for part, program in programs.items():
+            _translate(program, part, aside / f"{part}.onnx")
+        (aside / INFO_FILE).write_bytes(seal(_info(tokenizer, aside)))
+
+    replace_folder(folder, fill)
+    return folder
+
+
+def require(package: str) -> Any:
+    """Import a package of the extra ``onnx``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"{package}: not installed ({error}); pip install 'vqclip[onnx]'") from error
+
+
+def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
+    translated = torch.onnx.export(
+        program.run_decompositions({torch.ops.aten.median.dim: _median}),
+        input_names=[_input(part)],
+        output_names=[_OUTPUTS[part]],
+        opset_version=_OPSET,
+        dynamo=True,
+        custom_translation_table={torch.ops.aten.__rshift__.Tensor: _shift_right},
+        verbose=False,
+    )
+    assert translated is not None
+    translated.save(path, external_data=False)
+
+
+def _input(part: Part) -> str:
+    return "inputs" if part == "encode" else "ids"
+
+
+def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """``aten.median`` by sorting, which ONNX knows."""
+    ordered, index = x.sort(dim=dim)
+    middle = (x.shape[dim] - 1) // 2
+    values, places = ordered.narrow(dim, middle, 1), index.narrow(dim, middle, 1)
+    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
+
+
+def _shift_right(x: Any, by: Any) -> Any:
+    """``x >> by`` of int64: ONNX shifts unsigned integers only. Of -1, an absent id, no bit is looked at."""
+    from onnxscript import opset18
+
+    op: Any = opset18  # its types are of operators, not of what they are given here
+    unsigned = 13  # ONNX's number of uint64
+    signed = 7  # and of int64
+    return op.Cast(op.BitShift(op.Cast(x, to=unsigned), op.Cast(by, to=unsigned), direction="RIGHT"), to=signed)
+
+
+def _info(tokenizer: AnyTokenizer, folder: Path) -> dict[str, Any]:
+    """What ``export.json`` holds; a ``null`` in a shape is the batch."""
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "id_layout": ID_LAYOUT_VERSION,
+        "vqclip": __version__,
+        "torch": str(torch.__version__),
+        "opset": _OPSET,
+        "modality": tokenizer.modality,
+        "tokenizer_sha256": fingerprint(tokenizer),
+        "codebook_sizes": list(tokenizer.codebook_sizes),
+        "num_tokens": tokenizer.num_tokens,
+        "embed_dim": tokenizer.embed_dim,
+        "preprocess": _preprocess(tokenizer),
+        "parts": {part: _part_info(tokenizer, part, folder / f"{part}.onnx") for part in PARTS},
+    }
+
+
+def _part_info(tokenizer: AnyTokenizer, part: Part, path: Path) -> dict[str, Any]:
+    inputs = example_inputs(tokenizer, part)
+    outputs = getattr(tokenizer, part)(inputs)
+    return {
+        "file": facts_of(path)._asdict(),
+        "inputs": {_input(part): _tensor_info(inputs)},
+        "outputs": {_OUTPUTS[part]: _tensor_info(outputs)},
+    }
+
+
+def _tensor_info(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [None, *tensor.shape[1:]]}
+
+
+def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """What is to be done before ``encode.onnx``, for whoever does it in another language."""
+    if isinstance(tokenizer, ImageTokenizer):
+        return {
+            "kind": "image",
+            "image_size": tokenizer.tower.image_size,
+            "layout": "RGB, transparency on white, (B, 3, H, W) uint8; normalisation is part of the graph",
+            **tokenizer.config.preprocess.model_dump(mode="json"),
+        }
+    return {
+        "kind": "text",
+        "context_length": tokenizer.num_tokens,
+        "vocabulary": "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length",
+    }

@@ -1,0 +1,5 @@
+import sys
+
+from vqclip.search.command import main
+
+sys.exit(main())

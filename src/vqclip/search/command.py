@@ -1,0 +1,197 @@
+"""Make an index of the codes of pictures or captions, and search it.
+
+python -m vqclip.search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
+python -m vqclip.search query --index pictures.index "a red apple" --html page.html
+python -m vqclip.search query --index pictures.index --image apple.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqclip.data import EvalSet, Source, decode_image
+from vqclip.data.pictures import open_pictures
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.errors import ConfigError, DataError, VqclipError, printable
+from vqclip.files import read_bounded, write_text
+from vqclip.loading import load_tokenizer
+from vqclip.search.index import CodeIndex, Origin
+from vqclip.search.page import Hit, page
+from vqclip.search.scan import CodeSearch, Found
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+
+__all__ = ["build", "main", "parser"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 2 for anything that the user can mend, which is told on stderr.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        _build(options) if options.command == "build" else _query(options)
+    except (VqclipError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vqclip.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="make an index")
+    build.add_argument("--tokenizer", required=True, help="tokenizer folder, or hub name (owner/name)")
+    what = build.add_mutually_exclusive_group(required=True)
+    what.add_argument("--images", help="pictures: a folder, tars, or clip_benchmark's layout")
+    what.add_argument("--captions", help="the captions of the same")
+    build.add_argument("--split", default="test", help="of labelled data (test)")
+    build.add_argument("--out", type=Path, required=True, help="folder of the index")
+    build.add_argument("--batch-size", type=int, default=64, help="encoded at a time (64)")
+    build.add_argument(
+        "--bad-fraction", type=float, default=0.01, help="largest share of pictures that may be left out as unusable"
+    )
+    query = commands.add_parser("query", help="search an index")
+    query.add_argument("--tokenizer", help="the tokenizer that the index was built with (where it then was)")
+    query.add_argument("--images", help="the pictures that the index was built from (where they then were)")
+    query.add_argument("--index", type=Path, required=True, help="folder of the index")
+    query.add_argument("text", nargs="?", help="what to look for")
+    query.add_argument("--image", type=Path, help="a picture to look for in place of a text")
+    query.add_argument("-k", type=int, default=24, help="results (24)")
+    query.add_argument("--continuous", action="store_true", help="do not quantize the query")
+    query.add_argument("--html", type=Path, help="write a page with the pictures to this file")
+    return parser
+
+
+def build(
+    tokenizer: ImageTokenizer | TextTokenizer,
+    source: Source,
+    batch_size: int = 64,
+    bad_fraction: float = 0.0,
+    origin: Origin | None = None,
+) -> CodeIndex:
+    """An index of a source: of its pictures, or of its captions, as the tokenizer's modality has it.
+
+    Items are called by their captions; labelled ones by their class.
+
+    Raises:
+        DataError: more pictures than ``bad_fraction`` of them cannot be used.
+    """
+    if isinstance(tokenizer, ImageTokenizer):
+        ids, names, places = _images(tokenizer, source, batch_size, bad_fraction)
+    else:
+        every = [(caption, index) for index in range(len(source)) for caption in source.read(index).captions]
+        names, places = [caption for caption, _ in every], torch.tensor([index for _, index in every])
+        batches = [names[start : start + batch_size] for start in range(0, len(names), batch_size)]
+        ids = [tokenizer.encode(batch).cpu() for batch in batches]
+    if not ids:
+        raise DataError("got no items, expected at least one")
+    same = torch.equal(places, torch.arange(len(names)))
+    return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, origin)
+
+
+def _images(
+    tokenizer: ImageTokenizer, source: Source, batch_size: int, bad_fraction: float
+) -> tuple[list[Tensor], list[str], Tensor]:
+    ids, names, places = [], [], []
+    for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
+        if not len(batch):
+            continue
+        ids.append(tokenizer.encode(batch.images).cpu())
+        places.append(batch.sample_ids)
+        labels = batch.labels.tolist()
+        names += [
+            source.classnames[label] if source.classnames else captions[0]
+            for label, captions in zip(labels, batch.captions, strict=True)
+        ]
+    return ids, names, torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
+def _build(options: argparse.Namespace) -> None:
+    path = options.images or options.captions
+    tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
+    source = open_pictures(path, options.split)
+    origin = Origin(
+        tokenizer=_local(options.tokenizer), pictures=_local(path), split=options.split, fingerprint=source.fingerprint
+    )
+    index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)
+    index.save(options.out)
+    floats = 4 * tokenizer.embed_dim
+    print(
+        f"{options.out}: {len(index):,} items of {index.packing.bits} bits, {len(index.codes):,} of them distinct; "
+        f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an "
+        f"item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
+    )
+
+
+def _query(options: argparse.Namespace) -> None:
+    if (options.text is None) == (options.image is None):
+        raise ConfigError("query: got a text and --image, or neither; expected one of them")
+    index = CodeIndex.load(options.index)
+    tokenizer = options.tokenizer or index.origin.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: missing, and the index does not know a folder; expected the one it was built with"
+        )
+    search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
+    found = search.search(_embedded(options, tokenizer), options.k)
+    asked = options.text if options.text is not None else options.image.name
+    for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1):
+        print(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
+    if options.html is not None:
+        notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
+        write_text(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _local(path: str) -> str | None:
+    """What is here as an absolute path; None for what is not, such as a URL or the name of a hub."""
+    found = Path(path).expanduser().absolute()
+    return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
+
+
+@torch.no_grad()
+def _embedded(options: argparse.Namespace, tokenizer: str) -> Tensor:
+    """``(1, E)``: the query, of its codes unless asked otherwise."""
+    if options.text is not None:
+        text = load_tokenizer(tokenizer, "text")
+        tokens = text.preprocess([options.text])
+        return text.continuous(tokens) if options.continuous else text.embed(text.encode(tokens))
+    image = load_tokenizer(tokenizer, "image")
+    pixels = image.transform(_decoded(options.image))[None]
+    return image.continuous(pixels) if options.continuous else image.embed(image.encode(pixels))
+
+
+def _decoded(path: Path) -> Tensor:
+    data = read_bounded(path, MAX_IMAGE_BYTES)
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read")
+    try:
+        return decode_image(data)
+    except DataError as error:
+        raise DataError(f"{path}: {error}", error.kind) from error
+
+
+def _hits(index: CodeIndex, found: Found, images: str | None) -> list[Hit]:
+    """The results of the first query, with their pictures."""
+    scores, items = found.scores[0].tolist(), found.items[0].tolist()
+    path = images or index.origin.pictures
+    if path is None:
+        return [Hit(index.names[item], score) for score, item in zip(scores, items, strict=True)]
+    source = open_pictures(path, index.origin.split)
+    if source.fingerprint != index.origin.fingerprint:
+        raise DataError(f"{path}: is not what the index was built from; build it anew")
+    places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
+    return [
+        Hit(index.names[item], score, decode_image(source.read(place).image))
+        for score, item, place in zip(scores, items, places, strict=True)
+    ]

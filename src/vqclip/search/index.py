@@ -1,0 +1,252 @@
+"""An index of ids: what is kept of every item is its code, and the name by which people know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import AfterValidator, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vqclip.config import Config
+from vqclip.errors import CheckpointError, ShapeError
+from vqclip.files import replace_folder, require_replaceable
+from vqclip.fingerprint import fingerprint
+from vqclip.pretrained import ID_LAYOUT_VERSION
+from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
+from vqclip.search.packing import Packing
+from vqclip.search.topk import MOST_ITEMS
+from vqclip.tokenizer import Tokenizer
+
+__all__ = ["CodeIndex", "Origin"]
+
+INDEX_FILE = "index.json"
+CODES_FILE = "codes.safetensors"
+_FORMAT = "vqclip-index"
+_FORMAT_VERSION = 1
+
+
+def _is_local(path: str) -> str:
+    if not Path(path).is_absolute() or "://" in path:
+        raise ValueError(f"got {path!r}, expected an absolute path: nothing is fetched because an index says so")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_is_local)]
+
+
+class Origin(Config):
+    """What an index was made from, so that it need not be named again to search it and to show the results."""
+
+    tokenizer: LocalPath | None = None
+    """The tokenizer folder; None where it was no folder."""
+    pictures: LocalPath | None = None
+    """As `vqclip.data.pictures.open_pictures` takes it; None for a URL."""
+    split: str = "test"
+    """Of labelled shards."""
+    fingerprint: dict[str, Any] = {}
+    """Of the source: for other pictures the numbers of the items would mean others."""
+
+
+class _Header(Config):
+    """``index.json`` without its format and versions."""
+
+    modality: str
+    tokenizer_sha256: str
+    codebook_sizes: tuple[int, ...] = Field(min_length=1)
+    num_tokens: int = Field(ge=1)
+    absent: bool
+    items: int = Field(ge=0)
+    codes: dict[str, Any]
+    origin: Origin = Origin()
+
+
+@dataclass(frozen=True, eq=False)
+class CodeIndex:
+    """Items by their codes. An equal code is kept once, so that equal items have equal scores.
+
+    Made by `build` or `load`.
+    """
+
+    codes: Tensor
+    """``(U, bytes)`` uint8: the distinct codes, packed; in the order of the items where all are distinct."""
+    row: Tensor | None
+    """``(n,)`` int32: which code is an item's; None where all are distinct."""
+    names: Sequence[str]
+    """What each item is called."""
+    packing: Packing
+    """How ids lie in the codes."""
+    modality: str
+    """``image`` or ``text``: whose ids they are."""
+    tokenizer_sha256: str
+    """`vqclip.fingerprint` of the tokenizer that made them."""
+    places: Tensor | None = None
+    """``(n,)`` int64: the number of each item in its source; None where they are those of the items."""
+    origin: Origin = field(default_factory=Origin)
+    """What it was made from."""
+
+    @staticmethod
+    def build(
+        tokenizer: Tokenizer,
+        ids: Tensor,
+        names: Sequence[str] | None = None,
+        places: Tensor | None = None,
+        origin: Origin | None = None,
+    ) -> CodeIndex:
+        """An index of some ids.
+
+        Args:
+            tokenizer: that made them.
+            ids: ``(n, N, C)``, of any integer type; -1 for absent tokens.
+            names: of the items; their numbers by default.
+            places: ``(n,)`` int64, their numbers in the source.
+            origin: what it is made from.
+
+        Raises:
+            ShapeError: ids that are not this tokenizer's, or another number of names.
+        """
+        names = [str(number) for number in range(len(ids))] if names is None else list(names)
+        if len(names) != len(ids) or len(ids) > MOST_ITEMS:
+            raise ShapeError(f"names: got {len(names)} for {len(ids)} items, expected as many, at most {MOST_ITEMS}")
+        absent = bool((ids < 0).any())
+        packing = Packing(tokenizer.num_tokens, tuple(tokenizer.codebook_sizes), absent)
+        codes, row = _distinct(packing.pack(ids))
+        sha256 = fingerprint(tokenizer)
+        return CodeIndex(codes, row, names, packing, tokenizer.modality, sha256, places, origin or Origin())
+
+    def __len__(self) -> int:
+        return len(self.codes) if self.row is None else len(self.row)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the search holds: codes, and which is whose; without the names."""
+        return self.codes.numel() + (0 if self.row is None else 4 * len(self.row))
+
+    def ids(self, items: Tensor) -> Tensor:
+        """The ids ``(M, N, C)`` int64 of some items ``(M,)``."""
+        rows = items if self.row is None else self.row[items].long()
+        return self.packing.unpack(self.codes[rows])
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``index.json`` and ``codes.safetensors``; an index that lies there already is replaced in one stroke.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        folder = Path(folder)
+        require_replaceable(folder, INDEX_FILE)
+        replace_folder(folder, self._fill)
+
+    def _fill(self, folder: Path) -> None:
+        texts = [name.encode("utf-8", "surrogateescape") for name in self.names]
+        tensors = {
+            "codes": self.codes.contiguous(),
+            "names": torch.frombuffer(bytearray(b"".join(texts)) or bytearray(1), dtype=torch.uint8),
+            "name_ends": torch.tensor([len(text) for text in texts], dtype=torch.int64).cumsum(0),
+        }
+        optional = {"row": self.row, "places": self.places}
+        save_file(tensors | {name: each for name, each in optional.items() if each is not None}, folder / CODES_FILE)
+        header = _Header(
+            modality=self.modality,
+            tokenizer_sha256=self.tokenizer_sha256,
+            codebook_sizes=self.packing.codebook_sizes,
+            num_tokens=self.packing.num_tokens,
+            absent=self.packing.absent,
+            items=len(self),
+            codes=facts_of(folder / CODES_FILE)._asdict(),
+            origin=self.origin,
+        )
+        versions = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
+        (folder / INDEX_FILE).write_bytes(seal(versions | header.model_dump(mode="json")))
+
+    @staticmethod
+    def load(folder: str | Path) -> CodeIndex:
+        """Read an index, strictly; every byte is compared with its hash.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, of another version, or does not hold what it should.
+        """
+        folder = Path(folder)
+        header = _read_header(folder)
+        path = folder / CODES_FILE
+        try:
+            require_facts(path, Facts(**header.codes), INDEX_FILE)
+            tensors = load_file(path)
+        except (TypeError, SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        packing = Packing(header.num_tokens, header.codebook_sizes, header.absent)
+        _require_tensors(path, tensors, packing, header.items)
+        return CodeIndex(
+            tensors["codes"],
+            tensors.get("row"),
+            _names(tensors["names"], tensors["name_ends"]),
+            packing,
+            header.modality,
+            header.tokenizer_sha256,
+            tensors.get("places"),
+            header.origin,
+        )
+
+
+def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The codes without repetition, and which of them each one was; as they are where none repeats."""
+    table = codes.numpy()
+    whole = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1]))).reshape(-1)
+    _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
+    if len(first) == len(codes):
+        return codes, None
+    return torch.from_numpy(table[first]), torch.from_numpy(inverse.reshape(-1).astype(np.int32))
+
+
+def _read_header(folder: Path) -> _Header:
+    path = folder / INDEX_FILE
+    try:
+        body, data = read_json(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
+    known = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
+    for key, value in known.items():
+        if body.get(key) != value:
+            raise CheckpointError(f"{path}: {key} is {body.get(key)!r}, expected {value!r}; build the index anew")
+    body = unsealed(path, body, data)
+    try:
+        return _Header.model_validate({key: value for key, value in body.items() if key not in known})
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise CheckpointError(f"{path}: " + "; ".join(problems)) from error
+
+
+def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:
+    """Raises CheckpointError unless the file holds what an index of so many items consists of."""
+    shapes = {"codes": (None, packing.bytes), "names": (None,), "name_ends": (items,)}
+    shapes |= {name: (items,) for name in ("row", "places") if name in tensors}
+    dtypes = {"codes": torch.uint8, "names": torch.uint8, "row": torch.int32}
+    problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys()]
+    problems += [f"unexpected {name}" for name in tensors.keys() - shapes.keys()]
+    for name in shapes.keys() & tensors.keys():
+        got, want, dtype = tensors[name], shapes[name], dtypes.get(name, torch.int64)
+        fits = got.ndim == len(want) and all(w in (None, g) for g, w in zip(got.shape, want, strict=True))
+        if not fits or got.dtype != dtype:
+            problems.append(f"{name}: got {tuple(got.shape)} {got.dtype}, expected {want} {dtype}")
+    if not problems:
+        row, codes, ends = tensors.get("row"), len(tensors["codes"]), tensors["name_ends"]
+        if row is None and codes != items:
+            problems.append(f"{codes} codes for {items} items")
+        if row is not None and items and (int(row.min()) < 0 or int(row.max()) >= codes):
+            problems.append(f"row: numbers outside the {codes} codes")
+        if items and (int(ends[0]) < 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) > len(tensors["names"])):
+            problems.append("name_ends: not in order")
+    if problems:
+        raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))
+
+
+def _names(letters: Tensor, ends: Tensor) -> list[str]:
+    text = letters.numpy().tobytes()
+    return [text[start:stop].decode("utf-8", "surrogateescape") for start, stop in pairwise([0, *ends.tolist()])]

@@ -1,0 +1,73 @@
+"""A page of results that needs nothing but itself: no script, no file, no network."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from PIL import Image
+from torch import Tensor
+
+__all__ = ["Hit", "page"]
+
+_SIDE = 160
+"""Pixels of the longer side of a thumbnail."""
+_STYLE = """
+body { margin: 2rem; font: 16px/1.4 system-ui, sans-serif; color: #222; background: #fff; }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
+ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 1rem; padding: 0; margin: 0; }
+li { list-style: none; border: 1px solid #ddd; border-radius: 8px; padding: 8px; overflow-wrap: anywhere; }
+img { display: block; margin: 0 auto 6px; height: 160px; max-width: 100%; object-fit: contain; }
+small { color: #666; }
+"""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One result."""
+
+    name: str
+    """What the item is called."""
+    score: float
+    """Cosine."""
+    picture: Tensor | None = None
+    """``(3, H, W)`` uint8, or None where there is nothing to show."""
+
+
+def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
+    """HTML of a grid of results, best first; pictures are drawn anew as thumbnails, all text is escaped."""
+    items = "\n".join(_item(rank, hit) for rank, hit in enumerate(hits, start=1))
+    # The policy holds even where something of the data got past the escaping.
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p><small>{escape(notes)}</small></p>
+<ol>
+{items}
+</ol>
+</body>
+</html>
+"""
+
+
+def _item(rank: int, hit: Hit) -> str:
+    picture = "" if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{escape(hit.name)}">'
+    return f"<li>{picture}{escape(hit.name)}<br><small>{rank}. cosine {hit.score:.3f}</small></li>"
+
+
+def _data_uri(picture: Tensor) -> str:
+    image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+    image.thumbnail((_SIDE, _SIDE))
+    data = io.BytesIO()
+    image.save(data, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"

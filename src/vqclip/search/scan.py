@@ -1,0 +1,205 @@
+"""Exact search: every code is embedded and compared with every query.
+
+A query is compared with what the codes stand for, not with other codes: only one side of the comparison is quantized
+("asymmetric"; Jégou et al. 2011). Product quantizers do that by tables, one look-up a codebook, because there the score
+is a sum over codebooks. Here it is not: a token's vector is normalised and the tokens are weighted by a softmax before
+they are summed (`vqclip.pooling`), so no choice of tables gives the score (ADR 20). Codes go through
+``tokenizer.embed``, a chunk at a time; `CodeSearch` can keep what comes out, in the precision that the memory allows.
+
+Shapes: Q queries, U distinct codes, n items, E embedding width, k results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vqclip.errors import CheckpointError, ConfigError, ShapeError
+from vqclip.fingerprint import fingerprint
+from vqclip.search.index import CodeIndex
+from vqclip.search.topk import best, ranks, scores_and_items
+from vqclip.tokenizer import Tokenizer
+
+__all__ = ["Cache", "CodeSearch", "Found", "require_queries"]
+
+Cache = Literal["none", "float32", "float16", "int8"]
+"""What is kept of the embeddings: nothing, all, or a short form that finds the candidates."""
+
+_CHUNK = 4096
+_SCORES = 2**24
+"""Most scores of short forms held at once: 64 MiB."""
+_ROUNDING = 1e-5
+"""What rounding may add to the distance of a short form from its embedding."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The k best items of every query, best first; equal scores by the items' numbers, the lowest first."""
+
+    scores: Tensor
+    """``(Q, k)`` float32 cosines."""
+    items: Tensor
+    """``(Q, k)`` int64."""
+
+
+class CodeSearch:
+    """Exact search of an index through its tokenizer.
+
+    The results are those of a search over all embeddings in float32, whatever the cache: with ``float16`` and ``int8``
+    each row's distance from its embedding is known, so that the scores have bounds; every item that can be among the
+    best is embedded again. Scores that differ by the rounding of float32 may come in another order.
+
+    Args:
+        index: what is searched.
+        tokenizer: that the index was built with, in evaluation mode.
+        cache: ``none``: ids only, all of them embedded at every call. ``float32``: 4 E bytes a distinct code.
+            ``float16``: 2 E + 4. ``int8``: E + 8.
+
+    Raises:
+        CheckpointError: another tokenizer than the one that made the codes.
+        ConfigError: there is no such cache.
+    """
+
+    def __init__(self, index: CodeIndex, tokenizer: Tokenizer, cache: Cache = "none"):
+        if cache not in get_args(Cache):
+            raise ConfigError(f"cache: got {cache!r}, expected one of {', '.join(get_args(Cache))}")
+        require_tokenizer(index, tokenizer)
+        self.index, self.tokenizer, self.cache = index, tokenizer, cache
+        self._by_code = None if index.row is None else index.row.long().sort(stable=True)
+        self._embeddings = (
+            torch.cat([torch.empty(0, tokenizer.embed_dim, device=tokenizer.device), *self._embedded()])
+            if cache == "float32"
+            else None
+        )
+        self._short = _Short.of(self._embedded(), cache) if cache in ("float16", "int8") else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held: the index, and the cache."""
+        kept = [self._embeddings] if self._embeddings is not None else []
+        kept += [self._short.values, self._short.scales, self._short.errors] if self._short is not None else []
+        return self.index.nbytes + sum(each.numel() * each.element_size() for each in kept)
+
+    def search(self, queries: Tensor, k: int = 10) -> Found:
+        """The best items.
+
+        Args:
+            queries: ``(Q, E)`` unit-norm embeddings of either modality, continuous or from codes.
+            k: how many, at least 1; fewer come where there are fewer.
+
+        Raises:
+            ShapeError: queries of another width or not finite, or k less than 1.
+        """
+        require_queries(queries, self.tokenizer.embed_dim, k)
+        queries = queries.float().to(self.tokenizer.device)
+        if self._short is None:
+            return self._scan(queries, k)
+        rows = max(1, _SCORES // max(1, len(self.index.codes)))
+        parts = [self._refine(part, k, self._short) for part in queries.split(rows)]
+        parts = parts or [self._scan(queries, k)]
+        return Found(torch.cat([part.scores for part in parts]), torch.cat([part.items for part in parts]))
+
+    def embeddings(self, codes: Tensor) -> Tensor:
+        """What distinct codes ``(M,)``, numbers of rows, stand for: ``(M, E)`` float32."""
+        with torch.no_grad():
+            ids = self.index.packing.unpack(self.index.codes[codes])
+            return self.tokenizer.embed(ids.to(self.tokenizer.device)).float()
+
+    def _embedded(self) -> Iterator[Tensor]:
+        for codes in torch.arange(len(self.index.codes)).split(_CHUNK):
+            yield self.embeddings(codes)
+
+    def _scan(self, queries: Tensor, k: int) -> Found:
+        chunks = self._embedded() if self._embeddings is None else iter(self._embeddings.split(_CHUNK))
+        found, start = queries.new_empty(len(queries), 0, dtype=torch.int64), 0
+        for chunk in chunks:
+            codes = torch.arange(start, start + len(chunk))
+            found = best(torch.cat((found, self._ranks(queries @ chunk.T, codes)), dim=1), k)
+            start += len(chunk)
+        return Found(*scores_and_items(found))
+
+    def _refine(self, queries: Tensor, k: int, short: _Short) -> Found:
+        """Embed again what the bounds on the scores leave."""
+        scores, slack = short.scores(queries), queries.norm(dim=1, keepdim=True) * (short.errors + _ROUNDING)
+        count = min(k, scores.shape[1])
+        if not count:
+            return Found(scores, scores.long())
+        surely = (scores - slack).topk(count, dim=1).values[:, -1:]
+        candidates = (scores + slack >= surely).any(dim=0).nonzero().flatten().cpu()
+        found = queries.new_empty(len(queries), 0, dtype=torch.int64)
+        for codes in candidates.split(_CHUNK):
+            found = best(torch.cat((found, self._ranks(queries @ self.embeddings(codes).T, codes)), dim=1), k)
+        return Found(*scores_and_items(found))
+
+    def _ranks(self, scores: Tensor, codes: Tensor) -> Tensor:
+        """Scores ``(Q, M)`` of distinct codes ``(M,)``, ascending → `ranks` of all items that have them."""
+        if self._by_code is None:
+            return ranks(scores, codes.to(scores.device))
+        ordered, items = self._by_code
+        starts, ends = torch.searchsorted(ordered, codes), torch.searchsorted(ordered, codes, right=True)
+        counts = ends - starts
+        column = torch.arange(len(codes)).repeat_interleave(counts)
+        within = torch.arange(len(column)) - (counts.cumsum(0) - counts)[column]
+        return ranks(scores[:, column.to(scores.device)], items[starts[column] + within].to(scores.device))
+
+
+@dataclass(frozen=True)
+class _Short:
+    """Embeddings in fewer bits, and how far each is from what it stands for."""
+
+    values: Tensor
+    """``(U, E)`` float16 or int8."""
+    scales: Tensor
+    """``(U,)`` float32 factors; empty for float16."""
+    errors: Tensor
+    """``(U,)`` float32: the length of the difference."""
+
+    @staticmethod
+    def of(chunks: Iterator[Tensor], cache: Cache) -> _Short:
+        """Shorten chunks of embeddings."""
+        parts = [_shortened(chunk, cache) for chunk in chunks]
+        return (
+            _Short(*(torch.cat(each) for each in zip(*parts, strict=True))) if parts else _Short(*[torch.empty(0)] * 3)
+        )
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """``(Q, U)`` float32."""
+        parts = [queries @ values.float().T for values in self.values.split(_CHUNK)]
+        scores = torch.cat(parts, dim=1) if len(self.values) else queries.new_empty(len(queries), 0)
+        return scores * self.scales if len(self.scales) else scores
+
+
+def _shortened(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+    if cache == "float16":
+        values, scales = embeddings.half(), embeddings.new_empty(0)
+        restored = values.float()
+    else:
+        scales = embeddings.abs().amax(dim=1) / 127
+        values = (embeddings / scales.clamp(min=1e-12)[:, None]).round().to(torch.int8)
+        restored = values.float() * scales[:, None]
+    return values, scales, (restored - embeddings).norm(dim=1)
+
+
+def require_queries(queries: Tensor, width: int, k: int) -> None:
+    """Raises ShapeError for what `CodeSearch.search` does not take."""
+    if queries.ndim != 2 or queries.shape[1] != width or not queries.is_floating_point():
+        got = f"{tuple(queries.shape)} {queries.dtype}"
+        raise ShapeError(f"queries: got {got}, expected (Q, {width}) floating point; one query: query[None]")
+    if not bool(queries.isfinite().all()):
+        raise ShapeError("queries: got NaN or infinity, expected finite embeddings")
+    if k < 1:
+        raise ShapeError(f"k: got {k}, expected at least 1")
+
+
+def require_tokenizer(index: CodeIndex, tokenizer: Tokenizer) -> None:
+    """Raises CheckpointError for another tokenizer than the one that made an index: its ids mean something else."""
+    ours = fingerprint(tokenizer)
+    if index.tokenizer_sha256 != ours:
+        raise CheckpointError(
+            f"index: its codes were made by the {index.modality} tokenizer {index.tokenizer_sha256}, got the "
+            f"{tokenizer.modality} tokenizer {ours}; load the one it was built with"
+        )

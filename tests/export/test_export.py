@@ -1,0 +1,251 @@
+"""Exported tokenizers against the ones they were made from.
+
+The default tests export one tiny tokenizer to ONNX and the encoders of some families to torch.export; `-m slow` exports
+every family of both modalities to both.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
+from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
+from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
+from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
+from vqclip.export.command import main
+from vqclip.fingerprint import fingerprint
+from vqclip.model import CLIP
+
+FAMILIES = {
+    "fsq": FSQ,
+    "lfq": LFQ,
+    "bsq": {"kind": "bsq", "bits": 6},
+    "vq": VQ,
+    "simvq": {"kind": "simvq", "dim": 6, "codebook_size": 16},
+    "product": PRODUCT,
+    "product-vq": {"kind": "product", "layer": VQ, "codebooks": 2},
+    "residual-vq": RESIDUAL,
+    "residual-fsq": RESIDUAL_FSQ,
+    # Ids beyond what float32 or float64 can count.
+    "fsq-2^53": {"kind": "fsq", "levels": [100] * 8},
+    "lfq-2^60": {"kind": "lfq", "bits": 60, "loss_weights": {"codebook_entropy_gap": 0}},
+}
+QUICK = {"fsq", "lfq", "bsq", "vq", "residual-fsq"}
+SOME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+CAPTIONS = ["a red star", "two small blue circles on a grey background, and more than fits", "x", ""]
+WORDS = ["one", "of", "the", "many", "#7"]
+
+
+def built(quantizer) -> CLIP:
+    torch.manual_seed(0)
+    return tiny_model(quantizer, quantizer).build().eval()
+
+
+def batches(model, modality, sizes=(1, 3, 8)):
+    """Another batch for every size."""
+    generator = torch.Generator().manual_seed(1)
+    if modality == "image":
+        return [torch.randint(0, 256, (b, 3, 16, 16), dtype=torch.uint8, generator=generator) for b in sizes]
+    return [model.text.preprocess([(CAPTIONS + WORDS)[n % 9] for n in range(b, 2 * b)]) for b in sizes]
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_programs_encode_like_the_tokenizer(family):
+    model = built(FAMILIES[family])
+    program = export_program(model.image, "encode").module()
+    for batch in batches(model, "image"):
+        assert torch.equal(program(batch), model.image.encode(batch))
+
+
+def test_a_program_is_stored_and_loaded():
+    tokenizer = built(PRODUCT).text
+    file = io.BytesIO()
+    torch.export.save(export_program(tokenizer, "embed"), file)
+    file.seek(0)
+    ids = tokenizer.encode(CAPTIONS)
+    torch.testing.assert_close(torch.export.load(file).module()(ids), tokenizer.embed(ids), atol=1e-6, rtol=0)
+
+
+def test_export_leaves_the_tokenizer_as_it_was():
+    tokenizer = built(VQ).image.train()
+    before = fingerprint(tokenizer)
+    export_program(tokenizer, "decode")
+    assert tokenizer.training
+    assert fingerprint(tokenizer) == before
+
+
+@pytest.fixture(scope="module")
+def onnx(tmp_path_factory):
+    """A text tokenizer and its ONNX files."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    tokenizer = built(LFQ).text
+    return tokenizer, export_onnx(tokenizer, tmp_path_factory.mktemp("onnx") / "text")
+
+
+def check(tokenizer, folder, inputs):
+    found = verify(folder, tokenizer, inputs)
+    assert found.samples == sum(len(batch) for batch in inputs)
+    assert found.ids > 0
+    assert found.differing_ids == 0
+    assert found.vectors < 1e-5
+    assert found.embeddings < 1e-5
+
+
+def test_onnx_equals_the_tokenizer(onnx):
+    tokenizer, folder = onnx
+    model = built(LFQ)
+    check(tokenizer, folder, batches(model, "text"))
+    assert {path.name for path in folder.iterdir()} == {"decode.onnx", "embed.onnx", "encode.onnx", "export.json"}
+
+
+def test_what_export_json_says_is_so(onnx):
+    tokenizer, folder = onnx
+    runtime = OnnxTokenizer(folder)
+    tokens = tokenizer.preprocess(CAPTIONS).numpy()
+    ids = runtime.encode(tokens)
+    for part, given, got in (
+        ("encode", tokens, ids),
+        ("decode", ids, runtime.decode(ids)),
+        ("embed", ids, runtime.embed(ids)),
+    ):
+        for side, array in (("inputs", given), ("outputs", got)):
+            ((_, facts),) = runtime.info["parts"][part][side].items()
+            assert facts == {"dtype": str(array.dtype), "shape": [None, *array.shape[1:]]}
+    assert runtime.info["tokenizer_sha256"] == fingerprint(tokenizer)
+    assert runtime.info["preprocess"]["context_length"] == tokenizer.num_tokens
+    assert runtime.info["codebook_sizes"] == list(tokenizer.codebook_sizes)
+
+
+def test_wrong_inputs_are_refused(onnx):
+    tokenizer, folder = onnx
+    runtime = OnnxTokenizer(folder)
+    with pytest.raises(ShapeError, match=r"inputs of encode: got shape \(2, 11\) and dtype int64, expected \(B, 12\)"):
+        runtime.encode(tokenizer.preprocess(CAPTIONS[:2])[:, :11].numpy())
+    with pytest.raises(ShapeError, match="ids of embed: .*float32"):
+        runtime.embed(tokenizer.encode(CAPTIONS).float().numpy())
+
+
+def test_verify_counts_what_differs(onnx):
+    """With weights changed a little, and the hash made to fit, a few ids differ and are counted."""
+    tokenizer, folder = onnx
+    other = built(LFQ).text
+    with torch.no_grad():
+        other.project_in[1].bias.add_(0.05)
+    inputs = batches(built(LFQ), "text")
+    with pytest.raises(CheckpointError, match="made from the tokenizer"):
+        verify(folder, other, inputs)
+    runtime = OnnxTokenizer(folder)
+    theirs = torch.cat([torch.from_numpy(runtime.encode(batch.numpy())) for batch in inputs])
+    ours = torch.cat([other.encode(batch) for batch in inputs])
+    assert 0 < int((theirs != ours).sum()) < ours.numel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vqclip.export.agreement.fingerprint", lambda _: fingerprint(tokenizer))
+        found = verify(folder, other, inputs)
+    assert found.differing_ids == int((theirs != ours).sum())
+    assert found.differing_samples == int((theirs != ours).flatten(1).any(1).sum())
+    assert found.rate == 1 - found.differing_ids / int((ours >= 0).sum())
+
+
+def test_nothing_to_compare_is_an_error(onnx):
+    with pytest.raises(DataError, match="no inputs"):
+        verify(onnx[1], onnx[0], [])
+
+
+@pytest.mark.parametrize("name", ["encode.onnx", "export.json"])
+def test_damage_is_noticed(onnx, tmp_path, name):
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for path in onnx[1].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged|edited"):
+        OnnxTokenizer(folder)
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Identity, which has no codes to encode to; expected"):
+        export_program(built(IDENTITY).image)
+    with pytest.raises(ConfigError, match="part: got 'draw', expected one of encode, decode, embed"):
+        export_program(built(FSQ).image, "draw")
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ConfigError, match="weights in torch.bfloat16 on cpu, expected float32"):
+        export_onnx(built(FSQ).image.bfloat16(), tmp_path / "onnx")
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="would be replaced, and holds no export.json but thesis.tex"):
+        export_onnx(built(FSQ).image, tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_the_fingerprint_is_of_configuration_and_weights(tmp_path):
+    from vqclip import load_tokenizer
+
+    model = built(FSQ)
+    before = fingerprint(model.image)
+    model.save_pretrained(tmp_path)
+    assert fingerprint(load_tokenizer(tmp_path, "image")) == before
+    assert fingerprint(model.text) != before
+    with torch.no_grad():
+        model.image.pool.query[0, 0, 0] += 1e-6
+    assert fingerprint(model.image) != before
+
+
+def test_command_names_its_errors(tmp_path, capsys):
+    assert main([str(tmp_path / "none"), "--modality", "image", "--out", str(tmp_path / "onnx")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modality", ["image", "text"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_as_onnx(family, modality, tmp_path):
+    """python -m pytest -m slow tests/export: about five minutes."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = built(FAMILIES[family])
+    tokenizer = getattr(model, modality)
+    inputs = batches(model, modality)
+    check(tokenizer, export_onnx(tokenizer, tmp_path / "onnx"), inputs)
+    found = verify_program(tokenizer, inputs)
+    assert found.differing_ids == 0
+    assert found.embeddings < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("VQCLIP_DATA" not in os.environ, reason="needs the data sets named by VQCLIP_DATA")
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_the_command_on_real_data(modality, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = built(PRODUCT)
+    model.save_pretrained(tmp_path / "tokenizer")
+    data = str(Path(os.environ["VQCLIP_DATA"]) / "captions_noto_emoji/val")
+    arguments = [str(tmp_path / "tokenizer"), "--modality", modality, "--out", str(tmp_path / "onnx"), "--data", data]
+    assert main([*arguments, "--limit", "40", "--program"]) == 0
+    printed = capsys.readouterr().out
+    assert "onnxruntime: " in printed
+    assert "torch.export: " in printed
+    assert printed.count("0 of 40 samples with another id") == 2
+    assert main([*arguments, "--limit", "40", "--keep"]) == 0
+
+
+@pytest.mark.skipif("VQCLIP_DATA" not in os.environ, reason="needs the data sets named by VQCLIP_DATA")
+def test_real_pictures_and_captions(onnx):
+    """Codes of real inputs; the whole sets are compared by the command in docs/export.md."""
+    root = Path(os.environ["VQCLIP_DATA"])
+    model = built(FSQ)
+    program = export_program(model.image, "encode").module()
+    source = ClassShardsData(path=str(root / "cls_eurosat"), split="test").build()
+    pictures = [batch.images for batch in EvalSet(source, model.image.transform, 8, limit=40)]
+    for batch in pictures:
+        assert torch.equal(program(batch), model.image.encode(batch))
+    captions = CaptionShardsData(path=str(root / "captions_noto_emoji/val")).build()
+    tokens = onnx[0].preprocess([captions.read(index).captions[0] for index in range(40)])
+    check(*onnx, [tokens[:7], tokens[7:]])
