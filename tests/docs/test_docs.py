@@ -19,6 +19,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
 from tests.docs.commands import calls_of, check
@@ -48,7 +49,9 @@ def place(made, tmp_path, monkeypatch):
     """A copy of the made folder, in which the test runs."""
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(shutil.copytree(made, tmp_path / "place", symlinks=True))
-    return tmp_path / "place"
+    threads = torch.get_num_threads()
+    yield tmp_path / "place"
+    torch.set_num_threads(threads)  # a command sets that of its process
 
 
 def run_block(block: Block, namespace: dict[str, object], page: str, place: Path) -> None:
