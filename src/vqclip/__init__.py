@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vqclip.loading import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0.dev0"
+"""Version of the installed package."""
 
 __all__ = ["__version__", "load_tokenizer"]
 

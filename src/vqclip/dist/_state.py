@@ -18,6 +18,7 @@ from vqclip.dist._meeting import own_store
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
+"""A process group; None for that of the whole job."""
 
 # What torchrun sets for every process and `env://` needs.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,0 +1,58 @@
+"""The folder in which a page's blocks run: small things by the names that the pages use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from tests.data.making import caption_shards, class_folder, pixels
+from tests.docs.blocks import ROOT
+from tests.training import run_tree
+from vqclip.train import main
+
+
+def make_place(folder: Path) -> Path:
+    """Make what `README.md` and the guides find in their working folder.
+
+    - ``configs``, ``scripts``, ``benchmarks``: those of the checkout.
+    - ``shards/{00000,00001}.tar``: 24 captioned pictures. ``classes``: three classes in clip_benchmark's layout.
+    - ``pictures/<class>/*.png``: two classes of two pictures.
+    - ``runs/base``: a finished run of a tiny model, two steps on those shards, with an evaluation.
+    """
+    for name in ("configs", "scripts", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    shards = caption_shards(folder / "shards", counts=(12, 12))
+    class_folder(folder / "classes")
+    class_folder(folder / "classes", split="test")
+    for number in range(4):
+        path = folder / "pictures" / ("cat", "dog")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(number)).save(path)
+    tree = run_tree(
+        folder / "runs",
+        shards,
+        run__name="base",
+        train__steps=2,
+        optim__warmup_steps=0,
+        train__precision="fp32",
+        evaluation=[{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}],
+    )
+    config = folder / "tiny.json"
+    config.write_text(json.dumps(tree))
+    assert main(["--config", str(config)]) == 0
+    config.unlink()
+    return folder
+
+
+def names() -> dict[str, object]:
+    """What the blocks of `README.md` take for granted; guides say where they have their values from."""
+    return {
+        "__name__": "__main__",
+        "pictures": [Image.fromarray(pixels(number)) for number in range(4)],
+        "x": torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)),
+    }
