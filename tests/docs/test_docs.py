@@ -70,7 +70,7 @@ def run_block(block: Block, namespace: dict[str, object], page: str, place: Path
 
 
 def run_page(text: str, page: str, place: Path) -> None:
-    namespace = names()
+    namespace = names(page)
     for block in blocks_of(text):
         if block.why_not_run is None:
             try:
