@@ -22,7 +22,7 @@ from vqclip.quantizers import QuantizerConfig
 
 ROOT = Path(__file__).parent.parent
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
-DISCRETE = [name for name, config in CONFIGS.items() if config.kind != "identity"]
+DISCRETE = [name for name, config in CONFIGS.items() if config.build().codebook_sizes]
 FAMILIES = [
     *("fsq", "fsq of 10^18 codes", "lfq", "bsq", "vq", "vq, learned", "vq, cosine", "simvq"),
     *("residual of fsq", "residual of vq", "product of vq"),
