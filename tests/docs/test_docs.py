@@ -65,7 +65,7 @@ def run_block(block: Block, namespace: dict[str, object], page: str, place: Path
         check_fragment(block.source, place)
     elif block.language == "json":
         json.loads(block.source)
-    elif block.language != "text" and not (block.language == "" and page == "README.md"):
+    elif block.language != "text":
         raise ValueError(f"got language {block.language!r}; expected python, bash, yaml, json, or text for output")
 
 

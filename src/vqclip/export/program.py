@@ -18,6 +18,7 @@ __all__ = ["PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
 
 AnyTokenizer = ImageTokenizer | TextTokenizer
 Part = Literal["encode", "decode", "embed"]
+"""What is exported: a method of a tokenizer."""
 PARTS: tuple[Part, ...] = get_args(Part)
 """encode: what `preprocess` makes → ids. decode: ids → vectors. embed: ids → joint embedding."""
 
