@@ -193,6 +193,7 @@ RESTLESS = {
     "scaled": lambda x, generator: x * (1 + generator.random()),
     "dropout": lambda x, generator: x * torch.from_numpy(generator.random(tuple(x.shape)) > 0.1) / 0.9,
     "another with gradients": lambda x, generator: x * (1.5 if torch.is_grad_enabled() else 1.0),
+    "no number with gradients": lambda x, generator: x * (float("nan") if torch.is_grad_enabled() else 1.0),
     "shuffled": lambda x, generator: x[torch.from_numpy(generator.permutation(len(x)))],
 }
 

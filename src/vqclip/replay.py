@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -104,9 +105,15 @@ def drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: 
     with torch.enable_grad():
         second = _prints(model, forward)
     for before, after in itertools.zip_longest(first, second, fillvalue=_Print("", 0.0, 0.0)):
-        if before.name != after.name or abs(after.projection - before.projection) > tolerance * before.norm:
+        if before.name != after.name or _differ(before, after, tolerance):
             return before.name or after.name
     return None
+
+
+def _differ(before: _Print, after: _Print, tolerance: float) -> bool:
+    if math.isfinite(before.projection) and math.isfinite(after.projection):
+        return abs(after.projection - before.projection) > tolerance * before.norm
+    return math.isfinite(before.projection) or math.isfinite(after.projection)
 
 
 class _Print(NamedTuple):

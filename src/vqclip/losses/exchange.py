@@ -151,8 +151,9 @@ class Ring(Exchange):
         # As bytes: what is carried is wider than the texts, which must not travel as wide as that.
         packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in going], dim=1)
         parts = dist.ring_shift(packed, rows, self.group).split(widths, dim=1)
+        # Cloned, since one row is contiguous wherever it begins, and wider types begin at multiples of their size.
         return tuple(
-            part.contiguous().view(tensor.dtype).reshape(rows, *tensor.shape[1:])
+            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).reshape(rows, *tensor.shape[1:])
             for part, tensor in zip(parts, going, strict=True)
         )
 

@@ -1,8 +1,9 @@
 """The matrix products of the tiled losses.
 
 They are most of the losses' time. On a CPU, PyTorch hands fp32 products to MKL, which on AMD's processors leaves the
-512-bit half of the arithmetic units idle; oneDNN, which PyTorch brings too, takes half the time there and as much as
-MKL elsewhere. It is called by the operator that `torch.compile` writes into its own CPU code.
+512-bit half of the arithmetic units idle; oneDNN, which PyTorch brings too, takes half the time there. It is called by
+the operator that `torch.compile` writes into its own CPU code. It keeps a program for every shape, which the batches of
+a training have few of (ONEDNN_PRIMITIVE_CACHE_CAPACITY and PyTorch's LRU_CACHE_CAPACITY say how many).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""False where PyTorch was built without it."""
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+"""False where PyTorch was built without it; `torch.backends.mkldnn.enabled` turns it off."""
 
 ROWS = 4096
 """Of a sum that are worked on at a time: their product has to be made before it can be added."""
@@ -33,4 +34,4 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _by_onednn(x: Tensor) -> bool:
-    return HAS_ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
+    return HAS_ONEDNN and bool(torch.backends.mkldnn.enabled) and x.device.type == "cpu" and x.dtype == torch.float32
