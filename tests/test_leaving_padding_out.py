@@ -19,6 +19,7 @@ from vqclip.model import ModelConfig
 from vqclip.optim import OptimConfig
 from vqclip.step import ComputeConfig, TrainStep
 from vqclip.tokenizer import TextTokenizer
+from vqclip.towers.text import TransformerTowerConfig
 
 LENGTH = 24
 SHORT = ["a red star", "x", "a red star", "a b c"]
@@ -26,10 +27,10 @@ LONG = ["one two three four five six seven eight", "a", "a red star", "a b c d e
 QUANTIZERS = {"fsq": FSQ, "lfq with entropy loss": ENTROPY_LFQ, "vq": BUSY_VQ, "residual with dropout": BUSY_RESIDUAL}
 
 
-def built(quantizer=FSQ, causal=True, dtype=torch.float64):
+def built(quantizer=FSQ, causal=True, dtype=torch.float64, length=LENGTH):
     torch.manual_seed(0)
     tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
-    tree["text"]["tower"] |= {"context_length": LENGTH, "causal": causal}
+    tree["text"]["tower"] |= {"context_length": length, "causal": causal}
     return ModelConfig.model_validate(tree).build().to(dtype)
 
 
@@ -80,8 +81,8 @@ def test_columns_needed():
     text = built().text
     for captions, expected in ((["x"], 8), (["a b c d e f"], 8), (["a b c d e f g"], 16), (LONG, 24), ([], 8)):
         assert text.needed_tokens(text.preprocess(captions)) == expected
-    text.tower.context_length = 12  # no multiple of 8
-    assert text.needed_tokens(text.preprocess(LONG)[:, :12]) == 12
+    text = built(length=12).text  # no multiple of 8
+    assert text.needed_tokens(text.preprocess(LONG)) == 12
     assert text.needed_tokens(torch.zeros(2, 12, dtype=torch.int64)) == 8
 
 
@@ -120,10 +121,19 @@ def test_keys_of_captions_are_of_all_columns():
     assert not torch.equal(keys, pair_keys("caption", torch.arange(4), tokens[:, :8]))
 
 
-def test_a_tower_that_sees_padding_keeps_it():
+def without_mask(build):
+    def both(config):
+        tower = build(config)
+        tower.transformer.register_buffer("attn_mask", None)
+        tower.transformer.use_pad_mask = False
+        return tower
+
+    return both
+
+
+def test_a_tower_that_sees_padding_keeps_it(monkeypatch):
+    monkeypatch.setattr(TransformerTowerConfig, "build", without_mask(TransformerTowerConfig.build))
     text = built().text
-    text.tower.transformer.register_buffer("attn_mask", None)
-    text.tower.transformer.use_pad_mask = False
     tokens = text.preprocess(SHORT)
     assert text.tower.sees_padding
     assert text.needed_tokens(tokens) == LENGTH
