@@ -342,6 +342,22 @@ def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
     assert len(config.build()) == 9
 
 
+def test_the_former_file_put_back_is_read_again(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+    write_tar(tmp_path / "0.tar", caption_members(0, 3))
+    config = CaptionShardsConfig(path=f"{server.add(tmp_path)}/0.tar")
+    source = config.build()
+    expected, former = source.read(1), server.files["/0.tar"]
+    evict(cache)
+    server.files["/0.tar"] = former.replace(b"caption", b"CAPTION")
+    with pytest.raises(StorageError, match="Put the former file back"):
+        source.read(1)
+    assert kept(cache) == []
+    server.files["/0.tar"] = former
+    assert source.read(1) == expected
+    again = config.build()
+    assert (again.fingerprint, again.read(1)) == (source.fingerprint, expected)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
     server: FaultyServer, tmp_path: Path, cache: Path, workers: int

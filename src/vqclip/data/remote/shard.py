@@ -55,6 +55,7 @@ class RemoteShard:
         found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length), deadline)
         if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
+            self.discard()  # or the next start would find this content, whatever the server has by then
             raise self._changed(f"SHA-256 {sha256}", found.sha256)
         return found.file
 
