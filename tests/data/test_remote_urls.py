@@ -36,6 +36,10 @@ SECRET = "https://me:pass word1@host/a/0.tar?sig=s3cr3t&part=2&bare"
         ("https:///x.tar", "names no host"),
         ("s3://", "names no bucket"),
         ("https://host/a b.tar", "write %20"),
+        ("https://me:s3'cr3t@host/a.tar?sig=s3cr3t", "write %20, %5C, %27"),
+        ('https://host/a".tar', "%22"),
+        ("https://host/<a>.tar", "%3C or %3E"),
+        ("s3://bucket/a b's.tar", "rename it"),
         ("https://host/a\nb.tar", "control characters"),
         ("https://host/train/*.tar", "http"),
         ("https://host/train/", "https cannot list folders; name the shards: https://host/{00000..00041}.tar"),
@@ -95,6 +99,9 @@ HIDDEN = {
     "https://joe:s3c@r3t:s3cr3t@host/0.tar": "https://host/0.tar",
     "https://joe:h/n%ter@host/0.tar": "https://...host/0.tar",
     "https://joe:h%2Fn%25ter@host/0.tar": "https://host/0.tar",
+    "https://joe:pa's3cr3t@host/0.tar?sig=s3cr3t": "https://host/0.tar?sig=...",
+    'https://joe:pa"s3cr3t@host/0.tar?sig=s3cr3t': "https://host/0.tar?sig=...",
+    "https://joe:<s3cr3t>@host/0.tar?sig=<s3cr3t": "https://host/0.tar?sig=...",
     "https://joe:s3cr3t?x@host/0.tar": "https://...?...",
     "https://joe:12?s3cr3t@host/0.tar": "https://...?...",
     "https://joe:s3cr3t#x@host/0.tar": "https://...#...",
@@ -133,6 +140,20 @@ def test_what_is_left_of_a_url(url: str) -> None:
     for text in (url, unquote(url), unquote(unquote(url)), quote(url, "")):
         told = redacted(f"GET {text} failed", url)
         assert not any(secret in told for secret in ("s3cr3t", "h/n%ter", "h%2Fn")), told
+
+
+@pytest.mark.parametrize("word", ["a", "a://", "https://", "https://,", "%25", "1:", "a'"])
+def test_long_text_takes_linear_time(word: str) -> None:
+    """Where it were quadratic, this would outlast the suite."""
+    text = word * (200_000 // len(word))
+    for each in (text, f"x {text}", f"x https://{text}", f"x https://joe:s3cr3t@host/?{text}"):
+        assert "s3cr3t" not in masked(each)
+
+
+def test_a_whole_url_ends_where_the_text_does() -> None:
+    """Only within a sentence are quotes and commas at the end taken for those of the sentence."""
+    assert masked("https://joe:s3cr3t'") == masked("https://joe:s3cr3t,") == "https://..."
+    assert masked("https://host/0.tar?s3cr3t',s3cr3t") == "https://host/0.tar?..."
 
 
 def test_short_names_and_values_do_not_garble_messages() -> None:

@@ -21,8 +21,13 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROTOCOL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:https?|s3|gs|ftp):)/+)(.*)", re.DOTALL | re.IGNORECASE)
 """With one slash it is what a `Path` makes of a URL."""
 _ANY_URL = re.compile(
-    r"(?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:https?|s3|gs|ftp):)/+[^\s'\"<>]*[^\s'\"<>,:;)\]]", re.IGNORECASE
+    r"""(?:[a-z][a-z0-9+.-]{0,31}:/|(?:https?|s3|gs|ftp):)/+[^\s'"<>]*(?:['"<>][\w%&=@?/#.~+-][^\s'"<>]*)*""",
+    re.IGNORECASE,
 )
+"""A URL somewhere in a text. A quote or an angle bracket ends it unless it goes on at once, as a password may: rather
+too much is left out than too little. The length of a protocol is bounded, or a long word would take quadratic time."""
+_ENDS = ",:;)]"
+"""Marks of the text around a URL, not of the URL, where they are its last."""
 _TAIL = re.compile(r"([?#]|%(?:25)*(?:3f|23))", re.IGNORECASE)
 _AT = re.compile(r"@|%(?:25)*40", re.IGNORECASE)
 _COLON = re.compile(r":|%(?:25)*3a", re.IGNORECASE)
@@ -57,8 +62,13 @@ def protocol_of(path: str) -> str | None:
         raise DataError(f"{_masked(path)}: protocol {protocol} is not read; {_EXPECTED}")
     if not path.isprintable():
         raise DataError(f"{_masked(path)}: a URL with control characters is not read")
-    if protocol in ("http", "https") and any(mark in path for mark in " \\"):
-        raise DataError(f"{_masked(path)}: a URL has no blank and no backslash; write %20 or %5C")
+    if protocol in ("http", "https") and any(mark in path for mark in " \\'\"<>"):
+        raise DataError(
+            f"{_masked(path)}: a URL has no blank, backslash, quote or angle bracket; write %20, %5C, %27, %22, %3C "
+            "or %3E"
+        )
+    if protocol in ("s3", "gs") and any(mark in path for mark in " '\"<>"):
+        raise DataError(f"{_masked(path)}: no object with a blank, quote or angle bracket is read; rename it")
     if protocol != "file" and not re.split("[/?#]", path.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]:
         raise DataError(f"{_masked(path)}: names no {'host' if protocol.startswith('http') else 'bucket'}")
     return protocol
@@ -104,7 +114,8 @@ def masked(value: T) -> T:
     """
     result: Any = value
     if isinstance(value, str):
-        result = _ANY_URL.sub(lambda match: _masked(match[0]), value)
+        is_one = _PROTOCOL.fullmatch(value) and not any(mark.isspace() for mark in value)
+        result = _masked(value) if is_one else _ANY_URL.sub(_masked_match, value)
     elif isinstance(value, (list, tuple)):
         result = [masked(each) for each in value]
     elif isinstance(value, Mapping):
@@ -168,6 +179,11 @@ def _masked(path: str) -> str:
         tail = "&".join(_masked_part(part) for part in re.split("[&;]", query)) + ("#..." if has_fragment else "")
     hidden = f"{protocol}{address}{mark}{tail}"
     return hidden if hidden.isprintable() else ascii(hidden)
+
+
+def _masked_match(match: re.Match[str]) -> str:
+    url = match[0].rstrip(_ENDS)
+    return _masked(url) + match[0][len(url) :]
 
 
 def _masked_part(part: str) -> str:
