@@ -304,6 +304,14 @@ def test_names_cannot_forge_lines_or_steer_a_terminal(tmp_path: Path, caplog: py
     assert str(error.value).replace("\n", "").isprintable()
 
 
+def test_a_long_name_is_cut_in_messages(tmp_path: Path) -> None:
+    members = {f"{'x' * 5000}.jpg": JPEG, **caption_members(0, 9)}
+    data = opened(shard := write_tar(tmp_path / "00000.tar", members, kind=2))
+    list(data.batches(0, 1))
+    (line,), _ = recorded(data, tmp_path)
+    assert line["reason"] == f"{shard}: sample {'x' * 200}... (5000 characters): has no .txt"
+
+
 def test_pickles_in_a_shard_are_bytes(tmp_path: Path) -> None:
     """Whatever extension they have; nothing is unpickled, those with extensions of ours are bad images and captions."""
     marker = tmp_path / "was here"

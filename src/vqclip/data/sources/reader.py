@@ -24,6 +24,8 @@ _OPEN_FILES = 64
 MAX_IMAGE_BYTES = 64 << 20
 _MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Larger members are refused before they are read."""
+_SHOWN_KEY = 200
+"""Characters of a sample's name in messages, which go to logs, one for every bad sample; a tar allows 65,536."""
 
 
 class ShardReader:
@@ -54,7 +56,10 @@ class ShardReader:
     def name(self, index: int) -> str:
         """Shard and sample, for messages."""
         shard, row = self._locate(index)
-        return printable(f"{self._indexes[shard].path}: sample {self._indexes[shard].key(row)}", one_line=True)
+        key = self._indexes[shard].key(row)
+        if len(key) > _SHOWN_KEY:
+            key = f"{key[:_SHOWN_KEY]}... ({len(key)} characters)"
+        return printable(f"{self._indexes[shard].path}: sample {key}", one_line=True)
 
     def key(self, index: int) -> str:
         """Name of the sample in its shard."""
