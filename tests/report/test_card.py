@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -71,6 +73,28 @@ def test_the_configuration_in_the_card_is_the_runs(config, tmp_path):
     assert again.run == config.run
     assert str(again.data.sources[0].path) == "https://host/a.tar?signature=..."
     assert [line for line in card.splitlines() if line.startswith("```")] == ["```python", "```"]
+
+
+def test_the_card_tells_no_folder_of_this_machine_and_no_credentials(config):
+    """Whatever the quoting and folding of YAML make of a value."""
+    paths = (
+        *("/home/me/data/local", "~/me/{00..03}.tar", "file:///home/me/b.tar", "{/home/me/c,/home/me/d}.tar"),
+        "https://me:pa'SECRET1@host/a.tar?sig=SECRET2&x='SECRET3",
+        f"https://me:{'SECRET4 ' * 30}@host/{'b ' * 60}.tar?sig=SECRET5".replace(" ", "\\"),
+        "relative/e.tar",
+    )
+    source = config.data.sources[0].model_copy(update={"path": paths})
+    data = config.data.model_copy(update={"sources": (source,)})
+    run = config.run.model_copy(update={"folder": Path("/home/me/runs")})
+    text = model_card(summary([RESULT]), config.model_copy(update={"data": data, "run": run}))
+    for hidden in ("/home", "me/", "SECRET"):
+        assert hidden not in text
+    tree = yaml.safe_load("\n".join(line[4:] for line in text.partition("--config config.yaml\n")[2].splitlines()))
+    *local, first, second, relative = tree["data"]["sources"][0]["path"]
+    assert local == ["local", "{00..03}.tar", "b.tar", "d}.tar"]
+    assert (first, relative) == ("https://host/a.tar?sig=...&x=...", "relative/e.tar")
+    assert second.startswith("https://host/b")
+    assert tree["run"]["folder"] == "runs"
 
 
 def test_a_card_without_figures_says_so(config):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vqclip
 from vqclip.card import card
@@ -18,6 +19,9 @@ from vqclip.model import CLIP
 
 if TYPE_CHECKING:
     from vqclip.recipe import TrainConfig
+
+_LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
+"""A path on this machine, also as one of several in braces."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,26 @@ def model_card(summary: RunSummary, config: TrainConfig) -> str:
 ## How it was made
 
 From the data of `data.sources` below, by vqclip {vqclip.__version__}, {summary.processes} process(es), seed
-{config.run.seed}. With the configuration in a file `config.yaml`:
+{config.run.seed}. With the configuration in a file `config.yaml` (of paths on the machine of the run only the last part
+is given, and no credentials):
 
     torchrun --nproc-per-node {summary.processes} -m vqclip.train --config config.yaml
 
-{_indented(masked(to_yaml(config)))}
+{_indented(to_yaml(config, _publishable))}
 """
     what = "An image and a text tokenizer with one joint embedding, trained with vqclip."
     return card(printable(summary.name, one_line=True), what, more)
+
+
+def _publishable(value: Any) -> Any:
+    """Plain data without credentials and without the folders of this machine."""
+    if isinstance(value, Mapping):
+        return {name: _publishable(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_publishable(each) for each in value]
+    if isinstance(value, str) and _LOCAL.search(value):
+        return value.rstrip("/").rpartition("/")[2] or "."
+    return masked(value)
 
 
 def _indented(text: str) -> str:
