@@ -28,8 +28,9 @@ from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown
+from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown, transfer
 from vqclip.data.remote import cache as cache_module
+from vqclip.data.remote.retry import Failure
 from vqclip.errors import DataError, StorageError
 from vqclip.train import main
 
@@ -300,6 +301,31 @@ def test_data_that_do_not_fit_are_warned_about(
     caplog.clear()
     CaptionShardsConfig(path=f"{url}/{{00000..00001}}.tar", remote={"cache_gib": 3 * size}).build()
     assert "do not fit" not in caplog.text
+
+
+@pytest.mark.parametrize("waits", ["server", "consumer"])
+def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    """Not whoever takes the bytes, which may wait for room in the cache."""
+    now = [0.0]
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    blocks = [b"1", b"2", b"3", b""]
+
+    def read() -> bytes:
+        now[0] += 10.0 * (waits == "server")
+        return blocks.pop(0)
+
+    def take() -> bytes:
+        taken = b""
+        for block in transfer._watched(read, "https://host/0.tar", 5.0, deadline.Deadline(30.0)):
+            now[0] += 10.0 * (waits == "consumer")
+            taken += block
+        return taken
+
+    if waits == "consumer":
+        assert take() == b"123"
+    else:
+        with pytest.raises(Failure, match=r"slow: 1 bytes in 10.0 s \(remote.timeout_s=5\)"):
+            take()
 
 
 def evict(cache: Path) -> None:

@@ -163,23 +163,26 @@ def _open_http(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int
 
 
 def _watched(read: Callable[[], bytes], url: str, timeout_s: float, deadline: Deadline) -> Iterator[bytes]:
-    """What `read` gives until it gives nothing, if it comes in time."""
-    since, received = time.monotonic(), 0
+    """What `read` gives until it gives nothing, if it comes in time.
+
+    Only the time within `read` tells whether the server is slow: whoever takes the blocks may wait for room.
+    """
+    waited, received = 0.0, 0
     while True:
+        since = time.monotonic()
         with _translated(url):
             block = read()
+        waited += time.monotonic() - since
         if not block:
             return
+        received += len(block)
         yield block
-        now, received = time.monotonic(), received + len(block)
         if deadline.left <= 0:
             raise Failure("not through with it when the time was over", again=False)
-        if now - since >= timeout_s:
-            if received < _SLOWEST * (now - since):
-                raise Failure(
-                    f"slow: {received} bytes in {now - since:.1f} s (remote.timeout_s={timeout_s:g})", again=True
-                )
-            since, received = now, 0
+        if waited >= timeout_s:
+            if received < _SLOWEST * waited:
+                raise Failure(f"slow: {received} bytes in {waited:.1f} s (remote.timeout_s={timeout_s:g})", again=True)
+            waited, received = 0.0, 0
 
 
 def _failure(error: Exception, url: str) -> Failure:
