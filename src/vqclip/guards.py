@@ -124,7 +124,6 @@ class Guards:
         self.skipped = int(state["skipped"])
         self._losses.clear()
         self._losses.extend(state["losses"])
-        if self.collapse and state.get(
-            "collapse"
-        ):  # absent where nobody looked, or in a checkpoint of an older version
+        # Absent where nobody looked, or in a checkpoint of an older version.
+        if self.collapse and state.get("collapse"):
             self.collapse.load_state_dict(state["collapse"])
