@@ -35,7 +35,7 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.vocabulary import DelayedCodes
 
 PAD, BEGIN, END, UNKNOWN = range(4)
-TRAINED_STEPS = 8
+TRAINED_STEPS = 6
 """Steps of a picture that the drawing loss looks at in one update: all of them would cost most of the time."""
 COORDINATES = 8
 """Most coordinates that are kept of a codebook's vectors."""
@@ -110,7 +110,7 @@ class CaptionAndDraw(nn.Module):
         length: T.
     """
 
-    def __init__(self, vectors: Tensor, codes: DelayedCodes, steps: int, words: int, length: int, width: int = 128):
+    def __init__(self, vectors: Tensor, codes: DelayedCodes, steps: int, words: int, length: int, width: int = 96):
         super().__init__()
         codebooks, _, axes = vectors.shape
         self.pad, self.steps, self.length = codes.pad, steps, length
@@ -163,7 +163,7 @@ def train(model: CaptionAndDraw, streams: Tensor, words: Tensor, updates: int, s
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=max(2, updates), pct_start=0.1)
     model.train()
     for update in range(updates):
-        some = torch.randint(len(words), (48,), generator=draws)
+        some = torch.randint(len(words), (32,), generator=draws)
         steps = torch.randperm(model.steps, generator=draws)[:TRAINED_STEPS]
         seen, said = streams[some], words[some]
         # Now and then a word is hidden, so that the model knows what to do with words that it never met.
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", type=Path, help="folder of caption shards: train/*.tar, val/*.tar")
-    parser.add_argument("--updates", type=int, default=600, help="training steps")
+    parser.add_argument("--updates", type=int, default=500, help="training steps")
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
