@@ -34,7 +34,7 @@ from vqclip.vocabulary import Vocabulary, resize
 
 BYTES = 256
 """Ids that the language model has of its own."""
-BATCH = 4
+BATCH = 2
 
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tuple[Tensor, list[str]]:
@@ -57,14 +57,15 @@ def language_model(vocabulary: Vocabulary, tokenizer: ImageTokenizer, seed: int)
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=vocabulary.special["end_image"],
+        eos_token_id=None,
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config)
     codebooks = [tokenizer.codebook(number) for number in range(len(tokenizer.codebook_sizes))]
     table = model.get_input_embeddings().weight
     resize(model, vocabulary.offset, vocabulary.rows(table, seed, {"image": codebooks}))
-    model.config.pad_token_id = model.generation_config.pad_token_id = vocabulary.pad
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = vocabulary.pad, vocabulary.special["end_image"]
     return model
 
 
