@@ -71,7 +71,8 @@ def test_classify_tells_three_figures_and_their_differences(example, tokenizer, 
     assert [line.split("  ")[0].split(", penalty")[0] for line in lines[1:]] == [
         "zero-shot, codes only",
         "linear probe",
-        "transformer",
+        "transformer, from scratch",
+        "transformer, from codebooks",
     ]
     assert all(re.search(r"[+-]\d+\.\d% \[[+-]\d+\.\d%, [+-]\d+\.\d%\]$", line) for line in lines[2:])
 
