@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The tests of object stores run against a server of their own, which few others need.
 FAULTS_STAMP := $(VENV)/.installed-test-s3
-SOURCES := src tests $(wildcard scripts benchmarks)
+SOURCES := src tests $(wildcard scripts benchmarks examples)
 
 # Processes share the cores; without this each would start a thread on every one of them.
 export OMP_NUM_THREADS ?= 1

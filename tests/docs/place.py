@@ -18,12 +18,12 @@ from vqclip.train import main
 def make_place(folder: Path) -> Path:
     """Make what `README.md` and the guides find in their working folder.
 
-    - ``configs``, ``scripts``, ``benchmarks``: those of the checkout.
+    - ``configs``, ``scripts``, ``benchmarks``, ``examples``: those of the checkout.
     - ``shards/{00000,00001}.tar``: 24 captioned pictures. ``classes``: three classes in clip_benchmark's layout.
     - ``pictures/<class>/*.png``: two classes of two pictures.
     - ``runs/base``: a finished run of a tiny model, two steps on those shards, with an evaluation.
     """
-    for name in ("configs", "scripts", "benchmarks"):
+    for name in ("configs", "scripts", "benchmarks", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()

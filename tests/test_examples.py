@@ -1,0 +1,164 @@
+"""The examples, on tiny data and with an untrained tokenizer: that they run, and tell what they should."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.making import class_folder
+from tests.evaluation.made import caption_shards, image_folder
+from tests.models import PRODUCT, tiny_model
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Of 4 tokens of 2 codebooks of 64."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run") / "tokenizer"
+    tiny_model(PRODUCT, PRODUCT).build().eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory):
+    """Pictures of four colours and their captions, 24 to train with and 8 that are held out."""
+    folder = tmp_path_factory.mktemp("captions")
+    for split, count in (("train", 24), ("val", 8)):
+        caption_shards(folder / split, [[CAPTIONS[number % 4]] for number in range(count)])
+    return folder
+
+
+def load(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def example(capsys):
+    """Run one: the lines that it prints."""
+
+    def run(name, *arguments):
+        load(name).main([str(each) for each in arguments])
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_classify_tells_three_figures_and_their_differences(example, tokenizer, tmp_path):
+    folder = class_folder(class_folder(tmp_path / "classes", 30, "train"), 12, "test")
+    command = "classify", tokenizer, folder, "--steps", 3
+    lines = example(*command)
+    assert lines == example(*command)  # the seed decides everything
+    assert lines[0].startswith("30 training pictures, 12 test pictures, 48 bits each")
+    assert [line.split("  ")[0].split(", penalty")[0] for line in lines[1:]] == [
+        "zero-shot, codes only",
+        "linear probe",
+        "transformer, from scratch",
+        "transformer, from codebooks",
+    ]
+    assert all(re.search(r"[+-]\d+\.\d% \[[+-]\d+\.\d%, [+-]\d+\.\d%\]$", line) for line in lines[2:])
+
+
+def test_probe_learns_what_is_linear_and_the_penalty_is_chosen_by_held_out_folds():
+    classify = load("classify")
+    inputs = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
+    labels = inputs[:, :3].argmax(dim=1)
+    predict = classify.fit_linear(inputs[:150], labels[:150], 3, 1e-3)
+    assert (predict(inputs[150:]) == labels[150:]).float().mean() > 0.9
+    nothing = torch.randint(3, (200,), generator=torch.Generator().manual_seed(2))
+    assert classify.choose_penalty(inputs, labels, 3, seed=0) < classify.PENALTIES[-1]
+    low, high = classify.interval((predict(inputs) == nothing).double() - 1 / 3, seed=0)
+    assert low < 0 < high
+
+
+def test_caption_and_draw_judges_both_directions(example, tokenizer, captions):
+    lines = example("caption_and_draw", tokenizer, captions, "--updates", 3)
+    assert lines[0].startswith("24 training pairs, ")
+    for name, line in zip(("captions", "drawings"), lines[-2:], strict=True):
+        number = r"-?\d\.\d{3}"
+        assert re.fullmatch(
+            rf"{name}: cosine {number}, shuffled {number}, true {number}; margin over shuffled {number}, "
+            rf"95 % interval {number} to {number}, n = 8",
+            line,
+        )
+
+
+def test_caption_and_draw_learns_four_pictures_by_heart():
+    """Four pictures of one token each and four captions: each is found from the other."""
+    module = load("caption_and_draw")
+    torch.manual_seed(0)
+    vectors = torch.randn(2, 8, 3)
+    codes = module.DelayedCodes((8, 8))
+    ids = torch.tensor([[[1, 5]], [[2, 3]], [[7, 0]], [[4, 4]]])
+    words = module.Words(CAPTIONS)
+    said, streams = words.encode(CAPTIONS), codes.to_vocabulary(ids)
+    model = module.CaptionAndDraw(vectors, codes, streams.shape[1], len(words.names), words.length, width=32)
+    module.train(model, streams, said, updates=150, seed=0)
+    assert words.decode(module.write_captions(model, streams)) == CAPTIONS
+    assert torch.equal(module.draw_pictures(model, said, codes), ids)
+
+
+def test_words_give_captions_back_and_name_the_unknown():
+    words = load("caption_and_draw").Words(CAPTIONS)
+    assert words.decode(words.encode(CAPTIONS)[:, 1:]) == CAPTIONS
+    assert words.decode(words.encode(["red circle"])[:, 1:]) == ["red?"]
+
+
+def test_judge_shuffles_every_one_and_finds_the_margin(capsys):
+    module = load("caption_and_draw")
+    rows = torch.eye(20)
+    module.judge("same", rows, rows, rows, seed=0)  # a shuffle that left one in its place would not score 0
+    assert "cosine 1.000, shuffled 0.000, true 1.000; margin over shuffled 1.000" in capsys.readouterr().out
+
+
+def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, captions):
+    pytest.importorskip("transformers", reason="pip install 'vqclip[examples]'")
+    command = "hf_language_model", tokenizer, captions, "--steps", 30, "--pictures", 3
+    lines = example(*command)
+    assert lines[0].startswith("256 ids of its own, 133 new ones")
+    first, last = map(float, re.findall(r"(\d+\.\d+) (?:nats|in)", lines[1]))
+    assert last < first - 0.3
+    assert sum("(4, 2) ids" in line for line in lines[2:]) == 3
+
+
+def test_search_writes_a_page_a_query(example, tokenizer, tmp_path):
+    folder = image_folder(tmp_path / "pictures", per_class=3)
+    lines = example(
+        "search_pictures", tokenizer, folder, "red", "a <b>green</b> one", "-k", 4, "--out", tmp_path / "out"
+    )
+    assert lines[0].startswith("6 pictures, 6 bytes each (64 as a float32 embedding)")
+    pages = [(tmp_path / "out" / f"{number}.html").read_text() for number in range(2)]
+    assert all(page.count('<img src="data:image/png;base64,') == 4 for page in pages)
+    assert "<b>" not in pages[1]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_says_how_it_is_called(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        load(name).main(["--help"])
+    assert ended.value.code == 0
+    assert f"python examples/{name}.py" in capsys.readouterr().out
+
+
+def test_missing_data_is_told_in_a_line(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["classify.py", str(tokenizer), str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"^error: .*none: no such folder"):
+        runpy.run_path(str(EXAMPLES / "classify.py"), run_name="__main__")
