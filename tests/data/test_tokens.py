@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from vqclip.data.tokens import (
 from vqclip.data.tokens.layout import without_padding
 from vqclip.data.tokens.manifest import Settings, ShardFacts, TokenizerFacts, sealed_bytes
 from vqclip.errors import DataError, ShapeError
-from vqclip.sealed import facts_of
+from vqclip.sealed import facts_of, seal
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)
@@ -277,3 +278,37 @@ def test_foreign_tars_are_errors(tmp_path: Path) -> None:
         write_shard(file, records(0, 2), settings("parquet", text=None))
     with pytest.raises(DataError, match="lacks text_ids, text_lengths"):
         open_shard(tmp_path / "2.parquet", settings("parquet"))
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """The folder, whose manifest says something else of the first shard, under a hash that fits."""
+    path = folder / "manifest.json"
+    body = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
+    body["shards"][0] |= changes
+    path.write_bytes(seal(body))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["../b/00000.tar", "/dev/zero", "b/00000.tar", "..", "", "00000.tar\n", "settings.json", "00000.parquet"]
+)
+def test_a_manifest_names_shards_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    token_folder(tmp_path / "b")
+    with pytest.raises(DataError, match=r"manifest.json: shards"):
+        TokenDataset(edited(token_folder(tmp_path / "a"), name=name))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
+    path = edited(token_folder(tmp_path / "a"), size=0) / "00000.tar"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="not a regular file"):
+        TokenDataset(path.parent, verify)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="not a regular file"):
+        TokenDataset(path.parent, verify)
+    for read in (facts_of, lambda path: open_shard(path, settings())):
+        with pytest.raises((OSError, DataError), match="not a regular file"):
+            read(path)

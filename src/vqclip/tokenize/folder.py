@@ -93,6 +93,9 @@ class TokenFolder:
         record = self._record(shard)
         if record is None:
             return None
+        if record.facts.name != self.name(shard):
+            logger.warning("%s: names %s; the shard is made anew", self._record_file(shard), record.facts.name)
+            return None
         try:
             require_facts(self.folder / record.facts.name, Facts(record.facts.size, record.facts.sha256), "its record")
         except CheckpointError as error:

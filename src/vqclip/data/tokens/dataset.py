@@ -28,6 +28,7 @@ from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.storage import TokenShard, open_shard
 from vqclip.errors import CheckpointError, DataError
+from vqclip.files import open_regular
 from vqclip.sealed import Facts, require_facts
 from vqclip.seeds import derive_seed
 
@@ -164,7 +165,8 @@ class TokenDataset(Dataset[TokenItem]):
     def _require_size(self, name: str, size: int) -> None:
         path = self.folder / name
         try:
-            found = path.stat().st_size
+            with open_regular(path) as file:
+                found = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
         if found != size:

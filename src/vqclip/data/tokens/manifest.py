@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
@@ -18,6 +18,7 @@ __all__ = [
     "MANIFEST_FILE",
     "RECORDS",
     "SETTINGS_FILE",
+    "SUFFIXES",
     "Manifest",
     "Settings",
     "ShardFacts",
@@ -33,8 +34,13 @@ SETTINGS_FILE = "settings.json"
 BAD_FILE = "bad_samples.jsonl"
 RECORDS = "records"
 """Folder with a file for every finished shard."""
+SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
+"""Format → how the names of its shards end."""
 _FORMAT = "vqclip tokens"
 _VERSION = 1
+_PROBLEMS = 5
+"""Shown of a manifest."""
+_SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
 
 
 class TokenizerFacts(Config):
@@ -93,8 +99,8 @@ class Settings(Config):
 class ShardFacts(Config):
     """A finished token shard."""
 
-    name: str
-    """File name."""
+    name: str = Field(pattern=_SHARD_NAME)
+    """File name: a number and the format's ending, so that it leads nowhere else."""
     size: int
     """Bytes."""
     sha256: str
@@ -116,6 +122,14 @@ class Manifest(Config):
     """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
     shards: tuple[ShardFacts, ...]
     """The shards, in order."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        suffix = SUFFIXES[self.settings.storage]
+        for shard in self.shards:
+            if not shard.name.endswith(suffix):
+                raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {suffix}")
+        return self
 
 
 def sealed_bytes(facts: Config, **more: Any) -> bytes:
@@ -162,5 +176,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
         ) from None
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise DataError(f"{path}: {problems}") from None
+        raise DataError(f"{path}: {_problems(error)}") from None
+
+
+def _problems(error: ValidationError) -> str:
+    found = ((".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)[:_PROBLEMS])
+    return "; ".join(f"{where}: {what}" if where else what.removeprefix("Value error, ") for where, what in found)

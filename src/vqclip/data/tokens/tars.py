@@ -21,6 +21,7 @@ import numpy as np
 from vqclip.data.tar import walk
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
 from vqclip.errors import DataError, printable
+from vqclip.files import open_regular
 
 __all__ = ["TarShard", "write_tar"]
 
@@ -75,7 +76,8 @@ class TarShard:
         self._path, self._image, self._text = path, image, text
         self._file = -1  # first: `close` looks for it whatever happens here
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open_regular(path) as file:
+                self._file = os.dup(file.fileno())
             self._places = self._index()
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
