@@ -35,7 +35,7 @@ from vqclip.data.tokens.manifest import (
 )
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.sealed import Facts, require_facts
-from vqclip.tokenize.aside import clear, put, put_bytes
+from vqclip.tokenize.aside import clear, put, put_bytes, put_first
 
 __all__ = ["TokenFolder"]
 
@@ -80,7 +80,7 @@ class TokenFolder:
         path = folder / SETTINGS_FILE
         if not path.exists():
             _require_no_shards(folder)
-            put_bytes(path, sealed_bytes(settings))
+            put_first(path, sealed_bytes(settings))
         # Read in any case: another job may have been a moment earlier.
         _require_same(folder, read_sealed(path), settings.model_dump(mode="json"))
 
@@ -190,7 +190,7 @@ def require_few_bad(reasons: Iterable[str], count: int, allowed: int) -> None:
 
 def _require_no_shards(folder: Path) -> None:
     found = sorted(path.name for suffix in SUFFIXES.values() for path in folder.glob(f"*{suffix}"))
-    if found:
+    if found and not (folder / SETTINGS_FILE).exists():  # asked after: a process ahead has put them before its shards
         raise ConfigError(
             f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or "
             "one that `vqclip tokenize` began"
