@@ -81,7 +81,8 @@ class TokenDataset(Dataset[TokenItem]):
 
     Attributes:
         manifest: what the folder says of itself.
-        tokenizer_sha256: hash of the weights that made the ids, as in `config.json` of the tokenizer's folder.
+        tokenizer_sha256: modality → `vqclip.fingerprint` of the tokenizer that made its ids, which is the
+            `tokenizer_sha256` of a search index and of an ONNX folder too.
         image: `IdLayout` of the image ids: N, codebook sizes; None where images were not tokenized.
         text: the same for texts.
 
@@ -93,7 +94,10 @@ class TokenDataset(Dataset[TokenItem]):
         self.folder = Path(folder).expanduser().absolute()
         self.manifest = read_manifest(self.folder)
         self.image, self.text = self.manifest.settings.image, self.manifest.settings.text
-        self.tokenizer_sha256 = self.manifest.settings.tokenizer.weights
+        made_by = self.manifest.settings.tokenizer
+        self.tokenizer_sha256 = {
+            modality: digest for modality, digest in (("image", made_by.image), ("text", made_by.text)) if digest
+        }
         self._verify = verify
         self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
         self._open: OrderedDict[int, TokenShard] = OrderedDict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -37,18 +37,26 @@ RECORDS = "records"
 SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
 """Format → how the names of its shards end."""
 _FORMAT = "vqclip tokens"
-_VERSION = 1
+_VERSION = 2
+"""1 did not have the fingerprints of the tokenizers."""
 _PROBLEMS = 5
 """Shown of a manifest."""
 _SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
+
+_Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class TokenizerFacts(Config):
     """Which tokenizer made the ids."""
 
-    weights: str
-    """SHA-256 of its `model.safetensors`: the tokenizer's hash."""
-    config: str
+    image: _Hash | None
+    """`vqclip.fingerprint` of the image tokenizer, as indexes and ONNX folders have it; None where it made no ids."""
+    text: _Hash | None
+    """The same of the text tokenizer."""
+    weights: _Hash
+    """SHA-256 of the folder's `model.safetensors`."""
+    config: _Hash
     """SHA-256 of its `config.json`."""
     id_layout: int
     """Version of the meaning of ids."""
@@ -59,9 +67,9 @@ class SourceShard(Config):
 
     name: str
     """File name."""
-    size: int
+    size: _Count
     """Bytes."""
-    samples: int
+    samples: _Count
     """Samples in it, unusable ones included."""
     sha256: str
     """Hash of all of it."""
@@ -78,15 +86,15 @@ class Settings(Config):
     """The ids of images; None where they were not tokenized."""
     text: IdLayout | None
     """The ids of texts; None where they were not tokenized."""
-    batch_size: int
+    batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
     precision: Literal["fp32", "bf16"]
     """Type that the tokenizer computed in."""
     device: str
     """Kind of device that it computed on."""
-    threads: int
+    threads: int = Field(ge=1)
     """Threads of a process on the CPU, which change the order of sums."""
-    max_pixels: int
+    max_pixels: int = Field(ge=1)
     """Larger images are bad samples."""
     made_with: dict[str, str]
     """Versions of what decodes and computes."""
@@ -101,13 +109,13 @@ class ShardFacts(Config):
 
     name: str = Field(pattern=_SHARD_NAME)
     """File name: a number and the format's ending, so that it leads nowhere else."""
-    size: int
+    size: _Count
     """Bytes."""
     sha256: str
     """Hash of all of it."""
-    samples: int
+    samples: _Count
     """Samples in it."""
-    bad: dict[str, int]
+    bad: dict[str, _Count]
     """Kind of what was wrong → samples that were left out."""
 
 
@@ -116,9 +124,9 @@ class Manifest(Config):
 
     settings: Settings
     """What they follow from."""
-    samples: int
+    samples: _Count
     """Samples in all shards."""
-    bad: dict[str, int]
+    bad: dict[str, _Count]
     """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
     shards: tuple[ShardFacts, ...]
     """The shards, in order."""
@@ -129,6 +137,9 @@ class Manifest(Config):
         for shard in self.shards:
             if not shard.name.endswith(suffix):
                 raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {suffix}")
+        total = sum(shard.samples for shard in self.shards)
+        if self.samples != total:
+            raise ValueError(f"samples: got {self.samples}, expected {total}, the sum over its shards")
         return self
 
 
