@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from vqclip.errors import ConfigError
 
@@ -17,18 +18,28 @@ REPLACED = ".replaced-"
 """How the name of a folder begins that is being replaced."""
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; a pipe or device is never waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, "Is a directory" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_bounded(path: Path, limit: int) -> bytes:
     """The first ``limit + 1`` bytes of a file at most: more than ``limit`` of them mean that it is too large.
 
     Raises:
         OSError: it cannot be opened, or is no regular file; a pipe or device is never waited for.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(code, "Is a directory" if stat.S_ISDIR(mode) else "not a regular file", str(path))
+    with open_regular(path) as file:
         return file.read(limit + 1)
 
 

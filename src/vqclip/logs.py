@@ -1,8 +1,10 @@
-"""Log lines on a terminal."""
+"""What commands write to a terminal: log lines, and the error that ends them."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 
 from vqclip.errors import printable
@@ -23,3 +25,18 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, or lines, of a record."""
         return printable(self._mask(super().format(record)))
+
+
+def log_to_stderr(mask: Callable[[str], str]) -> None:
+    """Let rank 0 tell what it does, and the others only what went wrong; ``mask`` as in `PrintableFormatter`."""
+    level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s", mask))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def tell_error(program: str, error: Exception, mask: Callable[[str], str]) -> None:
+    """Write the error that ends a command, with its rank where there are several; ``mask`` as above."""
+    who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
+    text = printable(mask(str(error)))
+    print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)

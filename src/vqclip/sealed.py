@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vqclip.errors import CheckpointError
-from vqclip.files import read_bounded
+from vqclip.files import open_regular, read_bounded
 
 MAX_BYTES = 64 << 20
 """Larger ones are not read; the manifest of a thousand files has 150 kB."""
@@ -24,11 +24,15 @@ class Facts(NamedTuple):
     """Hash of all of them, in hexadecimal digits."""
 
 
-def facts_of(path: Path) -> Facts:
-    """Read a whole file; raises OSError where that cannot be done."""
+def facts_of(path: Path, limit: int | None = None) -> Facts:
+    """Read a whole file, or no more than ``limit + 1`` bytes of it.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit + 1 - size)):
             digest.update(chunk)
             size += len(chunk)
     return Facts(size, digest.hexdigest())
@@ -46,7 +50,7 @@ def require_facts(path: Path, expected: Facts, source: str) -> None:
             raise CheckpointError(
                 f"{path}: {size} bytes; {source} says {expected.size}: the file is damaged or cut short"
             )
-        actual = facts_of(path).sha256
+        actual = facts_of(path, limit=expected.size).sha256  # no further, should it grow meanwhile
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except OSError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare
 from vqclip.files import write_text
 from vqclip.lock import RunLock
-from vqclip.logs import PrintableFormatter
+from vqclip.logs import log_to_stderr, tell_error
 from vqclip.loop import Loop, require_success
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
@@ -224,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json_schema:
         print(json.dumps(json_schema(TrainConfig), indent=2))
         return 0
-    _log_to_stderr()
+    log_to_stderr(masked)
     try:
         config = load_config(TrainConfig, options.config, options.overrides)
     except ConfigError as error:
@@ -252,18 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    who = f"vqclip.train: rank {os.environ['RANK']}" if "RANK" in os.environ else "vqclip.train"
-    text = masked(str(error))
-    print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
+    tell_error("vqclip.train", error, masked)
     return status
-
-
-def _log_to_stderr() -> None:
-    """Rank 0 tells what it does; the others only what went wrong."""
-    level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s", masked))
-    logging.basicConfig(level=level, handlers=[handler])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.data.making import write_tar
 from vqclip.data.tokens import (
     IdLayout,
     Manifest,
@@ -24,7 +26,7 @@ from vqclip.data.tokens import (
 from vqclip.data.tokens.layout import without_padding
 from vqclip.data.tokens.manifest import Settings, ShardFacts, TokenizerFacts, sealed_bytes
 from vqclip.errors import DataError, ShapeError
-from vqclip.sealed import facts_of
+from vqclip.sealed import facts_of, seal
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)
@@ -34,7 +36,7 @@ STORAGES = ("wds", "parquet")
 def settings(storage: Any = "wds", image: IdLayout | None = IMAGE, text: IdLayout | None = TEXT) -> Settings:
     return Settings(
         storage=storage,
-        tokenizer=TokenizerFacts(weights="a" * 64, config="b" * 64, id_layout=1),
+        tokenizer=TokenizerFacts(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
         image=image,
         text=text,
         batch_size=8,
@@ -128,7 +130,7 @@ def test_records_come_back(tmp_path: Path, storage: str) -> None:
     length = len(expected.texts[1])
     assert item.text_ids[:length].flatten().tolist() == expected.texts[1].flatten().tolist()
     assert (item.text_ids[length:] == -1).all()
-    assert data.tokenizer_sha256 == "a" * 64
+    assert data.tokenizer_sha256 == {"image": "1" * 64, "text": "2" * 64}
     with pytest.raises(IndexError):
         data[307]
 
@@ -255,13 +257,129 @@ def bad_records() -> dict[str, TokenRecord]:
     }
 
 
-@pytest.mark.parametrize("message", bad_records())
-def test_samples_that_do_not_fit_are_errors(tmp_path: Path, message: str) -> None:
-    path = tmp_path / "0.tar"
+@pytest.mark.parametrize(
+    ("message", "storage"),
+    [
+        (message, storage)
+        for message in bad_records()
+        for storage in STORAGES
+        if (message, storage) != ("int64; expected", "parquet")  # a column's: test_parquet_of_other_types_is_an_error
+    ],
+)
+def test_samples_that_do_not_fit_are_errors(tmp_path: Path, message: str, storage: str) -> None:
+    path = tmp_path / "0"
     with path.open("wb") as file:
-        write_shard(file, [bad_records()[message]], settings())
+        write_shard(file, [bad_records()[message]], settings(storage))
     with pytest.raises(DataError, match=message):
-        open_shard(path, settings()).read(0)
+        open_shard(path, settings(storage)).read(0)
+
+
+def parquet_file(path: Path, **columns: Any) -> Path:
+    """A token shard of one sample, with these columns in place of its own."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    with path.open("wb") as file:
+        write_shard(file, records(0, 1), settings("parquet"))
+    table = parquet.read_table(path)
+    for name, (values, kind) in columns.items():
+        column = arrow.array(values, arrow.type_for_alias(kind) if isinstance(kind, str) else kind)
+        table = table.set_column(table.column_names.index(name), name, column)
+    parquet.write_table(table, path, use_dictionary=False)
+    return path
+
+
+def test_parquet_of_other_types_is_an_error(tmp_path: Path) -> None:
+    for name, values, kind in (
+        ("image_ids", ["abc"], "string"),
+        ("captions", [3], "int64"),
+        ("sample_id", ["0"], "string"),
+        ("text_lengths", [1.5], "float64"),
+    ):
+        path = parquet_file(tmp_path / "0.parquet", **{name: (values, kind)})
+        with pytest.raises(DataError, match=rf"0.parquet: {name} .*; expected "):
+            open_shard(path, settings("parquet"))
+    other = IdLayout(num_tokens=4, codebook_sizes=(2**40, 7), padded=False)
+    with pytest.raises(DataError, match=r"image_ids list<element: uint16>; expected list<item: int64>"):
+        open_shard(parquet_file(tmp_path / "1.parquet"), settings("parquet", image=other))
+
+
+def test_parquet_that_boasts_is_refused_unread(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ids = arrow.ListArray.from_arrays([0, 3_000_000], arrow.array(np.zeros(3_000_000, np.uint16)))
+    many = parquet_file(tmp_path / "0.parquet", image_ids=(ids, ids.type))
+    with pytest.raises(DataError, match="image_ids: 3000000 values in 1 rows"):
+        open_shard(many, settings("parquet"))
+    with (tmp_path / "1.parquet").open("wb") as file:
+        write_shard(file, records(0, 1), settings("parquet"))
+    table = parquet.read_table(tmp_path / "1.parquet")
+    parquet.write_table(table, tmp_path / "1.parquet", use_dictionary=True)
+    with pytest.raises(DataError, match="encoded as .*DICTIONARY"):
+        open_shard(tmp_path / "1.parquet", settings("parquet"))
+    parquet.write_table(arrow.concat_tables([table] * 300), tmp_path / "1.parquet", use_dictionary=False)
+    with pytest.raises(DataError, match="a group of 300 rows"):
+        open_shard(tmp_path / "1.parquet", settings("parquet"))
+
+
+def test_groups_of_parquet_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TokenDataset(token_folder(tmp_path / "tokens", "parquet", (600,)))
+    shard = data._shard(0)
+    for bound, kept in ((1 << 30, 3), (1, 1)):
+        monkeypatch.setattr("vqclip.data.tokens.parquet._KEPT_BYTES", bound)
+        for row in (0, 300, 599):
+            shard.read(row)
+        assert len(shard._groups) == kept
+
+
+@pytest.mark.parametrize("captions", ['"abc"', "{}", "[1]", "[]", "null"])
+def test_captions_of_a_tar_are_a_list_of_strings(tmp_path: Path, captions: str) -> None:
+    path = tmp_path / "0.tar"
+    facts = json.dumps({"captions": json.loads(captions), "key": "a", "sample_id": 0})
+    write_tar(path, {"a.txt": b"abc", "a.json": facts.encode()})
+    with pytest.raises(DataError, match="expected a list of strings|expected a key, captions"):
+        open_shard(path, settings(image=None, text=None)).read(0)
+
+
+def test_json_of_a_tar_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    write_tar(path, {"a.txt": b"abc", "a.json": b" " * (5 << 20)})
+    with pytest.raises(DataError, match="JSON of more than 4194304 bytes"):
+        open_shard(path, settings(image=None, text=None))
+    sample = records(0, 1)[0]._replace(captions=("x" * (5 << 20),))
+    with path.open("wb") as file, pytest.raises(DataError, match=r"sample folder.*; expected at most 4194304"):
+        write_shard(file, [sample], settings())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_tokens": 2**40}, "less than or equal to 1048576"),
+        ({"num_tokens": 0}, "greater than or equal to 1"),
+        ({"num_tokens": 2**20, "codebook_sizes": [2, 2]}, "at most 1048576 ids a sample"),
+        ({"codebook_sizes": []}, "at least 1 item"),
+        ({"codebook_sizes": [0]}, "greater than or equal to 1"),
+    ],
+)
+def test_numbers_of_a_layout_have_bounds(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = token_folder(tmp_path / "a")
+    path = folder / "manifest.json"
+    body = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
+    body["settings"]["image"] |= change
+    path.write_bytes(seal(body))
+    with pytest.raises(DataError, match=message):
+        TokenDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": -1}, "greater than or equal to 0"),
+        ({"size": -1}, "greater than or equal to 0"),
+        ({"samples": 2**62}, "less than or equal to"),
+        ({"samples": 6}, "samples: got 307, expected 308, the sum"),
+    ],
+)
+def test_numbers_of_a_shard_have_bounds(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TokenDataset(edited(token_folder(tmp_path / "a"), **change))
 
 
 def test_foreign_tars_are_errors(tmp_path: Path) -> None:
@@ -277,3 +395,37 @@ def test_foreign_tars_are_errors(tmp_path: Path) -> None:
         write_shard(file, records(0, 2), settings("parquet", text=None))
     with pytest.raises(DataError, match="lacks text_ids, text_lengths"):
         open_shard(tmp_path / "2.parquet", settings("parquet"))
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """The folder, whose manifest says something else of the first shard, under a hash that fits."""
+    path = folder / "manifest.json"
+    body = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
+    body["shards"][0] |= changes
+    path.write_bytes(seal(body))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["../b/00000.tar", "/dev/zero", "b/00000.tar", "..", "", "00000.tar\n", "settings.json", "00000.parquet"]
+)
+def test_a_manifest_names_shards_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    token_folder(tmp_path / "b")
+    with pytest.raises(DataError, match=r"manifest.json: shards"):
+        TokenDataset(edited(token_folder(tmp_path / "a"), name=name))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
+    path = edited(token_folder(tmp_path / "a"), size=0) / "00000.tar"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="not a regular file"):
+        TokenDataset(path.parent, verify)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="not a regular file"):
+        TokenDataset(path.parent, verify)
+    for read in (facts_of, lambda path: open_shard(path, settings())):
+        with pytest.raises((OSError, DataError), match="not a regular file"):
+            read(path)

@@ -18,7 +18,9 @@ from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_
 from vqclip import load_tokenizer
 from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
 from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from vqclip.fingerprint import fingerprint
 from vqclip.pretrained import read_config, seal_folder
+from vqclip.tokenize.command import main
 
 LFQ_LARGE = {"kind": "lfq", "bits": 20}
 
@@ -39,6 +41,7 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storag
 
     data, read = TokenDataset(tmp_path / "out"), source.build()
     image, text = load_tokenizer(tokenizer, "image"), load_tokenizer(tokenizer, "text")
+    assert data.tokenizer_sha256 == {"image": fingerprint(image), "text": fingerprint(text)}
     assert [item.sample_id for item in data] == list(range(sum(COUNTS)))
     assert (data.record(0).image.dtype, data.record(0).texts[0].dtype) == (np.uint8, np.int32)
     for item in data:
@@ -173,7 +176,7 @@ def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: P
     run(tokenizer, tmp_path / "in", out)
     expected = hashes(out)
     other = tokenizer_folder(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match=r"other settings.*\n  tokenizer.weights: \w{64} there, \w{64} now"):
+    with pytest.raises(ConfigError, match=r"other settings.*\n  tokenizer.image: \w{64} there, \w{64} now"):
         run(other, tmp_path / "in", out)
     with pytest.raises(ConfigError, match="\n  batch_size: 4 there, 5 now$"):
         run(tokenizer, tmp_path / "in", out, batch_size=5)
@@ -244,3 +247,39 @@ def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"text.pool.position"):
         run(str(broken), tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
+    """A name on the hub may mean another model a moment later."""
+    shards(tmp_path / "in", (3,))
+    other = tokenizer_folder(tmp_path / "other", seed=1)
+    with mock.patch("vqclip.tokenize.job.resolve", side_effect=[Path(tokenizer), Path(other), Path(other)]):
+        run("owner/name", tmp_path / "in", tmp_path / "out")
+    made_by = {each: fingerprint(load_tokenizer(tokenizer, each)) for each in ("image", "text")}
+    assert TokenDataset(tmp_path / "out").tokenizer_sha256 == made_by
+
+
+def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", (3,))
+
+    def load(folder: Path, modality: str) -> object:
+        loaded = load_tokenizer(folder, modality)
+        if modality == "image":
+            tokenizer_folder(folder, seed=1)
+        return loaded
+
+    with (
+        mock.patch("vqclip.tokenize.job.load_tokenizer", load),
+        pytest.raises(CheckpointError, match="has changed while it was loaded"),
+    ):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+
+
+def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = "https://me:secret@host.invalid/{0}.tar"
+    told = DataError(f"{url}: cannot be read")
+    with mock.patch("vqclip.tokenize.command.tokenize", side_effect=told):
+        assert main(["--tokenizer", "t", "--data", url, "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("vqclip tokenize: https://host.invalid/")
+    assert "secret" not in shown

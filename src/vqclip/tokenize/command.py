@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vqclip.data import CaptionShardsData, ClassShardsData
+from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.logs import PrintableFormatter
+from vqclip.logs import log_to_stderr, tell_error
 from vqclip.tokenize.job import Done, Options, tokenize
 
 __all__ = ["command_line", "main"]
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     options = command_line().parse_args(arguments)
-    _log_to_stderr()
+    log_to_stderr(masked)
     try:
         done = tokenize(_options(options))
     except VqclipError as error:
@@ -143,14 +142,5 @@ def _share(text: str) -> float:
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    who = f"vqclip tokenize: rank {os.environ['RANK']}" if "RANK" in os.environ else "vqclip tokenize"
-    print(f"{who}: {type(error).__name__}:\n{error}" if "\n" in str(error) else f"{who}: {error}", file=sys.stderr)
+    tell_error("vqclip tokenize", error, masked)
     return status
-
-
-def _log_to_stderr() -> None:
-    """Rank 0 tells what it does; the others only what went wrong."""
-    level = logging.INFO if int(os.environ.get("RANK", "0")) == 0 else logging.WARNING
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(levelname).1s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])

@@ -35,7 +35,7 @@ from vqclip.data.tokens.manifest import (
 )
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.sealed import Facts, require_facts
-from vqclip.tokenize.aside import clear, put, put_bytes
+from vqclip.tokenize.aside import clear, put, put_bytes, put_first
 
 __all__ = ["TokenFolder"]
 
@@ -80,7 +80,7 @@ class TokenFolder:
         path = folder / SETTINGS_FILE
         if not path.exists():
             _require_no_shards(folder)
-            put_bytes(path, sealed_bytes(settings))
+            put_first(path, sealed_bytes(settings))
         # Read in any case: another job may have been a moment earlier.
         _require_same(folder, read_sealed(path), settings.model_dump(mode="json"))
 
@@ -92,6 +92,9 @@ class TokenFolder:
         """What is recorded of a token shard that lies here, whole; None where it has to be made."""
         record = self._record(shard)
         if record is None:
+            return None
+        if record.facts.name != self.name(shard):
+            logger.warning("%s: names %s; the shard is made anew", self._record_file(shard), record.facts.name)
             return None
         try:
             require_facts(self.folder / record.facts.name, Facts(record.facts.size, record.facts.sha256), "its record")
@@ -187,7 +190,7 @@ def require_few_bad(reasons: Iterable[str], count: int, allowed: int) -> None:
 
 def _require_no_shards(folder: Path) -> None:
     found = sorted(path.name for suffix in SUFFIXES.values() for path in folder.glob(f"*{suffix}"))
-    if found:
+    if found and not (folder / SETTINGS_FILE).exists():  # asked after: a process ahead has put them before its shards
         raise ConfigError(
             f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or "
             "one that `vqclip tokenize` began"

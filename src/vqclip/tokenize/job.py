@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.data import CaptionShardsData, ClassShardsData, ShardedSource, prepare_sources
@@ -19,10 +20,11 @@ from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerFacts
 from vqclip.data.tokens.parquet import require_pyarrow
 from vqclip.data.workers import named_deaths, ordered_map
-from vqclip.errors import ConfigError
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.fingerprint import fingerprint
 from vqclip.loading import load_tokenizer
 from vqclip.memory import keep_freed_memory
-from vqclip.pretrained import CONFIG_FILE, ID_LAYOUT_VERSION, resolve
+from vqclip.pretrained import CONFIG_FILE, read_config, resolve
 from vqclip.report.bar import Bar
 from vqclip.sealed import read_json
 from vqclip.tokenize.batches import DecodedBatch, ShardBatches
@@ -106,8 +108,8 @@ def tokenize(options: Options) -> Done:
     if device.type == "cpu":
         keep_freed_memory()
     source: ShardedSource = options.data.build()
-    encoders = _encoders(options, device)
-    folder = TokenFolder(options.out, _settings(options, encoders, source, device))
+    encoders, facts = _encoders(options, device)
+    folder = TokenFolder(options.out, _settings(options, encoders, facts, source, device))
     share = range(len(folder.settings.shards))[rank::world_size]
     return _tokenize(options, source, encoders, folder, share, visible=rank == 0)
 
@@ -151,28 +153,42 @@ def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, It
     return itertools.groupby(decoded, key=lambda batch: batch.shard)
 
 
-def _encoders(options: Options, device: torch.device) -> Encoders:
+def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerFacts]:
+    """The tokenizers, and which they are; both halves from one folder, in one state of it."""
+    home = resolve(options.tokenizer)  # once: a name on the hub may mean another model a moment later
+    read_config(home)  # says what is wrong with it
+    body, _ = read_json(home / CONFIG_FILE)
     image: ImageTokenizer | None = None
     text: TextTokenizer | None = None
     if options.modality in ("image", "both"):
-        image = load_tokenizer(options.tokenizer, "image").to(device)
+        image = load_tokenizer(home, "image").to(device)
     if options.modality in ("text", "both"):
-        text = load_tokenizer(options.tokenizer, "text").to(device)
+        text = load_tokenizer(home, "text").to(device)
     for tokenizer in (image, text):
         if tokenizer is not None and not tokenizer.codebook_sizes:
             raise ConfigError(
                 f"--tokenizer: the {tokenizer.modality} tokenizer in {options.tokenizer} has no codes (its quantizer "
                 "is the identity), so there are no ids; expected one with a codebook"
             )
-    return Encoders(image, text, options.batch_size, options.precision)
+    if read_json(home / CONFIG_FILE)[0] != body:
+        raise CheckpointError(f"{home}: has changed while it was loaded; run the command again")
+    facts = TokenizerFacts(
+        image=None if image is None else fingerprint(image),
+        text=None if text is None else fingerprint(text),
+        weights=body["weights"]["sha256"],
+        config=body["sha256"],
+        id_layout=body["id_layout"],
+    )
+    return Encoders(image, text, options.batch_size, options.precision), facts
 
 
-def _settings(options: Options, encoders: Encoders, source: ShardedSource, device: torch.device) -> Settings:
-    body, _ = read_json(resolve(options.tokenizer) / CONFIG_FILE)
+def _settings(
+    options: Options, encoders: Encoders, facts: TokenizerFacts, source: ShardedSource, device: torch.device
+) -> Settings:
     image, text = encoders.image, encoders.text
     return Settings(
         storage=options.storage,
-        tokenizer=TokenizerFacts(weights=body["weights"]["sha256"], config=body["sha256"], id_layout=ID_LAYOUT_VERSION),
+        tokenizer=facts,
         image=None if image is None else _layout(image),
         text=None if text is None else _layout(text),
         batch_size=options.batch_size,
@@ -196,7 +212,11 @@ def _settings(options: Options, encoders: Encoders, source: ShardedSource, devic
 
 def _layout(tokenizer: ImageTokenizer | TextTokenizer) -> IdLayout:
     padded = isinstance(tokenizer, TextTokenizer)
-    return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=tokenizer.codebook_sizes, padded=padded)
+    sizes = tokenizer.codebook_sizes
+    try:
+        return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
+    except ValidationError as error:
+        raise ConfigError(f"--tokenizer: {tokenizer.modality}: {error.errors()[0]['msg']}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.locks import held, is_at, try_lock
 from vqclip.errors import StorageError
+from vqclip.file_locks import held, is_at, try_lock
 from vqclip.files import sync_folder
 
 __all__ = ["Held", "Part", "ShardCache"]

@@ -28,6 +28,7 @@ from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.storage import TokenShard, open_shard
 from vqclip.errors import CheckpointError, DataError
+from vqclip.files import open_regular
 from vqclip.sealed import Facts, require_facts
 from vqclip.seeds import derive_seed
 
@@ -80,7 +81,8 @@ class TokenDataset(Dataset[TokenItem]):
 
     Attributes:
         manifest: what the folder says of itself.
-        tokenizer_sha256: hash of the weights that made the ids, as in `config.json` of the tokenizer's folder.
+        tokenizer_sha256: modality → `vqclip.fingerprint` of the tokenizer that made its ids, which is the
+            `tokenizer_sha256` of a search index and of an ONNX folder too.
         image: `IdLayout` of the image ids: N, codebook sizes; None where images were not tokenized.
         text: the same for texts.
 
@@ -92,7 +94,10 @@ class TokenDataset(Dataset[TokenItem]):
         self.folder = Path(folder).expanduser().absolute()
         self.manifest = read_manifest(self.folder)
         self.image, self.text = self.manifest.settings.image, self.manifest.settings.text
-        self.tokenizer_sha256 = self.manifest.settings.tokenizer.weights
+        made_by = self.manifest.settings.tokenizer
+        self.tokenizer_sha256 = {
+            modality: digest for modality, digest in (("image", made_by.image), ("text", made_by.text)) if digest
+        }
         self._verify = verify
         self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
         self._open: OrderedDict[int, TokenShard] = OrderedDict()
@@ -164,7 +169,8 @@ class TokenDataset(Dataset[TokenItem]):
     def _require_size(self, name: str, size: int) -> None:
         path = self.folder / name
         try:
-            found = path.stat().st_size
+            with open_regular(path) as file:
+                found = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
         if found != size:

@@ -8,14 +8,18 @@ the length is that of the array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from vqclip.config import Config
 from vqclip.errors import DataError, ShapeError
 
-__all__ = ["IdLayout", "TokenRecord", "id_type", "require_facts", "without_padding"]
+__all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_facts", "without_padding"]
+
+MAX_IDS = 1 << 20
+"""N·C at most: 8 MiB of a padded sample, and more than any tokenizer has."""
 
 
 class TokenRecord(NamedTuple):
@@ -38,12 +42,26 @@ class TokenRecord(NamedTuple):
 class IdLayout(Config):
     """What the ids of one modality look like."""
 
-    num_tokens: int
+    num_tokens: int = Field(ge=1, le=MAX_IDS)
     """N, the token positions of a sample."""
-    codebook_sizes: tuple[int, ...]
+    codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=4096)
     """K of each of the C codebooks."""
     padded: bool
     """Whether a sample may have fewer than N tokens."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> IdLayout:
+        if self.size > MAX_IDS:
+            raise ValueError(
+                f"{self.num_tokens} tokens with ids of {len(self.codebook_sizes)} codebooks; expected at most "
+                f"{MAX_IDS} ids a sample"
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        """N·C, ids of a sample at most."""
+        return self.num_tokens * len(self.codebook_sizes)
 
     @property
     def type(self) -> np.dtype:
@@ -80,7 +98,8 @@ def require_facts(record: TokenRecord, place: str) -> TokenRecord:
     """
     texts = (record.key, *record.captions)
     numbers = (record.sample_id, record.label)
-    if not record.captions or not all(isinstance(each, str) for each in texts) or {*map(type, numbers)} != {int}:
+    right = all(type(each) is int and -1 <= each < 2**63 for each in numbers) and record.sample_id >= 0
+    if not record.captions or not all(isinstance(each, str) for each in texts) or not right:
         raise DataError(f"{place}: expected a key, captions, a sample id and perhaps a label", "damaged sample")
     return record
 

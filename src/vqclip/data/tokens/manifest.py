@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
@@ -18,6 +18,7 @@ __all__ = [
     "MANIFEST_FILE",
     "RECORDS",
     "SETTINGS_FILE",
+    "SUFFIXES",
     "Manifest",
     "Settings",
     "ShardFacts",
@@ -33,16 +34,29 @@ SETTINGS_FILE = "settings.json"
 BAD_FILE = "bad_samples.jsonl"
 RECORDS = "records"
 """Folder with a file for every finished shard."""
+SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
+"""Format → how the names of its shards end."""
 _FORMAT = "vqclip tokens"
-_VERSION = 1
+_VERSION = 2
+"""1 did not have the fingerprints of the tokenizers."""
+_PROBLEMS = 5
+"""Shown of a manifest."""
+_SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
+
+_Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class TokenizerFacts(Config):
     """Which tokenizer made the ids."""
 
-    weights: str
-    """SHA-256 of its `model.safetensors`: the tokenizer's hash."""
-    config: str
+    image: _Hash | None
+    """`vqclip.fingerprint` of the image tokenizer, as indexes and ONNX folders have it; None where it made no ids."""
+    text: _Hash | None
+    """The same of the text tokenizer."""
+    weights: _Hash
+    """SHA-256 of the folder's `model.safetensors`."""
+    config: _Hash
     """SHA-256 of its `config.json`."""
     id_layout: int
     """Version of the meaning of ids."""
@@ -53,9 +67,9 @@ class SourceShard(Config):
 
     name: str
     """File name."""
-    size: int
+    size: _Count
     """Bytes."""
-    samples: int
+    samples: _Count
     """Samples in it, unusable ones included."""
     sha256: str
     """Hash of all of it."""
@@ -72,15 +86,15 @@ class Settings(Config):
     """The ids of images; None where they were not tokenized."""
     text: IdLayout | None
     """The ids of texts; None where they were not tokenized."""
-    batch_size: int
+    batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
     precision: Literal["fp32", "bf16"]
     """Type that the tokenizer computed in."""
     device: str
     """Kind of device that it computed on."""
-    threads: int
+    threads: int = Field(ge=1)
     """Threads of a process on the CPU, which change the order of sums."""
-    max_pixels: int
+    max_pixels: int = Field(ge=1)
     """Larger images are bad samples."""
     made_with: dict[str, str]
     """Versions of what decodes and computes."""
@@ -93,15 +107,15 @@ class Settings(Config):
 class ShardFacts(Config):
     """A finished token shard."""
 
-    name: str
-    """File name."""
-    size: int
+    name: str = Field(pattern=_SHARD_NAME)
+    """File name: a number and the format's ending, so that it leads nowhere else."""
+    size: _Count
     """Bytes."""
     sha256: str
     """Hash of all of it."""
-    samples: int
+    samples: _Count
     """Samples in it."""
-    bad: dict[str, int]
+    bad: dict[str, _Count]
     """Kind of what was wrong → samples that were left out."""
 
 
@@ -110,12 +124,23 @@ class Manifest(Config):
 
     settings: Settings
     """What they follow from."""
-    samples: int
+    samples: _Count
     """Samples in all shards."""
-    bad: dict[str, int]
+    bad: dict[str, _Count]
     """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
     shards: tuple[ShardFacts, ...]
     """The shards, in order."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        suffix = SUFFIXES[self.settings.storage]
+        for shard in self.shards:
+            if not shard.name.endswith(suffix):
+                raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {suffix}")
+        total = sum(shard.samples for shard in self.shards)
+        if self.samples != total:
+            raise ValueError(f"samples: got {self.samples}, expected {total}, the sum over its shards")
+        return self
 
 
 def sealed_bytes(facts: Config, **more: Any) -> bytes:
@@ -162,5 +187,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
         ) from None
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise DataError(f"{path}: {problems}") from None
+        raise DataError(f"{path}: {_problems(error)}") from None
+
+
+def _problems(error: ValidationError) -> str:
+    found = ((".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)[:_PROBLEMS])
+    return "; ".join(f"{where}: {what}" if where else what.removeprefix("Value error, ") for where, what in found)

@@ -22,7 +22,14 @@ __all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
 
 _ROWS = 256
 """Of a group, which is read as a whole."""
-_GROUPS_KEPT = 64
+_GROUP_BYTES = 128 << 20
+"""Of a group, unpacked."""
+_KEPT_BYTES = 16 << 20
+"""Of the groups that an open file keeps; the last one stays in any case."""
+_MAX_CAPTIONS = 1 << 16
+"""Of a sample, on average over a group."""
+_PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
+"""What we write, RLE for lengths alone: others unpack to many times their size."""
 
 
 def require_pyarrow() -> Any:
@@ -58,7 +65,15 @@ def write_parquet(
         lengths = [[len(ids) for ids in row.texts or ()] for row in rows]
         columns["text_lengths"] = arrow.array(lengths, arrow.list_(arrow.int32()))
     table = arrow.table(columns)
-    parquet.write_table(table, file, row_group_size=_ROWS, compression="zstd", use_dictionary=False)
+    # Small ids take 4 bytes in the file, and lengths a little.
+    largest = max((4 * (row.key.__sizeof__() + _bytes(row)) for row in rows), default=1)
+    size = max(1, min(_ROWS, _GROUP_BYTES // largest))
+    parquet.write_table(table, file, row_group_size=size, compression="zstd", use_dictionary=False)
+
+
+def _bytes(row: TokenRecord) -> int:
+    ids = (*(row.texts or ()), *(() if row.image is None else (row.image,)))
+    return sum(each.nbytes for each in ids) + sum(len(each.encode()) + 8 for each in row.captions)
 
 
 def _lists(arrays: list[Any], kind: np.dtype) -> Any:
@@ -86,16 +101,23 @@ class ParquetShard:
         try:
             self._file = parquet.ParquetFile(path, memory_map=False)
             meta = self._file.metadata
-            sizes = [meta.row_group(number).num_rows for number in range(meta.num_row_groups)]
-            names = set(self._file.schema_arrow.names)
+            groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+            schema = self._file.schema_arrow
+            types = {name: schema.field(name).type for name in schema.names}
         except Exception as error:  # pyarrow has errors of its own, and OSError
             raise DataError(f"{path}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
-        wanted = {"key", "sample_id", "label", "captions"}
-        wanted |= {"image_ids"} if image else set()
-        wanted |= {"text_ids", "text_lengths"} if text else set()
-        if not wanted <= names:
-            raise DataError(f"{path}: lacks {', '.join(sorted(wanted - names))}: not a token shard of this folder")
-        self._ends = np.cumsum([0, *sizes])
+        wanted = _schema(image, text)
+        if len(types) < len(schema.names):
+            raise DataError(f"{path}: has two columns of one name: not a token shard of this folder")
+        if missing := sorted(set(wanted) - set(types)):
+            raise DataError(f"{path}: lacks {', '.join(missing)}: not a token shard of this folder")
+        for name, kind in types.items():
+            if name not in wanted or kind != wanted[name]:
+                raise DataError(f"{path}: {name} {kind}; expected {wanted.get(name, 'no such column')}", "damaged ids")
+        for group in groups:
+            _require_small(group, image, text, path)
+        self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
+        self._bytes = [group.total_byte_size for group in groups]
         self._groups: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -139,13 +161,49 @@ class ParquetShard:
             except Exception as error:  # see above
                 raise DataError(f"{self._path}: damaged ({str(error).splitlines()[0]})") from None
         self._groups[number] = columns  # the last one used
-        if len(self._groups) > _GROUPS_KEPT:
+        while len(self._groups) > 1 and sum(self._bytes[each] for each in self._groups) > _KEPT_BYTES:
             self._groups.popitem(last=False)
         return columns
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
+    """Column → its type, as `write_parquet` makes them."""
+    arrow, _ = require_pyarrow()
+    columns = {
+        "key": arrow.string(),
+        "sample_id": arrow.int64(),
+        "label": arrow.int64(),
+        "captions": arrow.list_(arrow.string()),
+    }
+    if image is not None:
+        columns["image_ids"] = arrow.list_(arrow.from_numpy_dtype(image.type))
+    if text is not None:
+        columns["text_ids"] = arrow.list_(arrow.from_numpy_dtype(text.type))
+        columns["text_lengths"] = arrow.list_(arrow.int32())
+    return columns
+
+
+def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, path: Path) -> None:
+    """Raises DataError where a group would unpack to more than its samples can have; nothing of it is read."""
+    columns = {each.path_in_schema.split(".")[0]: each for each in map(group.column, range(group.num_columns))}
+    rows = group.num_rows
+    most = {"captions": rows * _MAX_CAPTIONS, "text_lengths": rows * _MAX_CAPTIONS}
+    most |= {"image_ids": rows * image.size} if image else {}
+    most |= {"text_ids": columns["text_lengths"].num_values * text.size} if text else {}
+    if not 0 <= rows <= _ROWS or not 0 <= group.total_byte_size <= _GROUP_BYTES:
+        raise DataError(
+            f"{path}: a group of {rows} rows and {group.total_byte_size} bytes; expected at most {_ROWS} rows and "
+            f"{_GROUP_BYTES} bytes"
+        )
+    for name, column in columns.items():
+        if column.num_values > min(most.get(name, rows), _GROUP_BYTES // 4):  # nulls take no bytes
+            raise DataError(f"{path}: {name}: {column.num_values} values in {rows} rows; too many", "damaged ids")
+        if not set(column.encodings) <= _PLAIN:
+            raise DataError(f"{path}: {name}: encoded as {', '.join(column.encodings)}; expected PLAIN", "damaged ids")
 
 
 def _plain(column: Any) -> Any:

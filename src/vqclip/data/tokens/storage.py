@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from vqclip.data.tokens.layout import TokenRecord
-from vqclip.data.tokens.manifest import Settings
+from vqclip.data.tokens.manifest import SUFFIXES, Settings
 from vqclip.data.tokens.parquet import ParquetShard, write_parquet
 from vqclip.data.tokens.tars import TarShard, write_tar
 
 __all__ = ["SUFFIXES", "TokenShard", "open_shard", "write_shard"]
-
-SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
-"""Format → how the names of its shards end."""
 
 
 class TokenShard(Protocol):

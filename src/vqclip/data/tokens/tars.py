@@ -21,6 +21,7 @@ import numpy as np
 from vqclip.data.tar import walk
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
 from vqclip.errors import DataError, printable
+from vqclip.files import open_regular
 
 __all__ = ["TarShard", "write_tar"]
 
@@ -28,6 +29,8 @@ _MEMBERS = ("image.npy", "text.npy", "txt", "json")
 _NAME = re.compile(r"^((?:.*/)?[^./]+)\.(" + "|".join(map(re.escape, _MEMBERS)) + ")$", re.DOTALL)
 _MAX_BYTES = 64 << 20
 """Of a sample."""
+_MAX_JSON = 4 << 20
+"""Of that, JSON: what docs/security.md promises of every shard."""
 
 
 def write_tar(file: BinaryIO, records: Iterable[TokenRecord]) -> None:
@@ -50,7 +53,15 @@ def _members(record: TokenRecord) -> Iterable[tuple[str, bytes]]:
         yield "text.npy", _npy(np.concatenate(record.texts))
         facts["text_lengths"] = [len(ids) for ids in record.texts]
     yield "txt", record.captions[0].encode()
-    yield "json", json.dumps(facts, sort_keys=True).encode()
+    text = json.dumps(facts, sort_keys=True).encode()
+    if len(text) > _MAX_JSON:  # would not be read again
+        raise DataError(
+            printable(
+                f"sample {record.key}: captions of {len(text)} bytes as JSON; expected at most {_MAX_JSON}: take "
+            )
+            + "it out, or use --format parquet"
+        )
+    yield "json", text
 
 
 def _npy(ids: np.ndarray) -> bytes:
@@ -75,7 +86,8 @@ class TarShard:
         self._path, self._image, self._text = path, image, text
         self._file = -1  # first: `close` looks for it whatever happens here
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open_regular(path) as file:
+                self._file = os.dup(file.fileno())
             self._places = self._index()
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
@@ -99,7 +111,7 @@ class TarShard:
         place = f"{self._path}: sample {row}"
         try:
             facts = json.loads(parts["json"])
-            key, sample_id, captions = facts["key"], facts["sample_id"], tuple(facts["captions"])
+            key, sample_id, captions = facts["key"], facts["sample_id"], _strings(facts["captions"])
             place = printable(f"{self._path}: sample {key}", one_line=True)
             texts = self._texts(parts["text.npy"], facts["text_lengths"], place) if self._text else None
             label = facts.get("label", -1)
@@ -140,6 +152,8 @@ class TarShard:
         table = np.array(places, dtype=np.int64).reshape(-1, len(expected), 2)
         if len(table) and (table[:, -1].sum(axis=1) - table[:, 0, 0]).max() > _MAX_BYTES:
             raise DataError(f"{self._path}: a sample of more than {_MAX_BYTES} bytes")
+        if len(table) and table[:, -1, 1].max() > _MAX_JSON:
+            raise DataError(f"{self._path}: JSON of more than {_MAX_JSON} bytes")
         return table
 
     def close(self) -> None:
@@ -150,6 +164,12 @@ class TarShard:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TypeError("captions: expected a list of strings")
+    return tuple(value)
 
 
 def _array(data: bytes, place: str) -> np.ndarray:
