@@ -15,7 +15,7 @@ import torch
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
 from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
-from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
+from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
 from vqclip.export.command import main
 from vqclip.fingerprint import fingerprint
@@ -155,6 +155,15 @@ def test_verify_counts_what_differs(onnx):
 def test_nothing_to_compare_is_an_error(onnx):
     with pytest.raises(DataError, match="no inputs"):
         verify(onnx[1], onnx[0], [])
+
+
+@pytest.mark.parametrize("part", ["decode", "embed"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_export_that_gives_nan_is_an_error(onnx, monkeypatch, part, bad):
+    run = getattr(OnnxTokenizer, part)
+    monkeypatch.setattr(OnnxTokenizer, part, lambda self, ids: run(self, ids) * 0 + bad)
+    with pytest.raises(NonFiniteError, match=rf"{part}: got (\d+) of \1 numbers NaN or infinite .* 0 from the tok"):
+        verify(onnx[1], onnx[0], batches(built(LFQ), "text"))
 
 
 @pytest.mark.parametrize("name", ["encode.onnx", "export.json"])
