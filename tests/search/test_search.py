@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import html
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tests.models import FSQ, PRODUCT, RESIDUAL, tiny_model
+from vqclip import files
 from vqclip.data.pictures import PictureFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
@@ -358,6 +360,13 @@ def test_pages_escape_all_text():
     text = page(evil, [Hit(evil, 0.5), Hit(evil, 0.4, torch.zeros(3, 9, 9, dtype=torch.uint8))], evil)
     assert "<script" not in text
     assert text.count(html.escape(evil)) == 6
+
+
+def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):
+    name = os.fsdecode(b"caf\xe9\x1b[2J\n")
+    text = page(name, [Hit(name, 0.5)], name)
+    assert text.count(r"caf\udce9\x1b[2J\n") == 4
+    files.write_text(tmp_path / "page.html", text)
 
 
 CHROMIUM = next(
