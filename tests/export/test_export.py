@@ -7,7 +7,9 @@ every family of both modalities to both.
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, ve
 from vqclip.export.command import main
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
+from vqclip.sealed import facts_of, seal
 
 FAMILIES = {
     "fsq": FSQ,
@@ -129,6 +132,35 @@ def test_wrong_inputs_are_refused(onnx):
         runtime.encode(tokenizer.preprocess(CAPTIONS[:2])[:, :11].numpy())
     with pytest.raises(ShapeError, match="ids of embed: .*float32"):
         runtime.embed(tokenizer.encode(CAPTIONS).float().numpy())
+    with pytest.raises(ShapeError, match=r"inputs of encode: got a Tensor, expected a numpy array \(B, 12\) int64"):
+        runtime.encode(tokenizer.preprocess(CAPTIONS))
+
+
+def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
+    """Whoever makes a file can make its hash, too."""
+    folder = Path(shutil.copytree(onnx[1], tmp_path / "forged"))
+    body = json.loads((folder / "export.json").read_bytes())
+    del body["sha256"]
+
+    def forge(part, **change):
+        parts = {**body["parts"], part: {**body["parts"][part], **change}}
+        (folder / "export.json").write_bytes(seal({**body, "parts": parts}))
+
+    for inputs in ({}, [], {"ids": {}}, {"ids": {"dtype": "int64", "shape": "no"}}):
+        forge("decode", inputs=inputs)
+        with pytest.raises(CheckpointError, match=r"export.json: does not say what goes into decode.onnx"):
+            OnnxTokenizer(folder)
+    (folder / "decode.onnx").write_bytes(b"no graph")
+    forge("decode", file=facts_of(folder / "decode.onnx")._asdict())
+    with pytest.raises(CheckpointError, match=r"decode.onnx: onnxruntime cannot load it"):
+        OnnxTokenizer(folder)
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "0"], ["--limit", "0"], ["--limit", "-3"]])
+def test_numbers_that_cannot_be_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["t", "--modality", "image", "--out", "o", *option])
+    assert "expected a whole number from 1" in capsys.readouterr().err
 
 
 def test_verify_counts_what_differs(onnx):

@@ -18,9 +18,10 @@ from vqclip import files
 from vqclip.data.pictures import PictureFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
-from vqclip.search.command import build, main
+from vqclip.search.command import build, main, parser
 from vqclip.search.page import Hit, page
-from vqclip.search.topk import best, ranks, scores_and_items
+from vqclip.search.scan import _require_float32
+from vqclip.search.topk import MOST_ITEMS, best, ranks, scores_and_items
 
 
 def built(quantizer=PRODUCT):
@@ -397,6 +398,24 @@ def test_pages_escape_all_text():
     text = page(evil, [Hit(evil, 0.5), Hit(evil, 0.4, torch.zeros(3, 9, 9, dtype=torch.uint8))], evil)
     assert "<script" not in text
     assert text.count(html.escape(evil)) == 6
+
+
+def test_tf32_is_refused_on_cuda(monkeypatch):
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    _require_float32(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="got float32 matrix products of precision 'high', expected 'highest'"):
+        _require_float32(torch.device("cuda"))
+
+
+def test_items_are_no_more_than_int32_counts():
+    assert torch.iinfo(torch.int32).max == MOST_ITEMS
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "0"], ["--batch-size", "x"]])
+def test_numbers_that_cannot_be_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["build", "--tokenizer", "t", "--images", "i", "--out", "o", *option])
+    assert "expected a whole number from 1" in capsys.readouterr().err
 
 
 def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vqclip.arguments import positive
 from vqclip.data import EvalSet, Source, decode_image
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--captions", help="the captions of the same")
     build.add_argument("--split", default="test", help="of labelled data (test)")
     build.add_argument("--out", type=Path, required=True, help="folder of the index")
-    build.add_argument("--batch-size", type=int, default=64, help="encoded at a time (64)")
+    build.add_argument("--batch-size", type=positive, default=64, help="encoded at a time (64)")
     build.add_argument(
         "--bad-fraction", type=float, default=0.01, help="largest share of pictures that may be left out as unusable"
     )
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     query.add_argument("--index", type=Path, required=True, help="folder of the index")
     query.add_argument("text", nargs="?", help="what to look for")
     query.add_argument("--image", type=Path, help="a picture to look for in place of a text")
-    query.add_argument("-k", type=int, default=24, help="results (24)")
+    query.add_argument("-k", type=positive, default=24, help="results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
     query.add_argument("--html", type=Path, help="write a page with the pictures of --images to this file")
     return parser

@@ -66,7 +66,7 @@ class _Header(Config):
     codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=_MOST_CODEBOOKS)
     num_tokens: int = Field(ge=1, le=_MOST_TOKENS)
     absent: bool
-    items: int = Field(ge=0)
+    items: int = Field(ge=0, le=MOST_ITEMS)
     codes: dict[str, Any]
     origin: Origin = Origin()
 
