@@ -11,7 +11,6 @@ from PIL import Image
 from tests.data.making import caption_shards, class_folder, pixels
 from tests.docs.blocks import ROOT
 from tests.training import run_tree
-from vqclip import load_tokenizer
 from vqclip.train import main
 
 
@@ -53,14 +52,7 @@ def make_place(folder: Path) -> Path:
 def names(page: str) -> dict[str, object]:
     """What the blocks of a page take for granted: that of a few pages which would otherwise be mostly preparation."""
     given: dict[str, object] = {"__name__": "__main__"}
-    pictures = [Image.fromarray(pixels(number)) for number in range(4)]
     if page in ("README.md", "page.md"):
+        pictures = [Image.fromarray(pixels(number)) for number in range(4)]
         given |= {"pictures": pictures, "x": torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))}
-    elif page == "docs/export.md":
-        tokenizer = load_tokenizer("runs/base/tokenizer", modality="image")
-        batch = torch.stack([tokenizer.preprocess(picture) for picture in pictures])
-        given |= {"tokenizer": tokenizer, "pixels": batch.numpy(), "batches": [batch]}
-    elif page == "docs/search.md":
-        images, text = (load_tokenizer("runs/base/tokenizer", modality=name) for name in ("image", "text"))
-        given |= {"images": images, "text": text, "ids": images.encode(pictures), "names": list("abcd")}
     return given

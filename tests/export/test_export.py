@@ -7,7 +7,9 @@ every family of both modalities to both.
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,12 @@ import torch
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
 from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
-from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
+from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
 from vqclip.export.command import main
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
+from vqclip.sealed import facts_of, seal
 
 FAMILIES = {
     "fsq": FSQ,
@@ -129,6 +132,35 @@ def test_wrong_inputs_are_refused(onnx):
         runtime.encode(tokenizer.preprocess(CAPTIONS[:2])[:, :11].numpy())
     with pytest.raises(ShapeError, match="ids of embed: .*float32"):
         runtime.embed(tokenizer.encode(CAPTIONS).float().numpy())
+    with pytest.raises(ShapeError, match=r"inputs of encode: got a Tensor, expected a numpy array \(B, 12\) int64"):
+        runtime.encode(tokenizer.preprocess(CAPTIONS))
+
+
+def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
+    """Whoever makes a file can make its hash, too."""
+    folder = Path(shutil.copytree(onnx[1], tmp_path / "forged"))
+    body = json.loads((folder / "export.json").read_bytes())
+    del body["sha256"]
+
+    def forge(part, **change):
+        parts = {**body["parts"], part: {**body["parts"][part], **change}}
+        (folder / "export.json").write_bytes(seal({**body, "parts": parts}))
+
+    for inputs in ({}, [], {"ids": {}}, {"ids": {"dtype": "int64", "shape": "no"}}):
+        forge("decode", inputs=inputs)
+        with pytest.raises(CheckpointError, match=r"export.json: does not say what goes into decode.onnx"):
+            OnnxTokenizer(folder)
+    (folder / "decode.onnx").write_bytes(b"no graph")
+    forge("decode", file=facts_of(folder / "decode.onnx")._asdict())
+    with pytest.raises(CheckpointError, match=r"decode.onnx: onnxruntime cannot load it"):
+        OnnxTokenizer(folder)
+
+
+@pytest.mark.parametrize("option", [["--batch-size", "0"], ["--limit", "0"], ["--limit", "-3"]])
+def test_numbers_that_cannot_be_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["t", "--modality", "image", "--out", "o", *option])
+    assert "expected a whole number from 1" in capsys.readouterr().err
 
 
 def test_verify_counts_what_differs(onnx):
@@ -155,6 +187,15 @@ def test_verify_counts_what_differs(onnx):
 def test_nothing_to_compare_is_an_error(onnx):
     with pytest.raises(DataError, match="no inputs"):
         verify(onnx[1], onnx[0], [])
+
+
+@pytest.mark.parametrize("part", ["decode", "embed"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_export_that_gives_nan_is_an_error(onnx, monkeypatch, part, bad):
+    run = getattr(OnnxTokenizer, part)
+    monkeypatch.setattr(OnnxTokenizer, part, lambda self, ids: run(self, ids) * 0 + bad)
+    with pytest.raises(NonFiniteError, match=rf"{part}: got (\d+) of \1 numbers NaN or infinite .* 0 from the tok"):
+        verify(onnx[1], onnx[0], batches(built(LFQ), "text"))
 
 
 @pytest.mark.parametrize("name", ["encode.onnx", "export.json"])

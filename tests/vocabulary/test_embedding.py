@@ -59,6 +59,16 @@ def test_a_language_model_gets_the_same_rows_on_both_ends(tied):
         assert torch.equal(weight[50:], rows)
 
 
+def test_a_model_that_would_draw_first_values_is_told_not_to():
+    class Drawing(LanguageModel):
+        def resize_token_embeddings(self, rows, pad_to_multiple_of=None, mean_resizing=True):
+            self.drew = mean_resizing
+            super().resize_token_embeddings(rows)
+
+    model = resize(Drawing(tied=True), 50, torch.randn(7, 32))
+    assert not model.drew
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_transformers_model(tied):
@@ -124,5 +134,14 @@ def test_what_cannot_be_resized_is_refused():
         resize(table(), 51, rows)
     with pytest.raises(ShapeError, match=r"rows: got 1099511627826 in all, expected at most 4194304; a Product"):
         resize(table(), 50, torch.zeros(1, 32).expand(2**40, 32))
+    with pytest.raises(ShapeError, match="rows: got 1099511627781 in all, expected at most 4194304; a Product"):
+        Vocabulary(image=(2**40,)).rows(table().weight, seed=0)
+    with pytest.raises(ShapeError, match="rows: got 1099511627776 in all"):
+        mean_rows(table().weight, 2**40, seed=0)
+    for module in (table(), LanguageModel(tied=True)):
+        with pytest.raises(
+            ShapeError, match=r"start: got 40 for 3 rows in a table of 50, .* last 7 rows would be lost"
+        ):
+            resize(module, 40, rows)
     with pytest.raises(ShapeError, match=r"codebook: got shape \(3,\)"):
         projected_rows(table().weight, torch.zeros(3), 0)

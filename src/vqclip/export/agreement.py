@@ -7,6 +7,7 @@ how often that happens between two batch sizes of the tokenizer itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqclip.errors import CheckpointError, DataError
+from vqclip.errors import CheckpointError, DataError, NonFiniteError
 from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
@@ -69,6 +70,7 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
     Raises:
         CheckpointError: the files are damaged, or made from another tokenizer.
         DataError: there are no inputs.
+        NonFiniteError: a vector or an embedding of either is NaN or infinite.
     """
     runtime = OnnxTokenizer(folder)
     ours = fingerprint(tokenizer)
@@ -105,8 +107,20 @@ def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: dict[Par
         differing_ids += int(wrong.sum())
         differing_samples += int(wrong.flatten(1).any(dim=1).sum())
         between += int((halves != ours).sum())
-        vectors = max(vectors, float((other["decode"](ours) - tokenizer.decode(ours)).abs().max()))
-        embeddings = max(embeddings, float((other["embed"](ours) - tokenizer.embed(ours)).abs().max()))
+        vectors = max(vectors, _distance("decode", other["decode"](ours), tokenizer.decode(ours)))
+        embeddings = max(embeddings, _distance("embed", other["embed"](ours), tokenizer.embed(ours)))
     if not samples:
         raise DataError("verify: got no inputs, expected at least one batch with a sample")
     return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings)
+
+
+def _distance(part: Part, theirs: Tensor, ours: Tensor) -> float:
+    """The largest difference of any number; Python's ``max`` would pass over NaN, so it must not come so far."""
+    distance = float((theirs - ours).abs().max())
+    if not math.isfinite(distance):
+        bad = {name: int((~each.isfinite()).sum()) for name, each in (("exported", theirs), ("tokenizer", ours))}
+        raise NonFiniteError(
+            f"{part}: got {bad['exported']} of {theirs.numel()} numbers NaN or infinite from what was exported and "
+            f"{bad['tokenizer']} from the tokenizer, expected finite ones; such an export must not be used"
+        )
+    return distance

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqclip.data import EvalSet, Source
+from vqclip.arguments import positive
+from vqclip.data import EvalSet, Source, masked
 from vqclip.data.pictures import open_pictures
 from vqclip.errors import VqclipError
 from vqclip.export.agreement import verify, verify_program
@@ -55,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
     parser.add_argument("--data", help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout")
     parser.add_argument("--split", default="test", help="of labelled data (test)")
-    parser.add_argument("--batch-size", type=int, default=50, help="of the comparison (50)")
-    parser.add_argument("--limit", type=int, help="compare only so many, evenly spread")
+    parser.add_argument("--batch-size", type=positive, default=50, help="of the comparison (50)")
+    parser.add_argument("--limit", type=positive, help="compare only so many, evenly spread")
     parser.add_argument("--program", action="store_true", help="compare programs of torch.export, too")
     return parser
 
@@ -69,7 +70,8 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{options.out}: {sizes}")
     source = None if options.data is None else open_pictures(options.data, options.split)
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
-    print(f"compared on: {options.data or f'{_DRAWN} drawn inputs'}, batches of {options.batch_size}")
+    compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
+    print(f"compared on: {compared}, batches of {options.batch_size}")
     print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
         print(f"torch.export: {verify_program(tokenizer, inputs)}")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import FORMAT, FORMAT_VERSION, INFO_FILE, require
 from vqclip.pretrained import ID_LAYOUT_VERSION
 from vqclip.sealed import Facts, read_json, require_facts, unsealed
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["OnnxTokenizer"]
 
@@ -42,11 +41,15 @@ class OnnxTokenizer:
         options = runtime.SessionOptions()
         if threads is not None:
             options.intra_op_num_threads = threads
+        self._inputs = {part: _input(folder, self.info, part) for part in PARTS}
         self._sessions: dict[Part, Any] = {}
         for part in PARTS:
             path = folder / f"{part}.onnx"
             require_facts(path, _facts(folder, self.info, part), INFO_FILE)
-            self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
+            try:
+                self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
+            except Exception as error:  # its exceptions have no root of their own
+                raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64."""
@@ -61,15 +64,16 @@ class OnnxTokenizer:
         return self._run("embed", ids)
 
     def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
-        ((name, expected),) = self.info["parts"][part]["inputs"].items()
-        shape = tuple(expected["shape"][1:])
-        if value.ndim != 1 + len(shape) or value.shape[1:] != shape or str(value.dtype) != expected["dtype"]:
-            wanted = ", ".join(map(str, ("B", *shape)))
-            raise ShapeError(
-                f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected ({wanted}) "
-                f"{expected['dtype']}"
-            )
-        (output,) = self._sessions[part].run(None, {name: value})
+        name, shape, dtype = self._inputs[part]
+        wanted = f"({', '.join(map(str, ('B', *shape)))}) {dtype}"
+        if not isinstance(value, np.ndarray):
+            raise ShapeError(f"{name} of {part}: got a {type(value).__name__}, expected a numpy array {wanted}")
+        if value.ndim != 1 + len(shape) or value.shape[1:] != shape or str(value.dtype) != dtype:
+            raise ShapeError(f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected {wanted}")
+        try:
+            (output,) = self._sessions[part].run(None, {name: value})
+        except Exception as error:
+            raise ShapeError(f"{name} of {part}: onnxruntime cannot run it on these: {error}") from error
         return output
 
 
@@ -87,6 +91,18 @@ def _read_info(folder: Path) -> dict[str, Any]:
         if info.get(key) != known:
             raise CheckpointError(f"{path}: {key} is {info.get(key)!r}, this vqclip reads {known}; export it anew")
     return unsealed(path, info, data)
+
+
+def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[int, ...], str]:
+    """Name, shape without the batch, and dtype of what goes into a part."""
+    try:
+        ((name, facts),) = info["parts"][part]["inputs"].items()
+        shape, dtype = facts["shape"], facts["dtype"]
+        if not all(type(size) is int for size in shape[1:]) or not isinstance(dtype, str):
+            raise ValueError(f"shape {shape!r}, dtype {dtype!r}")
+        return name, tuple(shape[1:]), dtype
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / INFO_FILE}: does not say what goes into {part}.onnx ({error!r})") from error
 
 
 def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:

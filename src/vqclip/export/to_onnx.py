@@ -33,7 +33,9 @@ _OUTPUTS = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
-    Inputs are as in `export_program`. An export that lies there already is replaced in one stroke.
+    Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
+    renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
+    call puts that back first (`vqclip.files.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32.

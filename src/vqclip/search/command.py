@@ -1,7 +1,7 @@
 """Make an index of the codes of pictures or captions, and search it.
 
 python -m vqclip.search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
-python -m vqclip.search query --index pictures.index "a red apple" --html page.html
+python -m vqclip.search query --index pictures.index "a red apple" --images path/to/pictures --html page.html
 python -m vqclip.search query --index pictures.index --image apple.png
 """
 
@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vqclip.arguments import positive
 from vqclip.data import EvalSet, Source, decode_image
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.errors import ConfigError, DataError, VqclipError, printable
+from vqclip.errors import CheckpointError, ConfigError, DataError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.loading import load_tokenizer
 from vqclip.search.index import CodeIndex, Origin
@@ -57,19 +58,19 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--captions", help="the captions of the same")
     build.add_argument("--split", default="test", help="of labelled data (test)")
     build.add_argument("--out", type=Path, required=True, help="folder of the index")
-    build.add_argument("--batch-size", type=int, default=64, help="encoded at a time (64)")
+    build.add_argument("--batch-size", type=positive, default=64, help="encoded at a time (64)")
     build.add_argument(
         "--bad-fraction", type=float, default=0.01, help="largest share of pictures that may be left out as unusable"
     )
     query = commands.add_parser("query", help="search an index")
     query.add_argument("--tokenizer", help="the tokenizer that the index was built with (where it then was)")
-    query.add_argument("--images", help="the pictures that the index was built from (where they then were)")
+    query.add_argument("--images", help="the pictures that the index was built from; for --html")
     query.add_argument("--index", type=Path, required=True, help="folder of the index")
     query.add_argument("text", nargs="?", help="what to look for")
     query.add_argument("--image", type=Path, help="a picture to look for in place of a text")
-    query.add_argument("-k", type=int, default=24, help="results (24)")
+    query.add_argument("-k", type=positive, default=24, help="results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
-    query.add_argument("--html", type=Path, help="write a page with the pictures to this file")
+    query.add_argument("--html", type=Path, help="write a page with the pictures of --images to this file")
     return parser
 
 
@@ -138,6 +139,11 @@ def _query(options: argparse.Namespace) -> None:
     if (options.text is None) == (options.image is None):
         raise ConfigError("query: got a text and --image, or neither; expected one of them")
     index = CodeIndex.load(options.index)
+    if options.html is not None and options.images is None:
+        # An index of unknown origin could name any folder, whose pictures would then stand in a page that is shared.
+        raise ConfigError(
+            f"--images: missing, expected the pictures for --html; the index says they were {_former(index)}"
+        )
     tokenizer = options.tokenizer or index.origin.tokenizer
     if tokenizer is None:
         raise ConfigError(
@@ -151,6 +157,10 @@ def _query(options: argparse.Namespace) -> None:
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
         write_text(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _former(index: CodeIndex) -> str:
+    return "nowhere on this machine" if index.origin.pictures is None else f"in {index.origin.pictures}"
 
 
 def _local(path: str) -> str | None:
@@ -181,16 +191,23 @@ def _decoded(path: Path) -> Tensor:
         raise DataError(f"{path}: {error}", error.kind) from error
 
 
-def _hits(index: CodeIndex, found: Found, images: str | None) -> list[Hit]:
-    """The results of the first query, with their pictures."""
+def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
+    """The results of the first query, with their pictures.
+
+    Raises:
+        CheckpointError: a number of a picture that the source does not have.
+        DataError: the source is not what the index was built from.
+    """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
-    path = images or index.origin.pictures
-    if path is None:
-        return [Hit(index.names[item], score) for score, item in zip(scores, items, strict=True)]
-    source = open_pictures(path, index.origin.split)
+    source = open_pictures(images, index.origin.split)
     if source.fingerprint != index.origin.fingerprint:
-        raise DataError(f"{path}: is not what the index was built from; build it anew")
+        raise DataError(f"{images}: is not what the index was built from; build it anew")
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
+    if places and max(places) >= len(source):
+        raise CheckpointError(
+            f"index: places: got {max(places)}, expected less than {len(source)}, the pictures of {images}; build the "
+            "index anew"
+        )
     return [
         Hit(index.names[item], score, decode_image(source.read(place).image))
         for score, item, place in zip(scores, items, places, strict=True)

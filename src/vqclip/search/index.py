@@ -31,6 +31,9 @@ INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 _FORMAT = "vqclip-index"
 _FORMAT_VERSION = 1
+_MOST_CODEBOOKS = 2**16
+_MOST_TOKENS = 2**24
+"""An index that names more of either is not ours; what unpacks an item is sized by them."""
 
 
 def _is_local(path: str) -> str:
@@ -60,10 +63,10 @@ class _Header(Config):
 
     modality: str
     tokenizer_sha256: str
-    codebook_sizes: tuple[int, ...] = Field(min_length=1)
-    num_tokens: int = Field(ge=1)
+    codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=_MOST_CODEBOOKS)
+    num_tokens: int = Field(ge=1, le=_MOST_TOKENS)
     absent: bool
-    items: int = Field(ge=0)
+    items: int = Field(ge=0, le=MOST_ITEMS)
     codes: dict[str, Any]
     origin: Origin = Origin()
 
@@ -135,7 +138,11 @@ class CodeIndex:
         return self.packing.unpack(self.codes[rows])
 
     def save(self, folder: str | Path) -> None:
-        """Write ``index.json`` and ``codes.safetensors``; an index that lies there already is replaced in one stroke.
+        """Write ``index.json`` and ``codes.safetensors``.
+
+        An index that lies there already stays until the new one is whole, and is then renamed away. A kill between the
+        two renames leaves no index at ``folder`` but the former one beside it; the next `save` puts that back first
+        (`vqclip.files.replace_folder`).
 
         Raises:
             ConfigError: the folder holds something else.
@@ -241,6 +248,9 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
             problems.append(f"{codes} codes for {items} items")
         if row is not None and items and (int(row.min()) < 0 or int(row.max()) >= codes):
             problems.append(f"row: numbers outside the {codes} codes")
+        places = tensors.get("places")
+        if places is not None and items and int(places.min()) < 0:
+            problems.append(f"places: got {int(places.min())}, expected 0 or more")
         if items and (int(ends[0]) < 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) > len(tensors["names"])):
             problems.append("name_ends: not in order")
     if problems:

@@ -11,6 +11,8 @@ from html import escape
 from PIL import Image
 from torch import Tensor
 
+from vqclip.errors import printable
+
 __all__ = ["Hit", "page"]
 
 _SIDE = 160
@@ -38,7 +40,11 @@ class Hit:
 
 
 def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
-    """HTML of a grid of results, best first; pictures are drawn anew as thumbnails, all text is escaped."""
+    """HTML of a grid of results, best first; pictures are drawn anew as thumbnails, all text is escaped.
+
+    Names of files need not be text: what UTF-8 cannot hold, or a reader cannot see, is spelt out (`printable`).
+    """
+    title, notes = _text(title), _text(notes)
     items = "\n".join(_item(rank, hit) for rank, hit in enumerate(hits, start=1))
     # The policy holds even where something of the data got past the escaping.
     return f"""<!doctype html>
@@ -46,12 +52,12 @@ def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{escape(title)}</title>
+<title>{title}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
-<h1>{escape(title)}</h1>
-<p><small>{escape(notes)}</small></p>
+<h1>{title}</h1>
+<p><small>{notes}</small></p>
 <ol>
 {items}
 </ol>
@@ -60,9 +66,14 @@ def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
 """
 
 
+def _text(text: str) -> str:
+    return escape(printable(text, one_line=True))
+
+
 def _item(rank: int, hit: Hit) -> str:
-    picture = "" if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{escape(hit.name)}">'
-    return f"<li>{picture}{escape(hit.name)}<br><small>{rank}. cosine {hit.score:.3f}</small></li>"
+    name = _text(hit.name)
+    picture = "" if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{name}">'
+    return f"<li>{picture}{name}<br><small>{rank}. cosine {hit.score:.3f}</small></li>"
 
 
 def _data_uri(picture: Tensor) -> str:

@@ -51,7 +51,9 @@ class CodeSearch:
 
     The results are those of a search over all embeddings in float32, whatever the cache: with ``float16`` and ``int8``
     each row's distance from its embedding is known, so that the scores have bounds; every item that can be among the
-    best is embedded again. Scores that differ by the rounding of float32 may come in another order.
+    best is embedded again. Scores that differ by the rounding of float32 may come in another order. On CUDA this holds
+    with torch's default precision of matrix products: where TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``,
+    ``torch.set_float32_matmul_precision``), products round far more than the bounds allow for, and `search` refuses.
 
     Args:
         index: what is searched.
@@ -92,9 +94,11 @@ class CodeSearch:
             k: how many, at least 1; fewer come where there are fewer.
 
         Raises:
+            ConfigError: on CUDA, where TF32 is allowed.
             ShapeError: queries of another width or not finite, or k less than 1.
         """
         require_queries(queries, self.tokenizer.embed_dim, k)
+        _require_float32(self.tokenizer.device)
         queries = queries.float().to(self.tokenizer.device)
         if self._short is None:
             return self._scan(queries, k)
@@ -182,6 +186,15 @@ def _shortened(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor
         values = (embeddings / scales.clamp(min=1e-12)[:, None]).round().to(torch.int8)
         restored = values.float() * scales[:, None]
     return values, scales, (restored - embeddings).norm(dim=1)
+
+
+def _require_float32(device: torch.device) -> None:
+    """Raises ConfigError where products of float32 are rounded to TF32, 10 bits: `_ROUNDING` bounds float32's own."""
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        raise ConfigError(
+            f"search: got float32 matrix products of precision {torch.get_float32_matmul_precision()!r}, expected "
+            "'highest', without which results are not exact: torch.set_float32_matmul_precision('highest')"
+        )
 
 
 def require_queries(queries: Tensor, width: int, k: int) -> None:

@@ -14,8 +14,8 @@ __all__ = ["MOST_ITEMS", "best", "ranks", "scores_and_items"]
 
 _LOW = 2**32 - 1
 _MAGNITUDE = 2**31 - 1
-MOST_ITEMS = _LOW
-"""Items that can be told apart."""
+MOST_ITEMS = _MAGNITUDE
+"""What the int32 of `CodeIndex.row` can count; `ranks` could tell twice as many apart."""
 
 
 def ranks(scores: Tensor, items: Tensor) -> Tensor:

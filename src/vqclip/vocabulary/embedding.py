@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,11 @@ def mean_rows(table: Tensor, count: int, seed: int, spread: float = 0.1) -> Tens
 
     Returns:
         ``(count, H)`` in the type of ``table`` and where it is.
+
+    Raises:
+        ShapeError: more than `MAX_ROWS`, or ``table`` is no matrix.
     """
+    require_rows(count)
     mean, deviation = _moments(table)
     noise = torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (mean + spread * deviation * noise).to(table)
@@ -61,6 +66,15 @@ def projected_rows(table: Tensor, codebook: Tensor, seed: int) -> Tensor:
     return (mean + deviation * (codes / size) @ projection).to(table)
 
 
+def require_rows(count: int) -> None:
+    """Raises ShapeError for more rows than a table may have, before any is made."""
+    if not 0 <= count <= MAX_ROWS:
+        raise ShapeError(
+            f"rows: got {count} in all, expected at most {MAX_ROWS}; a Product of smaller codebooks needs fewer ids "
+            "for as many bits"
+        )
+
+
 def _moments(table: Tensor) -> tuple[Tensor, Tensor]:
     """Mean of the rows, ``(H,)``, and the root mean square of what is left, ``()``; in float64 on the CPU."""
     if table.ndim != 2 or not len(table):
@@ -84,7 +98,8 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
         A new ``nn.Embedding`` of the same settings, or the model itself, changed.
 
     Raises:
-        ShapeError: rows of another width, too many of them, a ``start`` that leaves a gap, or a module that is neither.
+        ShapeError: rows of another width, too many of them, a ``start`` that leaves a gap or would cut rows off behind
+            the new ones, or a module that is neither.
     """
     is_model = hasattr(module, "resize_token_embeddings")
     if not is_model and not isinstance(module, nn.Embedding):
@@ -95,7 +110,7 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
     _require_fit(model.get_input_embeddings().weight if is_model else model.weight, start, rows)
     if not is_model:
         return _grown(model, start, rows)
-    model.resize_token_embeddings(start + len(rows))
+    _resize_tokens(model, start + len(rows))
     _write(model.get_input_embeddings().weight, start, rows)
     output = model.get_output_embeddings()
     if output is not None and output.weight is not model.get_input_embeddings().weight:
@@ -103,15 +118,24 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
     return module
 
 
+def _resize_tokens(model: Any, count: int) -> None:
+    """Without first values from the model's own draws where it offers to leave them out: ours are written anyway."""
+    if "mean_resizing" in signature(model.resize_token_embeddings).parameters:
+        model.resize_token_embeddings(count, mean_resizing=False)
+    else:
+        model.resize_token_embeddings(count)
+
+
 def _require_fit(table: Tensor, start: int, rows: Tensor) -> None:
     if rows.ndim != 2 or rows.shape[1] != table.shape[1]:
         raise ShapeError(f"rows: got shape {tuple(rows.shape)}, expected (count, {table.shape[1]}) as the table has it")
     if not 0 <= start <= len(table):
         raise ShapeError(f"start: got {start} in a table of {len(table)} rows, expected 0 to {len(table)}")
-    if start + len(rows) > MAX_ROWS:
+    require_rows(start + len(rows))
+    if start + len(rows) < len(table):
         raise ShapeError(
-            f"rows: got {start + len(rows)} in all, expected at most {MAX_ROWS}; a Product of smaller codebooks needs "
-            "fewer ids for as many bits"
+            f"start: got {start} for {len(rows)} rows in a table of {len(table)}, expected at least "
+            f"{len(table) - len(rows)}: the last {len(table) - start - len(rows)} rows would be lost"
         )
 
 

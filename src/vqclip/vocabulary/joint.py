@@ -12,7 +12,7 @@ from torch import Tensor
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.seeds import derive_seed
 from vqclip.vocabulary.checks import require_integers, require_room
-from vqclip.vocabulary.embedding import mean_rows, projected_rows
+from vqclip.vocabulary.embedding import mean_rows, projected_rows, require_rows
 from vqclip.vocabulary.flat import FlatCodes
 
 Modality = Literal["image", "text"]
@@ -135,8 +135,9 @@ class Vocabulary:
             ``(size, H)`` in the type of ``table``.
 
         Raises:
-            ShapeError: codebooks that are not those of this vocabulary.
+            ShapeError: codebooks that are not those of this vocabulary, or more than `MAX_ROWS` new ids.
         """
+        require_rows(self.size)
         parts = [mean_rows(table, len(SPECIAL), derive_seed(seed, "special"))]
         for modality in self.modalities:
             sizes = self.codes(modality).codebook_sizes
