@@ -156,6 +156,26 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
         OnnxTokenizer(folder)
 
 
+def test_what_onnxruntime_raises_is_translated(onnx, monkeypatch):
+    tokenizer, folder = onnx
+    runtime = OnnxTokenizer(folder)
+    monkeypatch.setitem(runtime._sessions, "decode", None)
+    with pytest.raises(ShapeError, match="ids of decode: onnxruntime cannot run it on these"):
+        runtime.decode(tokenizer.encode(CAPTIONS).numpy())
+
+
+def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
+    tokenizer, folder = onnx
+    monkeypatch.setattr("vqclip.export.command.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("vqclip.export.command.open_pictures", lambda *_: None)
+    given = ["--data", "https://user:secret@example.org/{0..1}.tar?token=hidden", "--keep", "--out", str(folder)]
+    assert main(["t", "--modality", "text", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "compared on: https://" in printed
+    assert "secret" not in printed
+    assert "hidden" not in printed
+
+
 @pytest.mark.parametrize("option", [["--batch-size", "0"], ["--limit", "0"], ["--limit", "-3"]])
 def test_numbers_that_cannot_be_are_refused(option, capsys):
     with pytest.raises(SystemExit):
