@@ -429,3 +429,12 @@ def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
     for read in (facts_of, lambda path: open_shard(path, settings())):
         with pytest.raises((OSError, DataError), match="not a regular file"):
             read(path)
+
+
+def test_large_samples_have_small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written can be read again, whatever its size."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("vqclip.data.tokens.parquet._GROUP_BYTES", 8000)
+    data = TokenDataset(token_folder(tmp_path / "tokens", "parquet", (100,)))
+    assert all(same(data.record(n), expected) for n, expected in enumerate(records(0, 100)))
+    assert parquet.ParquetFile(tmp_path / "tokens" / "00000.parquet").metadata.num_row_groups > 5
