@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.models import tiny_model
+from vqclip.evaluation.codes import save_ids
 from vqclip.files import replace_folder
+from vqclip.search import CodeIndex
 
 KILLED = """
 import os, sys
@@ -67,3 +73,20 @@ def test_a_kill_at_any_rename_loses_nothing(tmp_path, number, moment):
     replace_folder(target, writing("newest"))
     assert (target / "content").read_text() == "newest"
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_tensors_are_as_readable_as_any_other_file(tmp_path, mask):
+    """safetensors' own files are for their owner alone: another user could read the configuration and no weights."""
+    model = tiny_model().build()
+    before = os.umask(mask)
+    try:
+        model.save_pretrained(tmp_path / "tokenizer")
+        ids = torch.zeros(2, 4, 1, dtype=torch.int64)
+        CodeIndex.build(model.image, ids).save(tmp_path / "index")
+        save_ids(tmp_path / "ids.safetensors", ids, (64,))
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}

@@ -7,6 +7,7 @@ from PIL import Image
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, tiny_model
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.vocabulary import DelayedCodes, Vocabulary
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
 QUANTIZERS = [FSQ, LFQ, PRODUCT, VQ, RESIDUAL]
@@ -258,3 +259,28 @@ def test_one_channel_has_nothing_to_normalize(normalize):
 def test_heads_must_divide_width():
     with pytest.raises((ConfigError, ValueError), match="heads"):
         tiny_model(image=tiny_model().image.model_dump() | {"heads": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.uint32, torch.uint64])
+def test_ids_of_any_integer_type_mean_the_same(dtype):
+    """Files hold the smallest type that fits; torch itself compares no uint16, uint32 or uint64."""
+    model = tiny_model().build().eval()
+    ids = model.image.encode(pictures(2))
+    stored = ids.to(dtype)
+    assert torch.equal(model.image.embed(stored), model.image.embed(ids))
+    assert torch.equal(model.image.decode(stored), model.image.decode(ids))
+    flat = model.image.to_vocabulary(ids)
+    assert torch.equal(model.image.to_vocabulary(stored), flat)
+    assert torch.equal(model.image.from_vocabulary(flat.to(dtype)), ids)
+    delayed = DelayedCodes(model.image.codebook_sizes)
+    assert torch.equal(delayed.from_vocabulary(delayed.to_vocabulary(stored).to(dtype)), ids)
+    both = Vocabulary(image=model.image.codebook_sizes, text=model.text.codebook_sizes)
+    assert torch.equal(both.from_vocabulary(both.to_vocabulary(stored, "image").to(dtype), "image"), ids)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(1, 4, 1), torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1)])
+def test_what_are_no_ids_is_refused(ids):
+    image = tiny_model().build().image
+    for use in (image.embed, image.decode, image.to_vocabulary):
+        with pytest.raises(ShapeError, match=r"^ids: got .*expected (integers|ids that fit int64)"):
+            use(ids)

@@ -8,9 +8,12 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from vqclip.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEMPORARY = ".tmp-"
 """How the name of what is not finished begins."""
@@ -68,6 +71,16 @@ def write_text(path: Path, text: str) -> None:
     sync(aside)
     os.replace(aside, path)
     sync_folder(path.parent)
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write with safetensors' ``save_file`` as a file of the usual mode: it makes them for their owner alone."""
+    from safetensors.torch import save_file as save
+
+    path.touch()  # the umask, and the folder's default access list, say which mode that is
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save(tensors, path, metadata=metadata)
+    path.chmod(mode)
 
 
 def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vqclip.errors import ShapeError
 
-__all__ = ["require_captions", "require_ids", "require_picture", "require_pictures"]
+__all__ = ["require_captions", "require_ids", "require_picture", "require_pictures", "whole_numbers"]
 
 
 def require_pictures(images: Any) -> list[Any]:
@@ -59,12 +60,36 @@ def require_captions(captions: Any) -> list[str]:
     return list(captions)
 
 
-def require_ids(ids: Any) -> None:
-    """Raises ShapeError for anything but a tensor."""
+def require_ids(ids: Any) -> Tensor:
+    """Ids as int64, whichever integers they are stored as.
+
+    Raises:
+        ShapeError: for anything but a tensor of integers.
+    """
     if not isinstance(ids, Tensor):
         make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
         remedy = f"; {make} makes one" if _is_array(ids) or isinstance(ids, (list, tuple)) else ""
         raise ShapeError(f"ids: got {_got(ids)}, expected an int64 tensor (B, N, C) as encode gives it{remedy}")
+    return whole_numbers("ids", ids, "(B, N, C)")
+
+
+def whole_numbers(name: str, ids: Tensor, shape: str) -> Tensor:
+    """A tensor of any integer type as int64: torch compares no others of uint16, uint32 and uint64.
+
+    Args:
+        name: what the message calls it.
+        ids: of any shape.
+        shape: what is expected, for the message.
+
+    Raises:
+        ShapeError: for booleans, fractions and complex numbers, and for uint64 beyond int64.
+    """
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
+    wide = ids.long()
+    if ids.dtype == torch.uint64 and bool((wide < 0).any()):  # wrapped around, perhaps to -1
+        raise ShapeError(f"{name}: got a uint64 number of 2^63 or more, expected ids that fit int64")
+    return wide
 
 
 def _is_array(value: Any) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError
+from vqclip.files import save_file
 from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
 
 CONFIG_FILE = "config.json"

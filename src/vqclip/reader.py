@@ -117,13 +117,15 @@ class ReadingHalf(nn.Module):
 
         None for images of which every patch is there, as in training, so that the sums are the same.
         """
-        mask = (ids >= 0).any(dim=-1)
+        mask = (require_ids(ids) >= 0).any(dim=-1)
         if self.modality != "image" or torch.compiler.is_compiling():  # looking at values would break the graph
             return mask
         return None if bool(mask.all()) else mask
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
+        """Ids ``(B, N, C)`` → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
+
+        The ids may be of any integer type.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -133,7 +135,9 @@ class ReadingHalf(nn.Module):
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)``, unit-norm: from the codes alone.
+        """Ids ``(B, N, C)`` → joint embedding ``(B, E)``, unit-norm: from the codes alone.
+
+        The ids may be of any integer type.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -175,7 +179,7 @@ class ReadingHalf(nn.Module):
         return codebook_matrix(self.quantizer, codebook)
 
     def _lookup(self, ids: Tensor) -> Tensor:
-        require_ids(ids)
+        ids = require_ids(ids)
         codebooks = len(self.codebook_sizes)
         if ids.ndim != 3 or not self.fewest_tokens <= ids.shape[1] <= self.num_tokens or ids.shape[2] != codebooks:
             tokens = f"{self.num_tokens}" if self.fewest_tokens == self.num_tokens else f"1 to {self.num_tokens}"

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.background import Staging
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
+from vqclip.files import save_file
 
 logger = logging.getLogger(__name__)
 

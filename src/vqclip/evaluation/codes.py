@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, ShapeError
+from vqclip.files import save_file
 
 _NAME, _SIZES = "ids", "codebook_sizes"
 

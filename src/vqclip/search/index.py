@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from pydantic import AfterValidator, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.files import replace_folder, require_replaceable
+from vqclip.files import replace_folder, require_replaceable, save_file
 from vqclip.fingerprint import fingerprint
 from vqclip.pretrained import ID_LAYOUT_VERSION
 from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed

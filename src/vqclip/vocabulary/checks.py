@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.inputs import whole_numbers
 
 INT64_IDS = 2**63
 """Ids that int64 can count."""
@@ -34,14 +35,19 @@ def require_room(sizes: Sequence[int], offset: int) -> None:
         )
 
 
-def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> None:
-    """Raises ShapeError for anything but a tensor of integers with ``ndim`` axes; ``shape`` is what is expected."""
+def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
+    """Integers of any type as int64.
+
+    Raises:
+        ShapeError: for anything but a tensor of integers with ``ndim`` axes; ``shape`` is what is expected.
+    """
     if not isinstance(ids, Tensor):
         raise ShapeError(
             f"{name}: got a {type(ids).__name__}, expected an int64 tensor {shape}; torch.tensor makes one"
         )
-    if ids.ndim != ndim or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+    if ids.ndim != ndim:
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
+    return whole_numbers(name, ids, shape)
 
 
 def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -50,10 +56,9 @@ def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:
     Raises:
         ShapeError: for another shape or dtype, or an id outside its codebook.
     """
-    require_integers("ids", ids, 3, f"(B, N, {len(sizes)})")
+    wide = require_integers("ids", ids, 3, f"(B, N, {len(sizes)})")
     if ids.shape[-1] != len(sizes):
         raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, N, {len(sizes)}): one id per codebook")
-    wide = ids.long()
     largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
     require_all((wide >= -1) & (wide <= largest), wide, "ids", [f"0 to {size - 1}, or -1 for none" for size in sizes])
     return wide

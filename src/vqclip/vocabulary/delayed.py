@@ -67,13 +67,12 @@ class DelayedCodes:
             ShapeError: for another shape or dtype, an id outside its codebook, or one where a stream must be padded.
         """
         codebooks = len(self.codebook_sizes)
-        require_integers("vocabulary ids", streams, 3, f"(B, N + {codebooks - 1}, {codebooks})")
+        streams = require_integers("vocabulary ids", streams, 3, f"(B, N + {codebooks - 1}, {codebooks})")
         tokens = streams.shape[1] - codebooks + 1
         if streams.shape[2] != codebooks or tokens < 0:
             raise ShapeError(
                 f"vocabulary ids: got shape {tuple(streams.shape)}, expected (B, N + {codebooks - 1}, {codebooks})"
             )
-        streams = streams.long()
         sizes = torch.tensor(self.codebook_sizes, device=streams.device)
         steps = torch.arange(streams.shape[1], device=streams.device)[:, None]
         delay = torch.arange(codebooks, device=streams.device)

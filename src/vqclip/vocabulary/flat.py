@@ -73,13 +73,13 @@ class FlatCodes:
             ShapeError: for another shape or dtype, or an id that is no code of the codebook whose place it has.
         """
         codebooks = len(self.codebook_sizes)
-        require_integers("vocabulary ids", flat, 2, f"(B, N·{codebooks})")
+        flat = require_integers("vocabulary ids", flat, 2, f"(B, N·{codebooks})")
         if flat.shape[1] % codebooks:
             raise ShapeError(
                 f"vocabulary ids: got shape {tuple(flat.shape)}, expected a multiple of {codebooks} ids a sample: one "
                 "for each codebook of a token"
             )
-        ids = flat.long().unflatten(1, (flat.shape[1] // codebooks, codebooks))
+        ids = flat.unflatten(1, (flat.shape[1] // codebooks, codebooks))
         starts = torch.tensor(self.starts, device=flat.device)
         last = torch.tensor([s + size - 1 for s, size in zip(self.starts, self.codebook_sizes, strict=True)]).to(starts)
         absent = ids == self.pad

@@ -106,7 +106,7 @@ class Vocabulary:
                 codebook whose place it has.
         """
         codes = self.codes(modality)
-        require_integers("vocabulary ids", rows, 2, f"(B, N·{len(codes.codebook_sizes)} + 2)")
+        rows = require_integers("vocabulary ids", rows, 2, f"(B, N·{len(codes.codebook_sizes)} + 2)")
         begin, end = self._marks(modality)
         columns = rows.shape[1]
         if columns < 2:
@@ -120,7 +120,7 @@ class Vocabulary:
                 f"vocabulary ids[{row}]: expected {begin} (begin_{modality}), codes, one {end} (end_{modality}) and "
                 f"nothing but {self.pad} (pad) after it; got {rows[row].tolist()[:8]}..."
             )
-        return codes.from_vocabulary(rows.long().scatter(1, place, self.pad)[:, 1:-1])
+        return codes.from_vocabulary(rows.scatter(1, place, self.pad)[:, 1:-1])
 
     def rows(self, table: Tensor, seed: int, codebooks: Mapping[Modality, Sequence[Tensor]] | None = None) -> Tensor:
         """First embeddings of the new ids, for `resize`.
