@@ -13,6 +13,7 @@ import vqclip
 from tests.models import FSQ, IDENTITY, RESIDUAL, VQ, tiny_model
 from tests.test_model import edited, rewritten
 from vqclip.errors import CheckpointError, ShapeError, VqclipError
+from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
 from vqclip.reader import CodeReader
 from vqclip.sealed import seal
@@ -132,7 +133,7 @@ def test_stored_numbers_of_tokens_are_those_of_the_tower(saved):
             load()
 
 
-def test_folders_of_format_2_are_read_whole(saved):
+def test_folders_of_format_2_are_read_whole(saved, tmp_path):
     """They did not say how many tokens there are, which the tower knows."""
     model, folder = saved
     config = json.loads((folder / "config.json").read_text())
@@ -142,10 +143,10 @@ def test_folders_of_format_2_are_read_whole(saved):
     (folder / "config.json").write_bytes(seal(config | {"format_version": 2}))
     whole = vqclip.load_tokenizer(folder, "text")
     assert torch.equal(whole.encode(CAPTIONS), model.text.encode(CAPTIONS))
-    with pytest.raises(CheckpointError, match=r"does not say how many tokens.*encode=True and save it again"):
+    with pytest.raises(CheckpointError, match=r"does not say how many tokens.*CLIP.from_pretrained.*a new folder"):
         vqclip.load_tokenizer(folder, "text", encode=False)
-    whole.save_pretrained(folder)
-    assert vqclip.load_tokenizer(folder, "text", encode=False).num_tokens == 12
+    CLIP.from_pretrained(folder).save_pretrained(tmp_path / "new")
+    assert vqclip.load_tokenizer(tmp_path / "new", "text", encode=False).num_tokens == 12
 
 
 def test_a_reader_without_codes_says_so(tmp_path):
@@ -189,3 +190,9 @@ def test_what_reading_and_encoding_import(saved, modality, library):
     packages = {name.split(".")[0] for name in encoding} - {"vqclip", "torchvision", "PIL"}
     assert sorted(name for name in packages if not name.startswith("_")) == []
     assert sorted(name for name in read | encoding if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
+
+
+def test_a_reader_has_no_fingerprint(saved):
+    """It covers the tower, which a reader does not have."""
+    with pytest.raises(VqclipError, match=r"has no fingerprint.*to build or search an index"):
+        fingerprint(readers(saved[1])["text"])

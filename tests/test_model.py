@@ -270,3 +270,56 @@ def test_one_entry_names_both_towers():
     other = {"kind": "open_clip", "model": "ViT-B-32"}
     with pytest.raises(ValueError, match=r"got both towers and text.tower, which differ"):
         ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts | {"tower": other}})
+
+
+def contents(folder):
+    return {path.name: facts_of(path) for path in folder.iterdir()}
+
+
+def test_saving_drops_nothing_without_a_word(saved, tmp_path):
+    """One modality over both, over another model, and over a tokenizer that lies beside something else."""
+    model, folder = saved
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text('{"model_type": "clip"}')
+    beside = tmp_path / "beside"
+    model.image.save_pretrained(beside)
+    (beside / "notes.txt").write_text("mine")
+    for place, message in (
+        (folder, r"tokenizer of modality 'text'.*name another folder, or save both.*CLIP\.save_pretrained"),
+        (foreign, r"another model's config\.json"),
+        (beside, r"holds notes\.txt beside a tokenizer"),
+    ):
+        before = contents(place)
+        with pytest.raises(ConfigError, match=message):
+            model.image.save_pretrained(place)
+        assert contents(place) == before
+
+
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
+    model = tiny_model().build()
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained(".")
+    assert sorted(contents(tmp_path)) == ["config.json", "model.safetensors"]
+    with pytest.raises(ConfigError, match="is the working folder"):
+        model.save_pretrained(".")
+
+
+def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+    model, _ = saved
+    folder = tmp_path / "image"
+    model.image.save_pretrained(folder)
+    (folder / "README.md").write_text("the card of the former one")
+    before = contents(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("vqclip.pretrained.seal_folder", lambda *_: (_ for _ in ()).throw(OSError("No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            model.image.save_pretrained(folder)
+    assert contents(folder) == before
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    model.save_pretrained(link)  # both in place of one
+    assert link.is_symlink()
+    assert sorted(contents(folder)) == ["config.json", "model.safetensors"]
+    assert torch.equal(CLIP.from_pretrained(folder).logit_scale, model.logit_scale)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -110,7 +110,8 @@ def _read_section(path: Path, modality: Modality) -> StoredReader:
     if "num_tokens" not in section:
         raise CheckpointError(
             f"{where}: does not say how many tokens there are, as folders of format 2 do not; expected one of format "
-            "3: load it with encode=True and save it again"
+            "3: load both tokenizers with vqclip.model.CLIP.from_pretrained(folder) and save_pretrained them to a new "
+            "folder, or give the finished run's command again"
         )
     try:
         return StoredReader.model_validate({k: v for k, v in section.items() if k not in ENCODING_KEYS})

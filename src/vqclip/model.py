@@ -14,7 +14,7 @@ from vqclip.config import Config
 from vqclip.errors import CheckpointError
 from vqclip.folder import build_filled, read_folder
 from vqclip.hub import push_saved
-from vqclip.pretrained import resolve, write_folder
+from vqclip.pretrained import resolve, save_folder
 from vqclip.quantizers import Quantizer
 from vqclip.temperature import TemperatureConfig
 from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, tower_errors_in
@@ -125,8 +125,14 @@ class CLIP(nn.Module):
         self.logit_scale.clamp_(max=math.log(self.config.temperature.max))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read."""
-        write_folder(Path(folder), self.section(), self.state_dict())
+        """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read.
+
+        What lies there is replaced in one stroke, with its card.
+
+        Raises:
+            ConfigError: the folder holds another model, or a tokenizer beside other files, which would be lost.
+        """
+        save_folder(folder, self.section(), self.state_dict())
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None

@@ -14,8 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vqclip.errors import CheckpointError
-from vqclip.files import save_file
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.files import replace_folder, restore_folder, save_file
 from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
 
 CONFIG_FILE = "config.json"
@@ -29,11 +29,48 @@ _READABLE = (2, FORMAT_VERSION)
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
 _HEADER = ("format", "format_version", "id_layout", "weights")
+_MODALITIES = ("image", "text")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 
+def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """`write_folder` in one stroke: a tokenizer that lies there is replaced, with its card, or stays as it was.
+
+    Raises:
+        ConfigError: what lies there would be lost: a tokenizer of another modality, another model, or other files.
+        CheckpointError: the configuration that lies there is damaged.
+    """
+    target = Path(folder).resolve()  # renaming a link would leave what it points to
+    restore_folder(target)
+    if not target.exists():
+        replace_folder(target, lambda aside: write_folder(aside, config, state))
+    elif not (target / CONFIG_FILE).exists():  # no tokenizer before the configuration is there, which comes last
+        write_folder(target, config, state)
+    else:
+        _require_nothing_lost(target, config)
+        replace_folder(target, lambda aside: write_folder(aside, config, state))
+
+
+def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
+    """Raises ConfigError unless ``folder`` holds a tokenizer that ``config`` is to stand in place of, and no more."""
+    stored, _ = read_json(folder / CONFIG_FILE)
+    if stored.get("format") != "vqclip":
+        raise ConfigError(f"{folder}: holds another model's {CONFIG_FILE}, which would be lost; name another folder")
+    if others := [name for name in _MODALITIES if stored.get(name) is not None and name not in config]:
+        raise ConfigError(
+            f"{folder}: holds a tokenizer of modality {others[0]!r}, which would be lost; name another folder, or "
+            "save both into one with vqclip.model.CLIP.save_pretrained"
+        )
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in FILES):
+        raise ConfigError(
+            f"{folder}: holds {', '.join(foreign[:5])} beside a tokenizer, which would be lost; name another folder"
+        )
+    if Path.cwd().is_relative_to(folder):
+        raise ConfigError(f"{folder}: is the working folder, which cannot be replaced; name another folder")
+
+
 def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing."""
+    """Write ``config`` (JSON-able) and ``state`` to ``folder``, made if missing; `save_folder` loses nothing there."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_as_stored(state), folder / WEIGHTS_FILE)
     seal_folder(folder, config)

@@ -211,6 +211,13 @@ class CodeReader(ReadingHalf):
         self.modality = modality
         self.config = config
 
+    def section(self) -> NoReturn:
+        """Raises VqclipError: `vqclip.fingerprint`, by which an index knows its tokenizer, covers the tower too."""
+        raise VqclipError(
+            "this tokenizer was loaded with encode=False and has no fingerprint, which covers the tower; expected "
+            f'load_tokenizer(folder, modality="{self.modality}") to build or search an index'
+        )
+
     def encode(self, inputs: Any) -> NoReturn:
         """Raises VqclipError: there is no tower to encode with."""
         raise VqclipError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vqclip.errors import ConfigError
 from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
-from vqclip.pretrained import write_folder
+from vqclip.pretrained import save_folder
 from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
 from vqclip.quantizers import Stats
 from vqclip.quantizers.checks import check_channels
@@ -108,9 +108,16 @@ class Tokenizer(ReadingHalf, ABC):
         return self.quantizer.encode(*self.features(inputs)).contiguous()  # as safetensors wants what it stores
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads."""
+        """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads.
+
+        One that lies there is replaced in one stroke, with its card.
+
+        Raises:
+            ConfigError: the folder holds a tokenizer of the other modality, another model, or a tokenizer beside other
+                files, which would be lost.
+        """
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
-        write_folder(Path(folder), {self.modality: self.section()}, state)
+        save_folder(folder, {self.modality: self.section()}, state)
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
