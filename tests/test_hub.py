@@ -114,3 +114,11 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
         match=r"(?s)^somebody/model \(revision 'v2'\): neither a folder here nor .* in its cache: .*copy",
     ):
         vqclip.load_tokenizer("somebody/model", "text", revision="v2")
+
+
+def test_a_link_is_not_followed_to_the_hub(tmp_path):
+    tiny_model().build().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "tokenizer" / "README.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"README\.md: is a link"):
+        push_folder(tmp_path / "tokenizer", "somebody/model")

@@ -39,6 +39,9 @@ def push_folder(
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"hub: got the name {name!r}, expected owner/name")
+    for path in (Path(folder) / file for file in FILES):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"{path}: is a link or no regular file, expected a file; cp -rL copies them")
     read_config(Path(folder))
     from huggingface_hub import HfApi
 
