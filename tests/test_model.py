@@ -323,3 +323,11 @@ def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatc
     assert sorted(contents(folder)) == ["config.json", "model.safetensors"]
     assert torch.equal(CLIP.from_pretrained(folder).logit_scale, model.logit_scale)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_home_folder_is_spelt_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    built = tiny_model().build()
+    built.save_pretrained("~/mine")
+    assert (tmp_path / "mine" / "config.json").is_file()
+    assert vqclip.load_tokenizer("~/mine", modality="image").num_tokens == built.image.num_tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 from vqclip.card import card as bare_card
 from vqclip.errors import CheckpointError
 from vqclip.files import write_text
-from vqclip.pretrained import CARD_FILE, FILES, read_config
+from vqclip.pretrained import CARD_FILE, FILES, home_expanded, read_config
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -39,10 +39,11 @@ def push_folder(
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"hub: got the name {name!r}, expected owner/name")
-    for path in (Path(folder) / file for file in FILES):
+    folder = home_expanded(folder)
+    for path in (folder / file for file in FILES):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise CheckpointError(f"{path}: is a link or no regular file, expected a file; cp -rL copies them")
-    read_config(Path(folder))
+    read_config(folder)
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -6,6 +6,7 @@ under its name (``image.``, ``text.``), so that one modality is read without the
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,11 @@ _MODALITIES = ("image", "text")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 
+def home_expanded(folder: str | Path) -> Path:
+    """A path with ``~`` and ``~user`` spelt out; as it is where there is no such user."""
+    return Path(os.path.expanduser(folder))
+
+
 def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
     """`write_folder` in one stroke: a tokenizer that lies there is replaced, with its card, or stays as it was.
 
@@ -40,7 +46,7 @@ def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Ten
         ConfigError: what lies there would be lost: a tokenizer of another modality, another model, or other files.
         CheckpointError: the configuration that lies there is damaged.
     """
-    target = Path(folder).resolve()  # renaming a link would leave what it points to
+    target = home_expanded(folder).resolve()  # renaming a link would leave what it points to
     restore_folder(target)
     if not target.exists():
         replace_folder(target, lambda aside: write_folder(aside, config, state))
@@ -211,7 +217,7 @@ def resolve(folder: str | Path, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: a name that is neither, a hub that cannot be reached, or a revision of a folder here.
     """
-    path = Path(folder)
+    path = home_expanded(folder)
     if path.exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
         if revision is not None:
             raise CheckpointError(

@@ -19,6 +19,7 @@ from vqclip.config import Config
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.files import replace_folder, require_replaceable, save_file
 from vqclip.fingerprint import fingerprint
+from vqclip.inputs import require_ids
 from vqclip.pretrained import ID_LAYOUT_VERSION
 from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
 from vqclip.search.packing import Packing
@@ -115,6 +116,7 @@ class CodeIndex:
         Raises:
             ShapeError: ids that are not this tokenizer's, or another number of names.
         """
+        ids = require_ids(ids)
         names = [str(number) for number in range(len(ids))] if names is None else list(names)
         if len(names) != len(ids) or len(ids) > MOST_ITEMS:
             raise ShapeError(f"names: got {len(names)} for {len(ids)} items, expected as many, at most {MOST_ITEMS}")
