@@ -1,6 +1,6 @@
 """Search a folder of pictures with words, in an index that holds the pictures' ids and nothing else.
 
-    python examples/search_pictures.py runs/captions/tokenizer data/captions_noto_emoji/val "red heart" "black cat"
+    python examples/search_pictures.py runs/captions/tokenizer data/captions_noto_emoji/val "hamster" "family"
     python examples/search_pictures.py runs/captions/tokenizer ~/pictures "a boat" --out boats
 
 The pictures are a folder of files (in subfolders too), or shards. Every query gets a page of HTML in the folder
