@@ -276,6 +276,18 @@ def test_other_losses_under_ddp(ranks, loss, impl, sizes, micro_batches):
         assert_alike(found, expected, 1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(6, 6), (7, 5), (12, 0), (5, 3, 4), (7, 0, 5), (3, 3, 3, 3), (5, 1, 4, 2)])
+@pytest.mark.parametrize("impl", ["tiled", "ring", "gather"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_on_any_ranks_in_any_parts(ranks, loss, impl, sizes, micro_batches):
+    expected = steps(PRODUCT, loss=loss, impl="gather")
+    job = functools.partial(steps, loss=loss, impl=impl)
+    for found in ranks(len(sizes), job, PRODUCT, sizes, micro_batches):
+        assert_alike(found, expected, 1e-9)
+
+
 def collectives_of_a_step(micro_batches):
     model, step = model_and_step(BUSY_RESIDUAL, loss="sigmoid", micro_batches=micro_batches)
     step(batch_number(0, model, (6, 6)), 0)
