@@ -260,7 +260,7 @@ def test_the_fingerprint_is_of_configuration_and_weights(tmp_path):
 
 def test_command_names_its_errors(tmp_path, capsys):
     assert main([str(tmp_path / "none"), "--modality", "image", "--out", str(tmp_path / "onnx")]) == 2
-    assert "error: " in capsys.readouterr().err
+    assert "vqclip export: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

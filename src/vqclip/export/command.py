@@ -9,7 +9,6 @@ Without --data the inputs of the comparison are drawn: noise, or captions of a f
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer, example_inputs
 from vqclip.export.to_onnx import export_onnx
 from vqclip.loading import load_tokenizer
+from vqclip.logs import tell_error
 from vqclip.tokenizer import ImageTokenizer
 
 _DRAWN = 64
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (VqclipError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error("vqclip export", error, masked)
         return 2
     return 0
 

@@ -8,7 +8,6 @@ python -m vqclip.search query --index pictures.index --image apple.png
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from vqclip.arguments import positive
-from vqclip.data import EvalSet, Source, decode_image
+from vqclip.data import EvalSet, Source, decode_image, masked
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import CheckpointError, ConfigError, DataError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.loading import load_tokenizer
+from vqclip.logs import tell_error
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _build(options) if options.command == "build" else _query(options)
     except (VqclipError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error("vqclip search", error, masked)
         return 2
     return 0
 
