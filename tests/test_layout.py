@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("arguments", "card", "errors", "file_locks", "memory", "progress", "seeds", "stacks"),
+    ("arguments", "bounds", "card", "errors", "file_locks", "memory", "progress", "seeds", "stacks"),
     ("files",),
     ("fingerprint", "inputs", "logs", "precision", "sealed", "signals"),
     ("_config_yaml",),

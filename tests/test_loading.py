@@ -125,6 +125,74 @@ def test_a_reader_is_loaded_strictly(saved, damage, message):
         vqclip.load_tokenizer(folder, "image", encode=False)
 
 
+def set_each(**values):
+    """A damage to the sections of both modalities."""
+    return edited(lambda config: [config[name].update(values) for name in ("image", "text")])
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+@pytest.mark.parametrize("encode", [True, False])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            rewritten(lambda state: state.update(stray=torch.zeros(1))),
+            "does not fit its config.json: unexpected stray$",
+        ),
+        (rewritten(lambda state: state.update({"imagery.x": torch.zeros(1)})), "unexpected imagery.x$"),
+        (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
+        (set_each(num_tokens=10**12), "num_tokens: Input should be less than or equal to 1048576"),
+        (set_each(embed_dim=10**9), "embed_dim: Input should be less than or equal to 65536"),
+        (set_each(width=2**17), "width: Input should be less than or equal to 65536"),
+        (set_each(depth=2**20), "depth: Input should be less than or equal to 1024"),
+        (set_each(quantizer=VQ | {"dim": 10**9}), "vq.dim: Input should be less than or equal to 65536"),
+        (
+            set_each(quantizer=RESIDUAL | {"depth": 10**9}),
+            "residual.depth: Input should be less than or equal to 65536",
+        ),
+        (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
+        (set_each(fewest_tokens=0), "fewest_tokens: Input should be greater than or equal to 1"),
+        (set_each(num_tokens=None), r"config.json: image.num_tokens: got none, expected a number.* format 2 alone"),
+        (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: got none, expected a num"),
+    ],
+)
+def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, message, modality, encode):
+    _, folder = saved
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        vqclip.load_tokenizer(folder, modality, encode=encode)
+
+
+@pytest.mark.parametrize("encode", [True, False])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_tokens": 2**20}, r"image.pool.position: got shape \(4, 16\), expected \(1048576, 16\)"),
+        ({"embed_dim": 2**16}, r"image.pool.head.weight: got shape \(16, 16\), expected \(65536, 16\)"),
+        ({"width": 2**16}, r"image.pool.attention.query.weight: got shape \(16, 16\), expected \(65536, 65536\)"),
+        ({"depth": 2**10}, r"missing image.pool.blocks.1.mlp.0.weight"),
+    ],
+)
+def test_sizes_are_compared_with_the_weights_before_anything_is_built(saved, monkeypatch, encode, values, message):
+    """Or memory is taken for whatever the configuration asks for."""
+    _, folder = saved
+    set_each(**values)(folder)
+    monkeypatch.setattr("vqclip.reader.PooledEmbedding", lambda *sizes: pytest.fail(f"built: {sizes}"))
+    with pytest.raises(CheckpointError, match=message):
+        vqclip.load_tokenizer(folder, "image", encode=encode)
+
+
+def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
+    model, _ = saved
+    model.text.save_pretrained(tmp_path / "text")
+    rewritten(lambda state: state.update({"image.x": torch.zeros(1), "logit_scale": torch.zeros(())}))(
+        tmp_path / "text"
+    )
+    for encode in (True, False):
+        with pytest.raises(CheckpointError, match="unexpected image.x; unexpected logit_scale"):
+            vqclip.load_tokenizer(tmp_path / "text", "text", encode=encode)
+
+
 def test_stored_numbers_of_tokens_are_those_of_the_tower(saved):
     _, folder = saved
     edited(lambda c: c["text"].update(fewest_tokens=2))(folder)

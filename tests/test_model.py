@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import FSQ, LFQ, tiny_model
+from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.sealed import facts_of, seal
@@ -202,6 +202,28 @@ def test_errors_of_towers_name_the_key_that_was_written():
     tree["text"]["tower"] = {"kind": "open_clip", "model": "ViT-B-61"}
     with pytest.raises(ConfigError, match=r"^model\.text\.tower\.model: "):
         ModelConfig.model_validate(tree).build()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "most"),
+    [
+        ((), "embed_dim", 2**16),
+        (("image",), "width", 2**16),
+        (("text",), "depth", 2**10),
+        (("text", "tower"), "width", 2**16),
+        (("text", "tower"), "layers", 2**10),
+        (("image", "quantizer"), "codebooks", 2**16),
+    ],
+)
+def test_models_of_absurd_sizes_are_refused(section, key, most):
+    """Before memory is taken for them."""
+    tree = tiny_model(PRODUCT).model_dump()
+    part = tree
+    for name in section:
+        part = part[name]
+    part[key] = most + 1
+    with pytest.raises(ValueError, match=rf"{key}\n.*less than or equal to {most} "):
+        ModelConfig.model_validate(tree)
 
 
 def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 from torch import nn
 
+from vqclip.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.pretrained import CONFIG_FILE, load_weights, read_config
+from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, require_header
 from vqclip.temperature import TemperatureConfig
 from vqclip.tokenizer import (
     ImageTokenizer,
@@ -31,12 +32,14 @@ TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokeniz
 
 
 class _Stored(Config):
-    embed_dim: int = Field(ge=2)
+    embed_dim: EmbedDim
     """E, width of the joint embedding."""
-    num_tokens: int | None = None
+    num_tokens: NumTokens | None = None
     """N, which the tower knows as well; null in folders of format 2."""
-    fewest_tokens: int | None = None
+    fewest_tokens: NumTokens | None = None
     """How few of them a batch may come with; null in folders of format 2."""
+
+    _fewest_within_tokens = model_validator(mode="after")(fewest_within_tokens)
 
     def _built_from(self, schema: type[TokenizerConfigT]) -> TokenizerConfigT:
         return schema.model_validate(self.model_dump(exclude=set(_Stored.model_fields))).architecture()
@@ -104,22 +107,36 @@ class FolderConfig(Config):
             raise ValueError("got a temperature with fewer than two tokenizers; expected none")
         return self
 
+    def parts(self) -> list[str]:
+        """The keys that are here."""
+        return [name for name in FolderConfig.model_fields if getattr(self, name) is not None]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights that show the sizes given here; see `ReadingConfig.shapes`."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, part in (("image", self.image), ("text", self.text)):
+            if part is not None:
+                shapes |= part.shapes(f"{name}.", part.num_tokens, part.embed_dim)
+        return shapes
+
     def held(self) -> str:
         """The modalities that are here, in words."""
         return ", ".join(name for name in ("image", "text") if getattr(self, name) is not None) or "no"
 
 
 def read_folder(path: Path) -> FolderConfig:
-    """Read ``config.json`` strictly.
+    """Read ``config.json`` strictly, and compare the weights' header with it.
 
     Raises:
         CheckpointError: when it is missing, not ours, of another version, or not what it should be.
     """
     try:
-        return FolderConfig.model_validate(read_config(path))
+        config = FolderConfig.model_validate(read_config(path))
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise CheckpointError(f"{path / CONFIG_FILE}: " + "; ".join(problems)) from error
+    require_header(path, config.parts(), config.shapes())
+    return config
 
 
 @torch.inference_mode(False)  # so that what is loaded in inference mode can be used outside of it

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError, model_validator
 
+from vqclip.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, resolve
+from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, require_header, resolve
 from vqclip.reader import ENCODING_KEYS, ENCODING_PARTS, CodeReader, ReadingConfig
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ _PARTS = ("image", "text", "temperature")
 class StoredReader(ReadingConfig):
     """A tokenizer's section without what says how ids are made."""
 
-    embed_dim: int = Field(ge=2)
+    embed_dim: EmbedDim
     """E, width of the joint embedding."""
-    num_tokens: int = Field(ge=1)
+    num_tokens: NumTokens
     """N."""
-    fewest_tokens: int = Field(ge=1)
+    fewest_tokens: NumTokens
     """How few of them a batch may come with."""
+
+    _fewest_within_tokens = model_validator(mode="after")(fewest_within_tokens)
 
     def build(self, modality: Modality) -> CodeReader:
         """Make the reader with random weights."""
@@ -96,7 +99,10 @@ def _load_reader(path: Path, modality: Modality) -> CodeReader:
 
 
 def _read_section(path: Path, modality: Modality) -> StoredReader:
-    """One tokenizer's section of ``config.json``, strictly but for the keys that only encoding needs."""
+    """One tokenizer's section of ``config.json``, strictly but for the keys that only encoding needs.
+
+    The weights' header is compared with it.
+    """
     config = read_config(path)
     where = path / CONFIG_FILE
     if surplus := sorted(set(config) - set(_PARTS)):
@@ -114,7 +120,10 @@ def _read_section(path: Path, modality: Modality) -> StoredReader:
             "folder, or give the finished run's command again"
         )
     try:
-        return StoredReader.model_validate({k: v for k, v in section.items() if k not in ENCODING_KEYS})
+        stored = StoredReader.model_validate({k: v for k, v in section.items() if k not in ENCODING_KEYS})
     except ValidationError as error:
-        problems = (f"{modality}.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        problems = (f"{'.'.join(map(str, (modality, *e['loc'])))}: {e['msg']}" for e in error.errors(include_url=False))
         raise CheckpointError(f"{where}: " + "; ".join(problems)) from error
+    shapes = stored.shapes(f"{modality}.", stored.num_tokens, stored.embed_dim)
+    require_header(path, [name for name in _PARTS if config.get(name) is not None], shapes)
+    return stored

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
+from vqclip.bounds import EmbedDim
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
 from vqclip.folder import build_filled, read_folder
@@ -35,7 +36,7 @@ class ModelConfig(Config):
 
     towers: BothTowersConfig | None = None
     """Both towers at once; `image.tower` and `text.tower` are then left out."""
-    embed_dim: int = Field(256, ge=2)
+    embed_dim: EmbedDim = 256
     """E, width of the joint embedding."""
     image: ImageTokenizerConfig
     """The image tokenizer."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
 _HEADER = ("format", "format_version", "id_layout", "weights")
 _MODALITIES = ("image", "text")
+_TEMPERATURE = ("logit_scale", "logit_bias")
+_COUNTS = ("num_tokens", "fewest_tokens")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 
@@ -137,6 +140,8 @@ def read_config(folder: Path) -> dict[str, Any]:
                 f"{path}: {key} is {config.get(key)!r}, this vqclip reads {reads}; install a newer one"
             )
     config = unsealed(path, config, data)
+    if config["format_version"] == FORMAT_VERSION:
+        _require_counts(path, config)
     try:
         weights = Facts(**config["weights"])
     except (KeyError, TypeError) as error:
@@ -149,6 +154,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _HEADER}
 
 
+def _require_counts(path: Path, config: dict[str, Any]) -> None:
+    for name in _MODALITIES:
+        section = config.get(name)
+        for key in _COUNTS:
+            if isinstance(section, dict) and section.get(key) is None:
+                raise CheckpointError(
+                    f"{path}: {name}.{key}: got none, expected a number, which folders of format 2 alone may lack; "
+                    "write the folder anew with save_pretrained"
+                )
+
+
 def _pickles(folder: Path) -> str:
     """What to say of files that could hold a pickle, if there are any."""
     if not folder.is_dir():
@@ -157,10 +173,56 @@ def _pickles(folder: Path) -> str:
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
+@contextmanager
+def _weights(path: Path) -> Iterator[Any]:
+    """The open file of weights; what is wrong with it is a CheckpointError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
+
+
+def require_header(folder: Path, parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare what the weights' header says with the configuration, before memory is taken for what that asks for.
+
+    Args:
+        folder: the tokenizer folder.
+        parts: those of ``config.json`` that are there; every tensor must be of one, also of one that is not loaded.
+        shapes: of some tensors, by their names in the folder.
+
+    Raises:
+        CheckpointError: for a missing or damaged file, a tensor of no part, and a missing or wrongly shaped one.
+    """
+    path = folder / WEIGHTS_FILE
+    modalities = tuple(f"{name}." for name in _MODALITIES if name in parts)
+    others = _TEMPERATURE if "temperature" in parts else ()
+    with _weights(path) as file:
+        names = list(file.keys())
+        got = {name: tuple(file.get_slice(name).get_shape()) for name in names if name in shapes}
+    problems = [f"unexpected {name}" for name in names if not name.startswith(modalities) and name not in others]
+    problems += [f"missing {name}" for name in shapes if name not in got]
+    problems += [_misshapen(name, got[name], shapes[name]) for name in got if got[name] != shapes[name]]
+    _require_none(path, problems)
+
+
+def _misshapen(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"{name}: got shape {got}, expected {expected}"
+
+
+def _require_none(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
+
+
 def load_weights(
     folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False, without: tuple[str, ...] = ()
 ) -> None:
     """Load the tensors under ``prefix`` into ``module``, bit for bit: every one, and no other.
+
+    Of the rest of the folder `require_header` knows.
 
     Args:
         folder: the tokenizer folder.
@@ -173,24 +235,17 @@ def load_weights(
         CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped or typed tensors.
     """
     path = folder / WEIGHTS_FILE
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-            left_out = tuple(f"{prefix}{part}." for part in without)
-            names = [name for name in names if not name.startswith(left_out)]
-            state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
+    left_out = tuple(f"{prefix}{part}." for part in without)
+    with _weights(path) as file:
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        names = [name for name in names if not name.startswith(left_out)]
+        state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]
         if floats:  # the commonest: codebooks stay in float32 when all else is rounded
             module.to(Counter(floats).most_common(1)[0][0])
-    problems = misfits(module.state_dict(), state, prefix)
-    if problems:
-        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))
+    _require_none(path, misfits(module.state_dict(), state, prefix))
     module.load_state_dict(state, strict=True)
 
 
@@ -201,7 +256,7 @@ def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix:
     both = [(name, state[name], expected[name]) for name in expected if name in state]
     for name, got, want in both:
         if got.shape != want.shape:
-            problems.append(f"{prefix}{name}: got shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+            problems.append(_misshapen(f"{prefix}{name}", tuple(got.shape), tuple(want.shape)))
         if got.dtype != want.dtype:  # load_state_dict would round without a word
             problems.append(f"{prefix}{name}: got dtype {got.dtype}, expected {want.dtype}")
     return problems

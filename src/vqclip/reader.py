@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.attention import heads_divide_width
+from vqclip.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.config import Config
 from vqclip.errors import ShapeError, VqclipError
 from vqclip.inputs import require_ids
@@ -35,11 +36,11 @@ class ReadingConfig(Config):
 
     quantizer: QuantizerConfig
     """What turns features into codes."""
-    width: int = Field(256, ge=8)
+    width: int = Field(256, ge=8, le=MAX_WIDTH)
     """D, width of the vectors that are rebuilt from the codes."""
     heads: int = Field(4, ge=1)
     """Attention heads after the quantizer; must divide `width`."""
-    depth: int = Field(1, ge=0)
+    depth: int = Field(1, ge=0, le=MAX_LAYERS)
     """Transformer blocks between the codes and the pooling."""
     project_out: ProjectionConfig = LinearProjectionConfig()
     """From the codes to `width`."""
@@ -52,6 +53,20 @@ class ReadingConfig(Config):
         """What follows the quantizer: ``project_out`` and ``pool``, with random weights."""
         project_out = Projection(*self.project_out.layers(quantizer.dim, self.width))
         return project_out, PooledEmbedding(num_tokens, self.width, embed_dim, self.heads, self.depth)
+
+    def shapes(self, prefix: str, num_tokens: int | None, embed_dim: int) -> dict[str, tuple[int, ...]]:
+        """Weights that show these sizes, by their names in a folder, which is judged by them before anything is built.
+
+        Args:
+            prefix: how the names begin.
+            num_tokens: N; None where it is not known.
+            embed_dim: E.
+        """
+        width = self.width
+        position = {} if num_tokens is None else {"position": (num_tokens, width)}
+        blocks = {f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)}
+        pooling = {"attention.query.weight": (width, width), "head.weight": (embed_dim, width)}
+        return {f"{prefix}pool.{name}": shape for name, shape in (position | blocks | pooling).items()}
 
 
 class ReadingHalf(nn.Module):

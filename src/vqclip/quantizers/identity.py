@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
+from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers.base import Quantizer
@@ -40,7 +41,7 @@ class IdentityConfig(Config):
     """No quantization: the continuous baseline."""
 
     kind: Literal["identity"] = "identity"
-    dim: Annotated[int, Field(ge=1)]
+    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """Width of the vectors."""
 
     def build(self) -> Identity:

@@ -8,6 +8,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
+from vqclip.bounds import MAX_CODEBOOKS
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
@@ -107,7 +108,7 @@ class ProductConfig(Config):
     kind: Literal["product"] = "product"
     layer: QuantizerConfig
     """The quantizer of each codebook; its width times ``codebooks`` is the whole width."""
-    codebooks: Annotated[int, Field(ge=1)]
+    codebooks: Annotated[int, Field(ge=1, le=MAX_CODEBOOKS)]
     """Number of codebooks, and so of ids per token."""
 
     def build(self) -> Product:

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from vqclip.bounds import MAX_CODEBOOKS
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
@@ -230,7 +231,7 @@ class ResidualConfig(Config):
     kind: Literal["residual"] = "residual"
     layer: QuantizerConfig
     """The quantizer of every stage."""
-    depth: Annotated[int, Field(ge=1)]
+    depth: Annotated[int, Field(ge=1, le=MAX_CODEBOOKS)]
     """Number of stages, and so of ids per codebook of the layer."""
     dropout: bool = False
     """In training, let only the first few stages count, a number drawn for every step."""

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.quantizers.checks import checked_weights
@@ -74,7 +75,7 @@ class SimVQConfig(Config):
     """Vector quantization with a frozen table of codes behind a learned linear layer."""
 
     kind: Literal["simvq"] = "simvq"
-    dim: Annotated[int, Field(ge=1)]
+    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """Width of the vectors."""
     codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
     """Number of codes."""

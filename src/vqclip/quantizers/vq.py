@@ -12,6 +12,7 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
@@ -281,7 +282,7 @@ class VQConfig(Config):
     """Vector quantization: a table of codes that follow the vectors."""
 
     kind: Literal["vq"] = "vq"
-    dim: Annotated[int, Field(ge=1)]
+    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
     """Width of the vectors and codes."""
     codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
     """Number of codes."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vqclip.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.files import replace_folder, require_replaceable, save_file
@@ -32,9 +33,6 @@ INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 _FORMAT = "vqclip-index"
 _FORMAT_VERSION = 1
-_MOST_CODEBOOKS = 2**16
-_MOST_TOKENS = 2**24
-"""An index that names more of either is not ours; what unpacks an item is sized by them."""
 
 
 def _is_local(path: str) -> str:
@@ -64,8 +62,8 @@ class _Header(Config):
 
     modality: str
     tokenizer_sha256: str
-    codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=_MOST_CODEBOOKS)
-    num_tokens: int = Field(ge=1, le=_MOST_TOKENS)
+    codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=MAX_CODEBOOKS)
+    num_tokens: NumTokens
     absent: bool
     items: int = Field(ge=0, le=MOST_ITEMS)
     codes: dict[str, Any]

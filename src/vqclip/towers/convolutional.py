@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
 from vqclip.towers.image import ImageTower
 from vqclip.towers.pixels import Normalize
@@ -54,7 +55,7 @@ class ConvolutionalTowerConfig(Config):
     kind: Literal["convolutional"] = "convolutional"
     image_size: int = Field(ge=8, le=4096)
     """Height and width of the input in pixels; a multiple of 2^stages."""
-    channels: list[Annotated[int, Field(ge=1)]] = Field([32, 64, 128, 192], min_length=1, max_length=8)
+    channels: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field([32, 64, 128, 192], min_length=1, max_length=8)
     """Channels of each stage; there are (image_size / 2^stages)² tokens."""
     channels_per_group: int = Field(4, ge=1)
     """Channels that are normalised together; must divide every entry of `channels`."""

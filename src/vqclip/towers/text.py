@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.attention import heads_divide_width
+from vqclip.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.inputs import require_captions
@@ -133,11 +134,11 @@ class TransformerTowerConfig(Config):
     kind: Literal["transformer"] = "transformer"
     context_length: int = Field(32, ge=4, le=4096)
     """Token positions a caption, start and end marks included; longer captions are cut."""
-    width: int = Field(512, ge=8)
+    width: int = Field(512, ge=8, le=MAX_WIDTH)
     """Features a token."""
     heads: int = Field(8, ge=1)
     """Attention heads; must divide `width`."""
-    layers: int = Field(12, ge=1)
+    layers: int = Field(12, ge=1, le=MAX_LAYERS)
     """Transformer blocks."""
     causal: bool = True
     """True: a token sees only those before it, as in CLIP. False: it sees the whole caption but the padding."""
