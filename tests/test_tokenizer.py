@@ -278,6 +278,21 @@ def test_ids_of_any_integer_type_mean_the_same(dtype):
     assert torch.equal(both.from_vocabulary(both.to_vocabulary(stored, "image").to(dtype), "image"), ids)
 
 
+def test_an_image_has_all_of_its_tokens_in_a_vocabulary():
+    """A caption may be shorter."""
+    model = tiny_model(PRODUCT, PRODUCT).build()
+    ids = torch.zeros(1, 4, 2, dtype=torch.int64)
+    flat = model.image.to_vocabulary(ids)
+    for cut in (flat[:, :6], flat.repeat(1, 2)):
+        with pytest.raises(ShapeError, match=r"vocabulary ids as \(B, N, C\): got shape .*, expected \(B, 4, 2\)"):
+            model.image.from_vocabulary(cut)
+    with pytest.raises(ShapeError, match=r"ids: got shape \(1, 3, 2\), expected \(B, 4, 2\)"):
+        model.image.to_vocabulary(ids[:, :3])
+    assert torch.equal(model.text.from_vocabulary(model.text.to_vocabulary(ids)), ids)
+    with pytest.raises(ShapeError, match=r"expected \(B, 1 to 12, 2\)"):
+        model.text.from_vocabulary(flat.repeat(1, 4))
+
+
 @pytest.mark.parametrize("ids", [torch.zeros(1, 4, 1), torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1)])
 def test_what_are_no_ids_is_refused(ids):
     image = tiny_model().build().image

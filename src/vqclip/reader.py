@@ -172,16 +172,18 @@ class ReadingHalf(nn.Module):
             ShapeError: for another shape or dtype, or an id outside its codebook.
             ConfigError: the tokenizer has no codebook, or more codes than int64 can count.
         """
-        return FlatCodes(self.codebook_sizes, offset).to_vocabulary(ids)
+        return FlatCodes(self.codebook_sizes, offset).to_vocabulary(self._require_shape(ids))
 
     def from_vocabulary(self, flat: Tensor, offset: int = 0) -> Tensor:
         """What `to_vocabulary` was given, ``(B, N·C)`` → ``(B, N, C)`` int64.
 
         Raises:
-            ShapeError: for another shape or dtype, or an id that is no code of the codebook whose place it has.
+            ShapeError: for another shape (an image has all of its N tokens) or dtype, or an id that is no code of the
+                codebook whose place it has.
             ConfigError: as in `to_vocabulary`.
         """
-        return FlatCodes(self.codebook_sizes, offset).from_vocabulary(flat)
+        ids = FlatCodes(self.codebook_sizes, offset).from_vocabulary(flat)
+        return self._require_shape(ids, "vocabulary ids as (B, N, C)")
 
     def codebook(self, codebook: int) -> Tensor:
         """One codebook as a matrix ``(K, d)``, one row a code, of the quantizer's d channels.
@@ -194,12 +196,15 @@ class ReadingHalf(nn.Module):
         return codebook_matrix(self.quantizer, codebook)
 
     def _lookup(self, ids: Tensor) -> Tensor:
+        return self.quantizer.decode(self._require_shape(ids))
+
+    def _require_shape(self, ids: Tensor, name: str = "ids") -> Tensor:
         ids = require_ids(ids)
         codebooks = len(self.codebook_sizes)
         if ids.ndim != 3 or not self.fewest_tokens <= ids.shape[1] <= self.num_tokens or ids.shape[2] != codebooks:
             tokens = f"{self.num_tokens}" if self.fewest_tokens == self.num_tokens else f"1 to {self.num_tokens}"
-            raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, {tokens}, {codebooks})")
-        return self.quantizer.decode(ids)
+            raise ShapeError(f"{name}: got shape {tuple(ids.shape)}, expected (B, {tokens}, {codebooks})")
+        return ids
 
     def _embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         return self.pool(self._project_out(vectors, mask), mask)

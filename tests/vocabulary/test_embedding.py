@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.models import FSQ, RESIDUAL, tiny_model
-from vqclip.errors import ShapeError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.vocabulary import Vocabulary, mean_rows, projected_rows, resize
 
 
@@ -122,6 +122,14 @@ def test_a_tokenizers_codebooks_start_a_vocabulary():
     assert grown(ids).shape == (2, 4 * 3 + 2, 32)
     with pytest.raises(ShapeError, match=r"codebooks of image: got shapes .*\(16, 6\)\], expected \(K, d\) with K of"):
         vocabulary.rows(table().weight, 0, {"image": codebooks["image"][:2]})
+
+
+def test_codebooks_of_no_modality_are_refused():
+    codebooks = [torch.zeros(4, 2)]
+    with pytest.raises(ConfigError, match="got modality 'imgae', expected image or text"):
+        Vocabulary((4,), (5,)).rows(table().weight, 0, {"imgae": codebooks})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="got modality 'text', expected image"):
+        Vocabulary((4,)).rows(table().weight, 0, {"text": codebooks})
 
 
 def test_what_cannot_be_resized_is_refused():

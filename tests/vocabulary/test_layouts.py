@@ -120,6 +120,31 @@ def test_streams_that_are_none_are_refused(streams, message):
         DelayedCodes((4, 5)).from_vocabulary(torch.tensor([streams]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_numbers_that_are_not_whole_are_refused(dtype):
+    """Even where their values would do."""
+    vocabulary = Vocabulary(text=(4, 5))
+    ids = torch.zeros(1, 3, 2, dtype=torch.int64)
+    marked = vocabulary.to_vocabulary(ids, "text")
+    for use, good in (
+        (FlatCodes((4, 5)).to_vocabulary, ids),
+        (FlatCodes((4, 5)).from_vocabulary, torch.tensor([[0, 4]])),
+        (DelayedCodes((4, 5)).to_vocabulary, ids),
+        (DelayedCodes((4, 5)).from_vocabulary, torch.tensor([[[0, 5], [5, 0]]])),
+        (lambda ids: vocabulary.to_vocabulary(ids, "text"), ids),
+        (lambda rows: vocabulary.from_vocabulary(rows, "text"), marked),
+    ):
+        use(good)
+        with pytest.raises(ShapeError, match=rf"ids: got shape .* and dtype {dtype}, expected integers"):
+            use(good.to(dtype))
+
+
+def test_rows_of_half_a_token_are_refused():
+    row = torch.tensor([[103, 106, 110, 106, 104]])
+    with pytest.raises(ShapeError, match=r"got shape \(1, 5\), expected marks .* a multiple of 2 ids between them"):
+        Vocabulary(text=(4, 5), offset=100).from_vocabulary(row, "text")
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -100,6 +100,9 @@ class Vocabulary:
     def from_vocabulary(self, rows: Tensor, modality: Modality) -> Tensor:
         """What `to_vocabulary` was given: ``(B, N·C + 2)`` integers → ``(B, N, C)`` int64.
 
+        Codes that are missing before the end mark are -1: rows of padded captions and of dropped stages look like this,
+        and so does an image that a model has ended too early.
+
         Raises:
             ConfigError: there is no such modality here.
             ShapeError: for another shape or dtype, marks that are missing or elsewhere, or an id that is no code of the
@@ -108,9 +111,12 @@ class Vocabulary:
         codes = self.codes(modality)
         rows = require_integers("vocabulary ids", rows, 2, f"(B, N·{len(codes.codebook_sizes)} + 2)")
         begin, end = self._marks(modality)
-        columns = rows.shape[1]
-        if columns < 2:
-            raise ShapeError(f"vocabulary ids: got shape {tuple(rows.shape)}, expected marks of begin and end in a row")
+        columns, codebooks = rows.shape[1], len(codes.codebook_sizes)
+        if columns < 2 or (columns - 2) % codebooks:
+            raise ShapeError(
+                f"vocabulary ids: got shape {tuple(rows.shape)}, expected marks of begin and end in a row, and a "
+                f"multiple of {codebooks} ids between them: one for each codebook of a token"
+            )
         ends = rows == end
         place = ends.int().argmax(dim=1, keepdim=True)
         after = torch.arange(columns, device=rows.device) > place
@@ -135,9 +141,12 @@ class Vocabulary:
             ``(size, H)`` in the type of ``table``.
 
         Raises:
+            ConfigError: codebooks of a modality that is not here.
             ShapeError: codebooks that are not those of this vocabulary, or more than `MAX_ROWS` new ids.
         """
         require_rows(self.size)
+        for modality in codebooks or {}:
+            self.codes(modality)
         parts = [mean_rows(table, len(SPECIAL), derive_seed(seed, "special"))]
         for modality in self.modalities:
             sizes = self.codes(modality).codebook_sizes
