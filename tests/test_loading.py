@@ -12,11 +12,12 @@ import torch
 import vqclip
 from tests.models import FSQ, IDENTITY, RESIDUAL, VQ, tiny_model
 from tests.test_model import edited, rewritten
-from vqclip.errors import CheckpointError, ShapeError, VqclipError
+from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
 from vqclip.reader import CodeReader
 from vqclip.sealed import seal
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 
 CAPTIONS = ["a red star", "x"]
 BIAS = "image.project_out.0.bias"
@@ -191,6 +192,32 @@ def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
     for encode in (True, False):
         with pytest.raises(CheckpointError, match="unexpected image.x; unexpected logit_scale"):
             vqclip.load_tokenizer(tmp_path / "text", "text", encode=encode)
+
+
+def test_a_class_loads_its_own_modality(saved, tmp_path):
+    model, folder = saved
+    for kind, whole in ((ImageTokenizer, model.image), (TextTokenizer, model.text)):
+        loaded = kind.from_pretrained(folder)
+        assert type(loaded) is kind
+        assert not loaded.training
+        theirs = whole.state_dict()
+        assert all(torch.equal(theirs[name], value) for name, value in loaded.state_dict().items())
+    model.text.save_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="holds text tokenizer, not 'image'"):
+        ImageTokenizer.from_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="got revision 'v1' of a local folder"):
+        TextTokenizer.from_pretrained(folder, revision="v1")
+
+
+def test_a_class_that_no_folder_holds_loads_none(saved):
+    class Mine(TextTokenizer):
+        pass
+
+    for kind in (Tokenizer, Mine):
+        with pytest.raises(
+            ConfigError, match=rf"^{kind.__name__}.from_pretrained: .* expected ImageTokenizer.from_pre"
+        ):
+            kind.from_pretrained(saved[1])
 
 
 def test_stored_numbers_of_tokens_are_those_of_the_tower(saved):

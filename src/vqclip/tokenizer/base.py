@@ -22,6 +22,7 @@ from vqclip.reader import ReadingConfig, ReadingHalf
 from vqclip.towers import ImageTower, TextTower
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
+TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
 
 
 @contextmanager
@@ -118,6 +119,28 @@ class Tokenizer(ReadingHalf, ABC):
         """
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
         save_folder(folder, {self.modality: self.section()}, state)
+
+    @classmethod
+    def from_pretrained(cls: type[TokenizerT], folder: str | Path, revision: str | None = None) -> TokenizerT:
+        """Read a tokenizer of this class from a folder: `vqclip.load_tokenizer` with the modality of the class.
+
+        Args:
+            folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+            revision: branch, tag or commit of a hub name; None for the newest.
+
+        Raises:
+            CheckpointError: for a folder that is missing, damaged, or holds the other modality alone.
+            ConfigError: for a class that no folder holds: this one, or one of your own.
+        """
+        if "modality" not in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__}.from_pretrained: folders hold no {cls.__name__}; expected "
+                "ImageTokenizer.from_pretrained or TextTokenizer.from_pretrained"
+            )
+        import vqclip  # by its public name, when it is asked for: loading builds on this module
+
+        load: Any = vqclip.load_tokenizer
+        return load(folder, cls.modality, revision=revision)
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
