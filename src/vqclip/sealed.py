@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,25 @@ def unsealed(path: Path, body: dict[str, Any], data: bytes) -> dict[str, Any]:
     if not intact:
         raise CheckpointError(f"{path}: does not match its own hash: the file is damaged, or was edited")
     return body
+
+
+def read_versioned(path: Path, versions: Mapping[str, object], remedy: str) -> dict[str, Any]:
+    """What `seal` was given, without the keys that say whose file it is and of which version.
+
+    Args:
+        path: the file.
+        versions: those keys, and what they must be; compared before the hash, so that a newer file is no damaged one.
+        remedy: what to do about a file of another version, in words.
+
+    Raises:
+        CheckpointError: another format or version, or a byte of the file differs from what `seal` made.
+        OSError: it cannot be read.
+    """
+    body, data = read_json(path)
+    for key, value in versions.items():
+        if body.get(key) != value:
+            raise CheckpointError(f"{path}: {key} is {body.get(key)!r}, this vqclip reads {value!r}; {remedy}")
+    return {key: value for key, value in unsealed(path, body, data).items() if key not in versions}
 
 
 def _dump(value: dict[str, Any]) -> bytes:

@@ -6,17 +6,16 @@ import stat
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
+from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal
 
 MANIFEST = "manifest.json"
-FORMAT = "vqclip-checkpoint"
-VERSION = 2
+VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
 
 
 def write_manifest(folder: Path, step: int) -> None:
     """Describe every file now in ``folder`` in its ``manifest.json``."""
     files = {name: facts_of(path)._asdict() for name, path in _files(folder).items()}
-    body = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
+    body = {**VERSIONS, "step": step, "files": files}
     (folder / MANIFEST).write_bytes(seal(body))
 
 
@@ -45,14 +44,9 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, Facts]]:
     """The step, and what each file should be by its relative name."""
     path = folder / MANIFEST
     try:
-        body = unsealed(path, *read_json(path))
+        body = read_versioned(path, VERSIONS, "use the vqclip that wrote it")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): not a complete checkpoint") from error
-    if body.get("format") != FORMAT or body.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path}: format {body.get('format')!r} version {body.get('version')!r}; "
-            f"this vqclip reads {FORMAT!r} version {VERSION}: use the vqclip that wrote it"
-        )
     try:
         return int(body["step"]), {name: Facts(int(f["size"]), str(f["sha256"])) for name, f in body["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

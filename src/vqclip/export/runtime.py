@@ -9,9 +9,8 @@ import numpy as np
 
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.export.program import PARTS, Part
-from vqclip.export.to_onnx import FORMAT, FORMAT_VERSION, INFO_FILE, require
-from vqclip.pretrained import ID_LAYOUT_VERSION
-from vqclip.sealed import Facts, read_json, require_facts, unsealed
+from vqclip.export.to_onnx import INFO_FILE, VERSIONS, require
+from vqclip.sealed import Facts, read_versioned, require_facts
 
 __all__ = ["OnnxTokenizer"]
 
@@ -25,7 +24,7 @@ class OnnxTokenizer:
         providers: onnxruntime's, the first that is there for an operator counts.
 
     Attributes:
-        info: what ``export.json`` holds.
+        info: what ``export.json`` holds besides format and versions.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -80,17 +79,11 @@ class OnnxTokenizer:
 def _read_info(folder: Path) -> dict[str, Any]:
     path = folder / INFO_FILE
     try:
-        info, data = read_json(path)
+        return read_versioned(path, VERSIONS, "export it anew")
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); vqclip.export.export_onnx writes it"
         ) from error
-    if info.get("format") != FORMAT:
-        raise CheckpointError(f'{path}: expected "format": "{FORMAT}", got {info.get("format")!r}')
-    for key, known in (("format_version", FORMAT_VERSION), ("id_layout", ID_LAYOUT_VERSION)):
-        if info.get(key) != known:
-            raise CheckpointError(f"{path}: {key} is {info.get(key)!r}, this vqclip reads {known}; export it anew")
-    return unsealed(path, info, data)
 
 
 def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[int, ...], str]:

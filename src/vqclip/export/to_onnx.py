@@ -19,11 +19,10 @@ from vqclip.pretrained import ID_LAYOUT_VERSION
 from vqclip.sealed import facts_of, seal
 from vqclip.tokenizer import ImageTokenizer
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "INFO_FILE", "export_onnx", "require"]
+__all__ = ["INFO_FILE", "VERSIONS", "export_onnx", "require"]
 
 INFO_FILE = "export.json"
-FORMAT = "vqclip-onnx"
-FORMAT_VERSION = 1
+VERSIONS = {"format": "vqclip-onnx", "format_version": 1, "id_layout": ID_LAYOUT_VERSION}
 _OPSET = 18
 """The first with bitwise operators, which read binary codes."""
 _OUTPUTS = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
@@ -120,9 +119,7 @@ def _shift_right(x: Any, by: Any) -> Any:
 def _info(tokenizer: AnyTokenizer, folder: Path) -> dict[str, Any]:
     """What ``export.json`` holds; a ``null`` in a shape is the batch."""
     return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "id_layout": ID_LAYOUT_VERSION,
+        **VERSIONS,
         "vqclip": __version__,
         "torch": str(torch.__version__),
         "opset": _OPSET,

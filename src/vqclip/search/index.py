@@ -22,7 +22,7 @@ from vqclip.files import replace_folder, require_replaceable, save_file
 from vqclip.fingerprint import fingerprint
 from vqclip.inputs import require_ids
 from vqclip.pretrained import ID_LAYOUT_VERSION
-from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
+from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal
 from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
 from vqclip.tokenizer import Tokenizer
@@ -31,8 +31,7 @@ __all__ = ["CodeIndex", "Origin"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
-_FORMAT = "vqclip-index"
-_FORMAT_VERSION = 1
+_VERSIONS = {"format": "vqclip-index", "format_version": 1, "id_layout": ID_LAYOUT_VERSION}
 
 
 def _is_local(path: str) -> str:
@@ -170,8 +169,7 @@ class CodeIndex:
             codes=facts_of(folder / CODES_FILE)._asdict(),
             origin=self.origin,
         )
-        versions = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
-        (folder / INDEX_FILE).write_bytes(seal(versions | header.model_dump(mode="json")))
+        (folder / INDEX_FILE).write_bytes(seal(_VERSIONS | header.model_dump(mode="json")))
 
     @staticmethod
     def load(folder: str | Path) -> CodeIndex:
@@ -215,16 +213,11 @@ def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
 def _read_header(folder: Path) -> _Header:
     path = folder / INDEX_FILE
     try:
-        body, data = read_json(path)
+        body = read_versioned(path, _VERSIONS, "build the index anew")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
-    known = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
-    for key, value in known.items():
-        if body.get(key) != value:
-            raise CheckpointError(f"{path}: {key} is {body.get(key)!r}, expected {value!r}; build the index anew")
-    body = unsealed(path, body, data)
     try:
-        return _Header.model_validate({key: value for key, value in body.items() if key not in known})
+        return _Header.model_validate(body)
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise CheckpointError(f"{path}: " + "; ".join(problems)) from error

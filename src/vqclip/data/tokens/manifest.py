@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
 from vqclip.errors import CheckpointError, DataError
-from vqclip.sealed import read_json, seal, unsealed
+from vqclip.sealed import read_versioned, seal
 
 __all__ = [
     "BAD_FILE",
@@ -36,8 +36,7 @@ RECORDS = "records"
 """Folder with a file for every finished shard."""
 SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
 """Format → how the names of its shards end."""
-_FORMAT = "vqclip tokens"
-_VERSION = 2
+_VERSIONS = {"format": "vqclip tokens", "format_version": 2}
 """1 did not have the fingerprints of the tokenizers."""
 _PROBLEMS = 5
 """Shown of a manifest."""
@@ -145,7 +144,7 @@ class Manifest(Config):
 
 def sealed_bytes(facts: Config, **more: Any) -> bytes:
     """A JSON file that holds its own hash."""
-    return seal({"format": _FORMAT, "format_version": _VERSION, **facts.model_dump(mode="json"), **more})
+    return seal({**_VERSIONS, **facts.model_dump(mode="json"), **more})
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -156,16 +155,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        body, data = read_json(path)
-        if body.get("format") != _FORMAT or body.get("format_version") != _VERSION:
-            raise DataError(
-                f"{path}: format {body.get('format')!r}, version {body.get('format_version')!r}; this vqclip reads "
-                f"{_FORMAT!r}, version {_VERSION}"
-            )
-        body = unsealed(path, body, data)
+        return read_versioned(path, _VERSIONS, "tokenize anew, or use the vqclip that wrote it")
     except CheckpointError as error:
         raise DataError(str(error)) from None
-    return {key: value for key, value in body.items() if key not in ("format", "format_version")}
 
 
 def read_manifest(folder: Path) -> Manifest:
