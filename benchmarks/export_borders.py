@@ -32,7 +32,7 @@ def main() -> None:
     distances = []
     with tempfile.TemporaryDirectory() as folder:
         runtime = OnnxTokenizer(export_onnx(tokenizer, Path(folder) / "onnx"))
-    for number, pixels in enumerate(batches(tokenizer, open_pictures(options.data), 50)):
+    for number, pixels in enumerate(batches(tokenizer, open_pictures(options.data, "test"), 50)):
         ours, theirs = tokenizer.encode(pixels), torch.from_numpy(runtime.encode(pixels.numpy()))
         features, _ = tokenizer.features(pixels)
         bounded = layer._bound(features.reshape(-1, codebooks, tokenizer.quantizer.dim // codebooks))

@@ -4,7 +4,7 @@
     python examples/search_pictures.py runs/captions/tokenizer ~/pictures "a boat" --out boats
 
 The pictures are a folder of files (in subfolders too), or shards. Every query gets a page of HTML in the folder
-`--out`, best picture first, and `index/` beside the pages can be loaded again. `python -m vqclip.search` is the same as
+`--out`, best picture first, and `index/` beside the pages can be loaded again. `vqclip search` is the same as
 a command; here is what it does. Nothing is drawn at random.
 """
 
@@ -18,22 +18,24 @@ from pathlib import Path
 import torch
 
 import vqclip
-from vqclip.data import EvalSet, Source, decode_image
-from vqclip.data.pictures import open_pictures
+from vqclip.data import EvalSet, decode_image
+from vqclip.data.pictures import Pictures, open_pictures
 from vqclip.errors import VqclipError
 from vqclip.search import CodeIndex, CodeSearch, Found
 from vqclip.search.page import Hit, page
 from vqclip.tokenizer import ImageTokenizer
 
 
-def make_index(tokenizer: ImageTokenizer, source: Source) -> CodeIndex:
-    """Pictures to an index of their ids; each is called by its caption, or by the name of its file."""
+def make_index(tokenizer: ImageTokenizer, source: Pictures) -> CodeIndex:
+    """Pictures to an index of their ids; each is called by its place, and by its caption."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=64))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
-    return CodeIndex.build(tokenizer, ids, [captions[0] for batch in batches for captions in batch.captions])
+    captions = [captions[0] for batch in batches for captions in batch.captions]
+    names = [f"{source.place(number)}: {caption}" for number, caption in enumerate(captions)]
+    return CodeIndex.build(tokenizer, ids, names)
 
 
-def hits(index: CodeIndex, found: Found, query: int, source: Source) -> list[Hit]:
+def hits(index: CodeIndex, found: Found, query: int, source: Pictures) -> list[Hit]:
     """What was found for one query, with the pictures."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]

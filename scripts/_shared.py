@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from vqclip import arguments as types
 from vqclip import checkpoint, dist
 from vqclip.data import masked
 from vqclip.errors import CheckpointError, VqclipError
@@ -45,22 +46,30 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def options(description: str | None) -> argparse.ArgumentParser:
     """The options that every evaluation has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_Help)
-    parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--batch-size", type=int, default=256, help="images or texts at once; changes no figure")
-    parser.add_argument("--workers", type=int, default=0, help="processes that decode images")
-    parser.add_argument("--limit", type=int, help="use only so many images, evenly spread over the set")
+    parser.add_argument("model", type=types.text, help=MODEL_HELP)
     parser.add_argument(
-        "--bad-fraction", type=float, default=0.01, help="largest share of images that may be left out as unusable"
+        "--batch-size", type=types.batch_size, default=256, help="images or texts at once; changes no figure"
+    )
+    parser.add_argument("--workers", type=types.workers, default=0, help="processes that decode images")
+    parser.add_argument("--limit", type=types.count, help="use only so many images, evenly spread over the set")
+    parser.add_argument(
+        "--bad-fraction",
+        type=types.share,
+        default=0.01,
+        help="largest share of images that may be left out as unusable",
     )
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ..."
+        "--device",
+        type=types.text,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, cuda:1, ...",
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type")
-    parser.add_argument("--codes", type=Path, help="keep the ids (safetensors) in this folder")
+    parser.add_argument("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
     parser.add_argument(
         "--depths", action="store_true", help="with 1, 2, ... stages of residual quantizers: bits against accuracy"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=types.path, help="write the results to this file")
     return parser
 
 

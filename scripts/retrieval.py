@@ -13,6 +13,7 @@ from pathlib import Path
 
 from _shared import main, options
 
+from vqclip import arguments as types
 from vqclip.errors import ConfigError
 from vqclip.evaluation import CaptionedData, CaptionsData, RetrievalConfig, ScenesCaptionsData
 
@@ -20,7 +21,9 @@ from vqclip.evaluation import CaptionedData, CaptionsData, RetrievalConfig, Scen
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = options(__doc__)
-    parser.add_argument("--data", nargs="+", help="folder of tars, tar or pattern; not for --kind scenes")
+    parser.add_argument(
+        "--data", type=types.text, nargs="+", help="folder of tars, tar or pattern; not for --kind scenes"
+    )
     parser.add_argument(
         "--kind", choices=("shards", "scenes"), default="shards", help="caption shards, or drawn scenes"
     )
@@ -30,7 +33,9 @@ def parse() -> argparse.Namespace:
         default="txt",
         help="txt: the .txt is the caption; txt_lines: each of its lines is one; json: see --json-key",
     )
-    parser.add_argument("--json-key", action="append", help="key of the .json with a caption or a list (caption)")
+    parser.add_argument(
+        "--json-key", type=types.text, action="append", help="key of the .json with a caption or a list (caption)"
+    )
     return parser.parse_args()
 
 

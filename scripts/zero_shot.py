@@ -1,7 +1,7 @@
 """Zero-shot classification with a trained model: continuous, quantized and codes-only figures beside chance.
 
 python scripts/zero_shot.py runs/base --kind scenes
-python scripts/zero_shot.py runs/eurosat --data path/to/cls_eurosat
+python scripts/zero_shot.py runs/eurosat --data path/to/cls_eurosat --split test
 python scripts/zero_shot.py runs/base --data path/to/folder_of_class_folders --template "a photo of a {c}"
 """
 
@@ -13,6 +13,8 @@ from pathlib import Path
 
 from _shared import main, options
 
+from vqclip import arguments as types
+from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError
 from vqclip.evaluation import ClassesData, ImageFolderData, LabelledData, ScenesClassesData, ZeroShotConfig
 
@@ -20,15 +22,17 @@ from vqclip.evaluation import ClassesData, ImageFolderData, LabelledData, Scenes
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = options(__doc__)
-    parser.add_argument("--data", type=Path, help="folder of the data; not for --kind scenes")
+    parser.add_argument("--data", type=types.path, help="folder of the data; not for --kind scenes")
     parser.add_argument(
         "--kind",
         choices=("classes", "folder", "scenes"),
         help="classes: clip_benchmark layout (classnames.txt, <split>/*.tar); folder: one subfolder of images a class; "
         "scenes: the drawn data set. Left out: classes if there is a classnames.txt or a tar, else folder",
     )
-    parser.add_argument("--split", default="test", help="classes: folder of the tars; scenes: test or heldout (test)")
-    parser.add_argument("--template", action="append", help="prompt with {c} for the class; repeat for several")
+    parser.add_argument("--split", help=f"classes: {SPLIT_HELP}; scenes: test or heldout (default: test)")
+    parser.add_argument(
+        "--template", type=types.text, action="append", help="prompt with {c} for the class; repeat for several"
+    )
     return parser.parse_args()
 
 
@@ -51,13 +55,15 @@ def make_data(arguments: argparse.Namespace) -> LabelledData:
     if arguments.kind == "scenes":
         if arguments.data is not None:
             raise ConfigError("--data: not for --kind scenes, which is drawn; set VQCLIP_CACHE to say where")
-        return ScenesClassesData(split=arguments.split)
+        return ScenesClassesData(split=arguments.split or "test")
     if arguments.data is None:
         raise ConfigError("--data: missing; expected a folder of labelled images, or --kind scenes")
     path = arguments.data.expanduser().absolute()
     has_shards = (path / "classnames.txt").exists() or any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
     kind = arguments.kind or ("classes" if has_shards else "folder")
-    return ClassesData(path=path, split=arguments.split) if kind == "classes" else ImageFolderData(path=path)
+    if kind == "folder":
+        return ImageFolderData(path=path)
+    return ClassesData(path=path, split=chosen_split(str(path), arguments.split))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,10 @@ class CheckpointError(VqclipError, RuntimeError):
     """A checkpoint or exported folder that is missing, damaged or does not fit; the message names the file."""
 
 
+class BackendError(VqclipError, RuntimeError):
+    """A runtime of others, such as onnxruntime, that failed at inputs which fit; the message is its own."""
+
+
 class DistributedError(VqclipError, RuntimeError):
     """Ranks that cannot work together; the message says which rank and what to change."""
 

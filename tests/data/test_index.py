@@ -169,7 +169,8 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
 
 def test_no_samples(tmp_path: Path) -> None:
     assert "no samples; expected members such as" in refusal(write_tar(tmp_path / "a.tar", {"1.mp4": b""}))
-    assert "no samples" in refusal(write_tar(tmp_path / "b.tar", {}))
+    assert len(load_index(write_tar(tmp_path / "b.tar", {}))) == 0
+    assert len(load_index(tmp_path / "b.tar")) == 0  # as it was stored
 
 
 def test_two_images_in_a_sample(tmp_path: Path) -> None:
@@ -202,14 +203,11 @@ def test_sparse_members(tmp_path: Path) -> None:
 
 def test_long_pax_headers_take_no_time(tmp_path: Path) -> None:
     """Each record used to copy all that came after it."""
-    for count, expected in (
-        (10_000, "no samples"),
-        (11_000, "extended header of 66000 bytes at offset 0; at most 65536"),
-    ):
+    for count, expected in ((10_000, ""), (11_000, "extended header of 66000 bytes at offset 0; at most 65536")):
         info = tarfile.TarInfo("header")
         info.type = tarfile.XHDTYPE
         path = hostile.tar_with(tmp_path / f"{count}.tar", [(info, b"6 a=b\n" * count)], tarfile.USTAR_FORMAT)
-        assert expected in refusal(path)
+        assert (expected in refusal(path)) if expected else not len(load_index(path))
 
 
 @pytest.mark.parametrize(

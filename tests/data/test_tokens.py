@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,52 @@ def test_parquet_that_boasts_is_refused_unread(tmp_path: Path) -> None:
     parquet.write_table(arrow.concat_tables([table] * 300), tmp_path / "1.parquet", use_dictionary=False)
     with pytest.raises(DataError, match="a group of 300 rows"):
         open_shard(tmp_path / "1.parquet", settings("parquet"))
+
+
+def test_a_footer_of_parquet_that_lies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "0.parquet"
+    with path.open("wb") as file:
+        write_shard(file, records(0, 300), settings("parquet"))
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    places = [match.start() for match in re.finditer(b"key|label|image_ids", whole) if match.start() > footer]
+    assert len(places) > 6
+    for place in places:  # names of columns that are no UTF-8, in the schema and in the groups
+        path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
+        with pytest.raises(DataError, match=r"0\.parquet"):
+            open_shard(path, settings("parquet"))
+    for end in (footer - 1, footer + 100, len(whole) - 9):
+        path.write_bytes(whole[:end] + whole[-8:])
+        with pytest.raises(DataError, match=r"0\.parquet"):
+            open_shard(path, settings("parquet"))
+    path.write_bytes(whole)
+    read = parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *args, **how: read(*args, **how).slice(0, 9))
+    with pytest.raises(DataError, match=r"0\.parquet: \w+: 9 rows; its footer says 256"):
+        open_shard(path, settings("parquet")).read(10)
+
+
+def test_nulls_in_parquet_are_errors(tmp_path: Path) -> None:
+    for name in ("text_lengths", "image_ids", "captions", "key", "sample_id"):
+        kind = pytest.importorskip("pyarrow.parquet").read_schema(parquet_file(tmp_path / "0.parquet")).field(name).type
+        path = parquet_file(tmp_path / "0.parquet", **{name: ([None], kind)})
+        with pytest.raises(DataError, match=r"0\.parquet"):
+            open_shard(path, settings("parquet")).read(0)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("key", ["/a", "../a", "..", "a/../b", "a/..", "a\\..\\b", "\\\\host\\a", "C:a", "a\0b"])
+def test_names_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, storage: str, key: str) -> None:
+    with (tmp_path / "0").open("wb") as file, pytest.raises(DataError, match="leads out of the folder") as raised:
+        write_shard(file, [records(0, 1)[0]._replace(key=key)], settings(storage))
+    assert raised.value.kind == "unsafe name"
+
+
+def test_names_with_dots_are_written(tmp_path: Path) -> None:
+    for key in ("./a", "a/b", "..a/b", "a../b", "ab:c"):
+        with (tmp_path / "0").open("wb") as file:
+            write_shard(file, [records(0, 1)[0]._replace(key=key)], settings())
 
 
 def test_groups_of_parquet_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

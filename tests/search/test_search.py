@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from tests.data.making import caption_shards, class_folder
 from tests.models import FSQ, PRODUCT, RESIDUAL, tiny_model
 from vqclip import files
-from vqclip.data.pictures import PictureFolder
+from vqclip.data.pictures import PictureFolder, open_pictures
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
-from vqclip.search.command import build, main, parser
+from vqclip.search.command import build, main
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import _require_float32
 from vqclip.search.topk import MOST_ITEMS, best, ranks, scores_and_items
@@ -368,7 +369,7 @@ def test_pictures_that_changed_are_not_shown(tmp_path, shown, capsys):
     assert "is not what the index was built from; build it anew" in capsys.readouterr().err
     picture = str(tmp_path / "pictures" / "00.png")
     assert main(["query", *given, "--image", picture, "-k", "1"]) == 0
-    assert capsys.readouterr().out.split()[2] == "00"  # a picture finds itself
+    assert capsys.readouterr().out.split()[2] == "00.png"  # a picture finds itself
     (tmp_path / "pictures" / "new.png").unlink()
     moved = (tmp_path / "pictures").rename(tmp_path / "moved")
     assert main(["query", *given, "x", "--images", str(moved), "--html", str(tmp_path / "other.html")]) == 0
@@ -393,6 +394,48 @@ def test_places_beyond_the_pictures_are_refused(tmp_path, shown, capsys):
     assert "expected less than 12, the pictures of" in capsys.readouterr().err
 
 
+def test_one_unreadable_picture_does_not_hide_the_others(tmp_path, shown, capsys):
+    path = tmp_path / "pictures" / "04.png"
+    path.write_bytes(bytes(path.stat().st_size))  # of the size that the index knows
+    given = ["--images", str(tmp_path / "pictures"), "--html", str(tmp_path / "other.html"), "-k", "12"]
+    assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"vqclip search: left out of the page: {path}: not a JPEG, PNG or WebP image")
+    text = (tmp_path / "other.html").read_text()
+    assert text.count("data:image/png;base64,") == 11
+    assert text.count('<span class="none">cannot be shown</span>04.png') == 1
+
+
+def test_names_tell_pictures_apart(tmp_path):
+    for name in ("a/cat.png", "b/cat.jpg"):
+        (tmp_path / "pictures" / name).parent.mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / "pictures" / name)
+    for folder in ("x", "y"):
+        caption_shards(tmp_path / "shards" / folder, counts=(2,))
+    class_folder(tmp_path / "classes")
+    model = built()
+    assert build(model.image, PictureFolder(tmp_path / "pictures")).names == ["a/cat.png", "b/cat.jpg"]
+    shards = open_pictures(str(tmp_path / "shards" / "*" / "*.tar"))
+    captions = [shards.read(number).captions[0] for number in range(4)]
+    places = [f"{folder}/00000.tar/{number:09d}" for folder in "xy" for number in range(2)]
+    expected = [f"{place}: {caption}" for place, caption in zip(places, captions, strict=True)]
+    assert build(model.image, shards).names == build(model.text, shards).names == expected
+    labelled = build(model.image, open_pictures(str(tmp_path / "classes")))
+    assert labelled.names[5] == "0.tar/s0000005: red panda"
+    assert len(set(labelled.names)) == len(labelled)
+
+
+def test_an_index_of_the_former_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("vqclip.search.index._FORMAT_VERSION", 1)
+    CodeIndex.build(built().image, drawn(3)).save(tmp_path / "index")
+    monkeypatch.undo()
+    with pytest.raises(
+        CheckpointError, match=r"format_version is 1, expected 2; build the index anew \(`vqclip search"
+    ):
+        CodeIndex.load(tmp_path / "index")
+
+
 def test_pages_escape_all_text():
     evil = "\"><script>alert('x')</script>"
     text = page(evil, [Hit(evil, 0.5), Hit(evil, 0.4, torch.zeros(3, 9, 9, dtype=torch.uint8))], evil)
@@ -409,13 +452,6 @@ def test_tf32_is_refused_on_cuda(monkeypatch):
 
 def test_items_are_no_more_than_int32_counts():
     assert torch.iinfo(torch.int32).max == MOST_ITEMS
-
-
-@pytest.mark.parametrize("option", [["--batch-size", "0"], ["--batch-size", "x"]])
-def test_numbers_that_cannot_be_are_refused(option, capsys):
-    with pytest.raises(SystemExit):
-        parser().parse_args(["build", "--tokenizer", "t", "--images", "i", "--out", "o", *option])
-    assert "expected a whole number from 1" in capsys.readouterr().err
 
 
 def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tarfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.data.making import class_folder
+from tests.data.making import caption_members, class_folder, write_tar
 from tests.models import IDENTITY
 from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
@@ -211,6 +212,40 @@ def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: s
     assert "00000.tar: sample 000000002" in lines[0]["reason"]
     kept = [item.sample_id for item in TokenDataset(out)]
     assert kept == [n for n in range(sum(COUNTS)) if n not in (2, 12, 13)]
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokenizer: str, storage: str) -> None:
+    shards(tmp_path / "in", (20, 2, 5), damaged=(20, 21))
+    write_tar(tmp_path / "in" / "00003.tar", {})
+    done = run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1)
+    assert done.manifest is not None
+    assert [shard.samples for shard in done.manifest.shards] == [20, 0, 5, 0]
+    assert [item.sample_id for item in TokenDataset(tmp_path / "out")] == [*range(20), *range(22, 27)]
+    assert run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1).found == 4
+
+
+def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str) -> None:
+    for number in range(2):
+        write_tar(tmp_path / "in" / f"{number}.tar", {})
+    with pytest.raises(DataError, match="in: every tar is empty; expected samples"):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_lead_out_of_the_folder_are_bad_samples(tmp_path: Path, tokenizer: str) -> None:
+    members = {
+        name.replace("000000003", "../../evil").replace("000000004", "/evil"): data
+        for name, data in caption_members(0, 6).items()
+    }
+    write_tar(tmp_path / "in" / "0.tar", members)
+    with pytest.raises(DataError, match=r"0.tar: sample ../../evil: its name leads out of the folder"):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+    done = run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.4)
+    assert done.manifest is not None
+    assert (done.manifest.samples, done.manifest.bad) == (4, {"unsafe name": 2})
+    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
+        assert not [name for name in tar.getnames() if "evil" in name]
 
 
 def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: str) -> None:

@@ -149,7 +149,7 @@ def _index(path: Shard) -> ShardIndex:
         os.close(file)
     if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
-    if not rows:
+    if not rows and ignored:  # an empty tar is in order: none of what a download asked for may have come
         raise DataError(
             f"{path}: no samples; expected members such as 000000000.jpg and 000000000.txt "
             f"(extensions: {', '.join(_COLUMNS)}; {ignored} members have others)"
@@ -277,5 +277,6 @@ def _require_consistent(index: ShardIndex) -> None:
             raise ValueError("it does not hold what it should")
     inside = (index.offsets >= -1).all() and (index.sizes >= 0).all()
     inside &= (index.offsets <= index.length).all() and (index.sizes <= index.length - index.offsets).all()
-    if not samples or not inside or index.key_ends[-1] != len(index.keys) or (np.diff(index.key_ends) < 0).any():
+    ends = np.concatenate(([0], index.key_ends))
+    if not inside or ends[-1] != len(index.keys) or (np.diff(ends) < 0).any():
         raise ValueError("it points outside of the shard")

@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vqclip.data.sources import CaptionShardsData, ClassShardsData, RawSample, Source
-from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.class_folder import CLASSNAMES, chosen_split
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError, printable
 from vqclip.files import read_bounded
 
-__all__ = ["PictureFolder", "open_pictures"]
+__all__ = ["PictureFolder", "Pictures", "open_pictures"]
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 
 
-def open_pictures(path: str, split: str = "test") -> Source:
+class Pictures(Source, Protocol):
+    """A source whose samples have names that people can tell apart."""
+
+    def place(self, index: int) -> str:
+        """Where a sample lies below what was opened: ``pets/cat.png``, ``00003.tar/000031415``. No two are alike."""
+        ...
+
+
+def open_pictures(path: str, split: str | None = None) -> Pictures:
     """A source for what lies at a path, told by what is there.
 
     Args:
         path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or
             a URL), or a folder of picture files, in subfolders too.
-        split: of labelled shards.
+        split: of labelled shards; may be left out where there is one alone.
 
     Raises:
+        ConfigError: labelled shards with several splits, and none is named.
         DataError: there is nothing of these kinds, or it cannot be read.
     """
     folder = Path(path).expanduser()
     if (folder / CLASSNAMES).is_file():
-        return ClassShardsData(path=str(folder), split=split).build()
+        return ClassShardsData(path=str(folder), split=chosen_split(str(folder), split)).build()
     if folder.is_dir() and not any(folder.glob("*.tar")):
         return PictureFolder(folder)
     return CaptionShardsData(path=path).build()
 
 
 class PictureFolder:
-    """A `Source` of the picture files below a folder, in the order of their paths; hidden ones are passed over.
+    """`Pictures` of the picture files below a folder, in the order of their paths; hidden ones are passed over.
 
     A file's caption is its name without the ending, "_" and "-" read as blanks.
 
@@ -74,6 +83,10 @@ class PictureFolder:
     def name(self, index: int) -> str:
         """The file, for messages."""
         return printable(str(self.folder / self.files[index]), one_line=True)
+
+    def place(self, index: int) -> str:
+        """The file's path in the folder; see `Pictures.place`."""
+        return self.files[index].as_posix()
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     runtime = OnnxTokenizer("onnx")                    # numpy in, numpy out; needs onnxruntime
     verify("onnx", tokenizer, batches)                 # how often the ids are equal, and how far embeddings differ
 
-The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``python -m vqclip.export --help``.
+The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``vqclip export --help``.
 """
 
 from vqclip.export.agreement import Agreement, verify, verify_program

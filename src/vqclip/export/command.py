@@ -1,7 +1,7 @@
 """Export a tokenizer to ONNX, and say how far the files agree with it.
 
-python -m vqclip.export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat
-python -m vqclip.export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
+vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
+vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
 
 Without --data the inputs of the comparison are drawn: noise, or captions of a few words.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vqclip.arguments import positive
+from vqclip import arguments as types
 from vqclip.data import EvalSet, Source, masked
 from vqclip.data.pictures import open_pictures
+from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import VqclipError
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer, example_inputs
@@ -48,16 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
-        prog="python -m vqclip.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vqclip export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tokenizer", help="tokenizer folder, or hub name (owner/name)")
+    parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
     parser.add_argument("--modality", choices=("image", "text"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the ONNX files")
+    parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
-    parser.add_argument("--data", help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout")
-    parser.add_argument("--split", default="test", help="of labelled data (test)")
-    parser.add_argument("--batch-size", type=positive, default=50, help="of the comparison (50)")
-    parser.add_argument("--limit", type=positive, help="compare only so many, evenly spread")
+    parser.add_argument(
+        "--data", type=types.text, help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout"
+    )
+    parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    parser.add_argument("--batch-size", type=types.batch_size, default=50, help="of the comparison (50)")
+    parser.add_argument("--limit", type=types.count, help="compare only so many, evenly spread")
     parser.add_argument("--program", action="store_true", help="compare programs of torch.export, too")
     return parser
 

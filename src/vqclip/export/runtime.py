@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.errors import CheckpointError, ShapeError
+from vqclip.errors import BackendError, CheckpointError, ShapeError
 from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
@@ -41,6 +41,7 @@ class OnnxTokenizer:
         if threads is not None:
             options.intra_op_num_threads = threads
         self._inputs = {part: _input(folder, self.info, part) for part in PARTS}
+        self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
         self._sessions: dict[Part, Any] = {}
         for part in PARTS:
             path = folder / f"{part}.onnx"
@@ -49,17 +50,31 @@ class OnnxTokenizer:
                 self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
+            _require_inputs(path, self._sessions[part], self._inputs[part])
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
-        """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64."""
+        """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64.
+
+        Raises:
+            ShapeError: inputs of another shape or dtype than ``export.json`` says, or without a sample.
+            BackendError: onnxruntime fails.
+        """
         return self._run("encode", inputs)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` float32."""
+        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` float32.
+
+        Raises:
+            ShapeError, BackendError: as `encode`; the former for ids outside of their codebook, too.
+        """
         return self._run("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)`` float32, unit-norm."""
+        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)`` float32, unit-norm.
+
+        Raises:
+            ShapeError, BackendError: as `decode`.
+        """
         return self._run("embed", ids)
 
     def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
@@ -69,11 +84,23 @@ class OnnxTokenizer:
             raise ShapeError(f"{name} of {part}: got a {type(value).__name__}, expected a numpy array {wanted}")
         if value.ndim != 1 + len(shape) or value.shape[1:] != shape or str(value.dtype) != dtype:
             raise ShapeError(f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected {wanted}")
+        if not len(value):
+            raise ShapeError(f"{name} of {part}: got no sample, expected {wanted} with B from 1")
+        if part != "encode":
+            self._require_ids(name, part, value)
         try:
             (output,) = self._sessions[part].run(None, {name: value})
-        except Exception as error:
-            raise ShapeError(f"{name} of {part}: onnxruntime cannot run it on these: {error}") from error
+        except Exception as error:  # its exceptions have no root of their own
+            raise BackendError(f"{part}.onnx: onnxruntime failed on {name} of shape {value.shape}: {error}") from error
         return output
+
+    def _require_ids(self, name: str, part: Part, ids: np.ndarray) -> None:
+        outside = (ids < -1) | (ids >= self._codebook_sizes)
+        if outside.any():
+            raise ShapeError(
+                f"{name} of {part}: got {ids[outside][0]}, expected ids from 0 to one less than the codebook sizes "
+                f"{self._codebook_sizes.tolist()}, or -1 for absent ones"
+            )
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
@@ -96,6 +123,25 @@ def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[i
         return name, tuple(shape[1:]), dtype
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / INFO_FILE}: does not say what goes into {part}.onnx ({error!r})") from error
+
+
+def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
+    """``(C,)`` uint64: K of each codebook."""
+    try:
+        sizes = np.array(info["codebook_sizes"], dtype=np.uint64)
+        if sizes.shape != shape:
+            raise ValueError(f"shape {sizes.shape}, expected {shape}")
+        return sizes
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{folder / INFO_FILE}: does not say how large the codebooks are ({error!r})") from error
+
+
+def _require_inputs(path: Path, session: Any, stated: tuple[str, tuple[int, ...], str]) -> None:
+    """Raises CheckpointError for a graph that takes something else than what `INFO_FILE` says."""
+    found = [(each.name, tuple(each.shape[1:]), each.type) for each in session.get_inputs()]
+    name, shape, dtype = stated
+    if found != [(name, shape, f"tensor({dtype})")]:
+        raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it anew")
 
 
 def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:

@@ -4,7 +4,7 @@
     found = CodeSearch(index, tokenizer).search(queries, 10)  # queries: (Q, E) unit-norm, of either modality
     index.save("pictures.index")                              # codes.safetensors and index.json
 
-On the command line: ``python -m vqclip.search --help``. `FaissSearch` needs ``pip install 'vqclip[search]'``.
+On the command line: ``vqclip search --help``. `FaissSearch` needs ``pip install 'vqclip[search]'``.
 """
 
 from vqclip.search.index import CodeIndex

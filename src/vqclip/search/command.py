@@ -1,24 +1,28 @@
 """Make an index of the codes of pictures or captions, and search it.
 
-python -m vqclip.search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
-python -m vqclip.search query --index pictures.index "a red apple" --images path/to/pictures --html page.html
-python -m vqclip.search query --index pictures.index --image apple.png
+vqclip search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
+vqclip search query --index pictures.index "a red apple" --images path/to/pictures --html page.html
+vqclip search query --index pictures.index --image apple.png
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vqclip.arguments import positive
-from vqclip.data import EvalSet, Source, decode_image, masked
-from vqclip.data.pictures import open_pictures
+from vqclip import arguments as types
+from vqclip.data import ClassShards, EvalSet, decode_image, masked
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.pictures import PictureFolder, Pictures, open_pictures
+from vqclip.data.samples import read_decoded
+from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.errors import CheckpointError, ConfigError, DataError, VqclipError, printable
+from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.loading import load_tokenizer
 from vqclip.logs import tell_error
@@ -48,42 +52,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
-        prog="python -m vqclip.search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vqclip search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="make an index")
-    build.add_argument("--tokenizer", required=True, help="tokenizer folder, or hub name (owner/name)")
+    build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
     what = build.add_mutually_exclusive_group(required=True)
-    what.add_argument("--images", help="pictures: a folder, tars, or clip_benchmark's layout")
-    what.add_argument("--captions", help="the captions of the same")
-    build.add_argument("--split", default="test", help="of labelled data (test)")
-    build.add_argument("--out", type=Path, required=True, help="folder of the index")
-    build.add_argument("--batch-size", type=positive, default=64, help="encoded at a time (64)")
+    what.add_argument("--images", type=types.text, help="pictures: a folder, tars, or clip_benchmark's layout")
+    what.add_argument("--captions", type=types.text, help="the captions of the same")
+    build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    build.add_argument("--out", type=types.path, required=True, help="folder of the index")
+    build.add_argument("--batch-size", type=types.batch_size, default=64, help="encoded at a time (64)")
     build.add_argument(
-        "--bad-fraction", type=float, default=0.01, help="largest share of pictures that may be left out as unusable"
+        "--bad-fraction", type=types.share, default=0.01, help="largest share of pictures left out as unusable (0.01)"
     )
     query = commands.add_parser("query", help="search an index")
-    query.add_argument("--tokenizer", help="the tokenizer that the index was built with (where it then was)")
-    query.add_argument("--images", help="the pictures that the index was built from; for --html")
-    query.add_argument("--index", type=Path, required=True, help="folder of the index")
-    query.add_argument("text", nargs="?", help="what to look for")
-    query.add_argument("--image", type=Path, help="a picture to look for in place of a text")
-    query.add_argument("-k", type=positive, default=24, help="results (24)")
+    query.add_argument(
+        "--tokenizer", type=types.text, help="the tokenizer that the index was built with (where it then was)"
+    )
+    query.add_argument("--images", type=types.text, help="the pictures that the index was built from; for --html")
+    query.add_argument("--index", type=types.path, required=True, help="folder of the index")
+    query.add_argument("text", type=types.text, nargs="?", help="what to look for")
+    query.add_argument("--image", type=types.path, help="a picture to look for in place of a text")
+    query.add_argument("-k", type=types.count, default=24, help="results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
-    query.add_argument("--html", type=Path, help="write a page with the pictures of --images to this file")
+    query.add_argument("--html", type=types.path, help="write a page with the pictures of --images to this file")
     return parser
 
 
 def build(
     tokenizer: ImageTokenizer | TextTokenizer,
-    source: Source,
+    source: Pictures,
     batch_size: int = 64,
     bad_fraction: float = 0.0,
     origin: Origin | None = None,
 ) -> CodeIndex:
     """An index of a source: of its pictures, or of its captions, as the tokenizer's modality has it.
 
-    Items are called by their captions; labelled ones by their class.
+    Items are called by the place of their picture, and by their caption or class where it has one of its own:
+    ``pets/cat.png``, ``00003.tar/000031415: a red apple``.
 
     Raises:
         DataError: more pictures than ``bad_fraction`` of them cannot be used.
@@ -92,8 +99,10 @@ def build(
         ids, names, places = _images(tokenizer, source, batch_size, bad_fraction)
     else:
         every = [(caption, index) for index in range(len(source)) for caption in source.read(index).captions]
-        names, places = [caption for caption, _ in every], torch.tensor([index for _, index in every])
-        batches = [names[start : start + batch_size] for start in range(0, len(names), batch_size)]
+        names = [_name(source, index, caption) for caption, index in every]
+        places = torch.tensor([index for _, index in every])
+        captions = [caption for caption, _ in every]
+        batches = [captions[start : start + batch_size] for start in range(0, len(captions), batch_size)]
         ids = [tokenizer.encode(batch).cpu() for batch in batches]
     if not ids:
         raise DataError("got no items, expected at least one")
@@ -102,7 +111,7 @@ def build(
 
 
 def _images(
-    tokenizer: ImageTokenizer, source: Source, batch_size: int, bad_fraction: float
+    tokenizer: ImageTokenizer, source: Pictures, batch_size: int, bad_fraction: float
 ) -> tuple[list[Tensor], list[str], Tensor]:
     ids, names, places = [], [], []
     for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
@@ -110,12 +119,17 @@ def _images(
             continue
         ids.append(tokenizer.encode(batch.images).cpu())
         places.append(batch.sample_ids)
-        labels = batch.labels.tolist()
+        rows = zip(batch.sample_ids.tolist(), batch.labels.tolist(), batch.captions, strict=True)
         names += [
-            source.classnames[label] if source.classnames else captions[0]
-            for label, captions in zip(labels, batch.captions, strict=True)
+            _name(source, index, source.classnames[label] if source.classnames else captions[0])
+            for index, label, captions in rows
         ]
     return ids, names, torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
+def _name(source: Pictures, index: int, caption: str) -> str:
+    place = source.place(index)
+    return place if isinstance(source, PictureFolder) else f"{place}: {caption}"  # a file's caption is from its name
 
 
 def _build(options: argparse.Namespace) -> None:
@@ -123,7 +137,10 @@ def _build(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
     source = open_pictures(path, options.split)
     origin = Origin(
-        tokenizer=_local(options.tokenizer), pictures=_local(path), split=options.split, fingerprint=source.fingerprint
+        tokenizer=_local(options.tokenizer),
+        pictures=_local(path),
+        split=source.config.split if isinstance(source, ClassShards) else None,
+        fingerprint=source.fingerprint,
     )
     index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)
     index.save(options.out)
@@ -192,11 +209,12 @@ def _decoded(path: Path) -> Tensor:
 
 
 def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
-    """The results of the first query, with their pictures.
+    """The results of the first query, with their pictures; one that cannot be used is told on stderr, and left out.
 
     Raises:
         CheckpointError: a number of a picture that the source does not have.
         DataError: the source is not what the index was built from.
+        StorageError: it cannot be fetched.
     """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
     source = open_pictures(images, index.origin.split)
@@ -208,7 +226,16 @@ def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
             f"index: places: got {max(places)}, expected less than {len(source)}, the pictures of {images}; build the "
             "index anew"
         )
-    return [
-        Hit(index.names[item], score, decode_image(source.read(place).image))
-        for score, item, place in zip(scores, items, places, strict=True)
-    ]
+    pictures = {place: _picture(source, place) for place in dict.fromkeys(places)}  # captions may share one
+    rows = zip(scores, items, places, strict=True)
+    return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]
+
+
+def _picture(source: Pictures, place: int) -> Tensor | None:
+    try:
+        return read_decoded(source, place, MAX_PIXELS)[1]
+    except StorageError:
+        raise  # no picture is to blame
+    except DataError as error:
+        print(f"vqclip search: left out of the page: {printable(masked(str(error)))}", file=sys.stderr)
+        return None

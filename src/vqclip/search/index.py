@@ -31,7 +31,8 @@ __all__ = ["CodeIndex", "Origin"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
-_VERSIONS = {"format": "vqclip-index", "format_version": 1, "id_layout": ID_LAYOUT_VERSION}
+_VERSIONS = {"format": "vqclip-index", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
+"""Version 1 called pictures by their captions alone, which several could share."""
 
 
 def _is_local(path: str) -> str:
@@ -50,8 +51,8 @@ class Origin(Config):
     """The tokenizer folder; None where it was no folder."""
     pictures: LocalPath | None = None
     """As `vqclip.data.pictures.open_pictures` takes it; None for a URL."""
-    split: str = "test"
-    """Of labelled shards."""
+    split: str | None = None
+    """Of labelled shards; None for others."""
     fingerprint: dict[str, Any] = {}
     """Of the source: for other pictures the numbers of the items would mean others."""
 
@@ -213,7 +214,7 @@ def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
 def _read_header(folder: Path) -> _Header:
     path = folder / INDEX_FILE
     try:
-        body = read_versioned(path, _VERSIONS, "build the index anew")
+        body = read_versioned(path, _VERSIONS, "build the index anew (`vqclip search build`)")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
     try:

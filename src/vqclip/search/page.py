@@ -22,7 +22,8 @@ body { margin: 2rem; font: 16px/1.4 system-ui, sans-serif; color: #222; backgrou
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
 ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 1rem; padding: 0; margin: 0; }
 li { list-style: none; border: 1px solid #ddd; border-radius: 8px; padding: 8px; overflow-wrap: anywhere; }
-img { display: block; margin: 0 auto 6px; height: 160px; max-width: 100%; object-fit: contain; }
+img, .none { display: block; margin: 0 auto 6px; height: 160px; max-width: 100%; object-fit: contain; }
+.none { line-height: 160px; text-align: center; color: #666; background: #eee; }
 small { color: #666; }
 """
 
@@ -36,7 +37,7 @@ class Hit:
     score: float
     """Cosine."""
     picture: Tensor | None = None
-    """``(3, H, W)`` uint8, or None where there is nothing to show."""
+    """``(3, H, W)`` uint8, or None for one that cannot be shown; its place is kept, with its name."""
 
 
 def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
@@ -72,7 +73,8 @@ def _text(text: str) -> str:
 
 def _item(rank: int, hit: Hit) -> str:
     name = _text(hit.name)
-    picture = "" if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{name}">'
+    none = '<span class="none">cannot be shown</span>'
+    picture = none if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{name}">'
     return f"<li>{picture}{name}<br><small>{rank}. cosine {hit.score:.3f}</small></li>"
 
 

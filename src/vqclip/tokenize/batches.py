@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vqclip.data import BadSample, ShardedSource
 from vqclip.data.decode import decode_image
+from vqclip.data.tokens.layout import require_key
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["DecodedBatch", "Found", "ShardBatches"]
@@ -72,7 +73,8 @@ class ShardBatches:
         self._source, self._batch_size = source, batch_size
         self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
         self._shards = tuple(shards)
-        self._ends = np.cumsum([-(-sizes[shard] // batch_size) for shard in shards], dtype=np.int64)
+        # An empty shard is one batch of no samples, so that it is met and written like the others.
+        self._ends = np.cumsum([max(1, -(-sizes[shard] // batch_size)) for shard in shards], dtype=np.int64)
 
     def __len__(self) -> int:
         """Batches in all of the shards."""
@@ -106,6 +108,7 @@ class ShardBatches:
 
     def _read(self, index: int, images: Tensor | None, row: int) -> tuple[int, tuple[str, ...]]:
         """Label and captions; the image goes into its row."""
+        require_key(self._source.key(index), self._source.name(index))
         sample = self._source.read(index)
         if images is not None and self._transform is not None:
             try:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from vqclip import arguments as types
 from vqclip.data import CaptionShardsData, ClassShardsData, masked
+from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.logs import log_to_stderr, tell_error
 from vqclip.tokenize.job import Done, Options, tokenize
@@ -20,7 +22,8 @@ __all__ = ["command_line", "main"]
 _EXAMPLES = """\
 examples:
   vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
-  vqclip tokenize --tokenizer runs/eurosat/tokenizer --kind classes --data /datasets/cls_eurosat --out tokens/eurosat
+  vqclip tokenize --tokenizer runs/eurosat/tokenizer --kind classes --data /datasets/cls_eurosat --split train \\
+    --out tokens/eurosat
   torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
 
 The same command goes on where a killed one stopped. See docs/adr/0019 for what is written.
@@ -40,27 +43,48 @@ def command_line() -> argparse.ArgumentParser:
         formatter_class=_Help,
     )
     add = parser.add_argument
-    add("--tokenizer", required=True, metavar="FOLDER", help="tokenizer folder, or hub name (owner/name)")
+    add(
+        "--tokenizer",
+        type=types.text,
+        required=True,
+        metavar="FOLDER",
+        help="tokenizer folder, or hub name (owner/name)",
+    )
     add(
         "--data",
+        type=types.text,
         required=True,
         nargs="+",
         metavar="PATTERN",
         help="tars, folders of tars, patterns or URLs; the folder of the data set for --kind classes",
     )
-    add("--out", required=True, type=Path, metavar="FOLDER", help="where token shards and manifest.json go")
+    add("--out", required=True, type=types.path, metavar="FOLDER", help="where token shards and manifest.json go")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize")
     add("--format", choices=("wds", "parquet"), default="wds", help="of the token shards: WebDataset tars or Parquet")
     add("--kind", choices=("shards", "classes"), default="shards", help="captions, or clip_benchmark's class folders")
-    add("--split", default="train", help="of --kind classes")
+    add("--split", help=f"of --kind classes: {SPLIT_HELP}")
     add("--captions", choices=("txt", "txt_lines", "json"), default="txt", help="where captions are, of --kind shards")
-    add("--json-key", nargs="+", default=["caption"], metavar="KEY", help="keys of the .json that hold captions")
-    add("--batch-size", type=_positive, default=64, help="samples at once; the last batch of a shard is filled up")
-    add("--workers", type=int, default=0, help="processes that decode, for each process of the job")
+    add(
+        "--json-key",
+        type=types.text,
+        nargs="+",
+        default=["caption"],
+        metavar="KEY",
+        help="keys of the .json that hold captions",
+    )
+    add(
+        "--batch-size",
+        type=types.batch_size,
+        default=64,
+        help="samples at once; the last batch of a shard is filled up",
+    )
+    add("--workers", type=types.workers, default=0, help="processes that decode, for each process of the job")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="what the towers compute in")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    add("--threads", type=_positive, default=1, help="of each process on the CPU; start more processes instead")
-    add("--tolerance", type=_share, default=0.01, help="share of the samples that may be unusable, and is left out")
+    add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")
+    add(
+        "--tolerance", type=types.share, default=0.01, help="share of the samples that may be unusable, and is left out"
+    )
     return parser
 
 
@@ -112,7 +136,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
         raise ConfigError(f"--data: {error.errors()[0]['msg']}") from None
     if len(options.data) > 1:
         raise ConfigError(f"--data: got {len(options.data)} folders; expected one with --kind classes")
-    return ClassShardsData(path=options.data[0], split=options.split)
+    return ClassShardsData(path=options.data[0], split=chosen_split(options.data[0], options.split))
 
 
 def _told(done: Done, out: Path) -> str:
@@ -125,20 +149,6 @@ def _told(done: Done, out: Path) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.manifest.bad.items())
     bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""
     return f"{text}\n{out}: {done.manifest.samples:,} samples in {len(done.manifest.shards)} shards{bad}"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; expected at least 1")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"got {value:g}; expected a share, 0 to less than 1")
-    return value
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:

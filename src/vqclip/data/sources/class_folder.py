@@ -9,12 +9,24 @@ from typing import Protocol
 from vqclip.data.remote import RemoteConfig, beneath, fetch_text, local_path, protocol_of, shown
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
-from vqclip.errors import DataError
+from vqclip.errors import ConfigError, DataError
 from vqclip.files import read_bounded
 
-__all__ = ["CLASSNAMES", "TEMPLATES", "ClassFolder", "LocalFolder", "open_folder", "read_lines", "read_templates"]
+__all__ = [
+    "CLASSNAMES",
+    "SPLIT_HELP",
+    "TEMPLATES",
+    "ClassFolder",
+    "LocalFolder",
+    "chosen_split",
+    "open_folder",
+    "read_lines",
+    "read_templates",
+]
 
 CLASSNAMES = "classnames.txt"
+SPLIT_HELP = "its folder of tars; needed where there are several, since none is the default"
+"""What commands say of the option that `chosen_split` takes."""
 TEMPLATES = "zeroshot_classification_templates.txt"
 _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
@@ -117,6 +129,35 @@ class RemoteFolder:
 
     def _at(self, file: str) -> str:
         return beneath(self._url, file)
+
+
+def chosen_split(path: str, split: str | None) -> str:
+    """The split that a command is asked for: the one that is named, else the only one that there is.
+
+    None is the default: who learns from ids of the test split, or measures on the train split, should have said so.
+
+    Args:
+        path: the folder, or its URL.
+        split: as the user named it; None where not.
+
+    Raises:
+        ConfigError: none is named, and there are several, or it is a URL.
+        DataError: there is no such folder, or no tar in it.
+    """
+    if split is not None:
+        return split
+    protocol = protocol_of(path)
+    if protocol not in (None, "file"):
+        raise ConfigError(f"--split: missing; expected the name of a split of {shown(path)}")
+    folder = Path(path if protocol is None else local_path(path)).expanduser().absolute()
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")
+    found = sorted({tar.parent.relative_to(folder).name for tar in (*folder.glob("*.tar"), *folder.glob("*/*.tar"))})
+    if not found:
+        raise DataError(f"{folder}: there is no *.tar in it or right below it; expected SPLIT/*.tar")
+    if len(found) > 1:
+        raise ConfigError(f"--split: missing; expected one of those in {folder}: {', '.join(map(repr, found))}")
+    return found[0]
 
 
 def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]:

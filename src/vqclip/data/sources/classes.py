@@ -99,6 +99,10 @@ class ClassShards:
         """Name of the sample in its shard; see `ShardedSource.key`."""
         return self._reader.key(index)
 
+    def place(self, index: int) -> str:
+        """Shard and sample; see `vqclip.data.pictures.Pictures.place`."""
+        return self._reader.place(index)
+
     @property
     def shards(self) -> list[dict[str, str | int]]:
         """See `ShardedSource.shards`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 from collections import OrderedDict
@@ -47,6 +48,7 @@ class ShardReader:
         self._files: OrderedDict[int, int] = OrderedDict()  # first: `__del__` looks for it whatever happens here
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
+        self._places = _below([str(index.path) for index in self._indexes])
         self._cache = cache
         _warn_of_fetching_again(self._indexes)
 
@@ -65,6 +67,11 @@ class ShardReader:
         """Name of the sample in its shard."""
         shard, row = self._locate(index)
         return self._indexes[shard].key(row)
+
+    def place(self, index: int) -> str:
+        """Shard and sample, ``00003.tar/000031415``, without the folders that all shards have in common."""
+        shard, row = self._locate(index)
+        return f"{self._places[shard]}/{self._indexes[shard].key(row)}"
 
     def count(self, kind: str) -> int:
         """Number of samples that have a member of this kind (see `vqclip.data.index.KINDS`)."""
@@ -175,6 +182,14 @@ class ShardReader:
     def __getstate__(self) -> dict[str, object]:
         # Descriptors mean nothing in a spawned worker.
         return {**self.__dict__, "_files": OrderedDict()}
+
+
+def _below(paths: Sequence[str]) -> list[str]:
+    """Paths without the folders that all have in common."""
+    parts = [path.split("/") for path in paths]
+    levels = zip(*(each[:-1] for each in parts), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+    return ["/".join(each[common:]) for each in parts]
 
 
 def _warn_of_fetching_again(indexes: Sequence[ShardIndex]) -> None:

@@ -105,6 +105,10 @@ class CaptionShards:
         """Name of the sample in its shard; see `ShardedSource.key`."""
         return self._reader.key(index)
 
+    def place(self, index: int) -> str:
+        """Shard and sample; see `vqclip.data.pictures.Pictures.place`."""
+        return self._reader.place(index)
+
     @property
     def shards(self) -> list[dict[str, str | int]]:
         """See `ShardedSource.shards`."""
@@ -125,6 +129,8 @@ class CaptionShards:
 
 def require_members(reader: ShardReader, first: str, second: str, path: object) -> None:
     """Raises DataError if no sample at all has these members: then it is the wrong layout, not a bad sample."""
+    if not len(reader):
+        raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     for kind in (first, second):
         if not reader.count(kind):
             what = "image (.jpg, .jpeg, .png, .webp)" if kind == "image" else f".{kind}"

@@ -7,6 +7,7 @@ the length is that of the array.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
@@ -16,8 +17,10 @@ from pydantic import Field, model_validator
 from vqclip.config import Config
 from vqclip.errors import DataError, ShapeError
 
-__all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_facts", "without_padding"]
+__all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_facts", "require_key", "without_padding"]
 
+_OUTSIDE = re.compile(r"[/\\]|[A-Za-z]:|(.*[/\\])?\.\.([/\\]|$)|.*\0", re.DOTALL)
+"""Names that lead elsewhere when they are unpacked on some system, /x, C:x, a/../x; or that end early, at a zero."""
 MAX_IDS = 1 << 20
 """N·C at most: 8 MiB of a padded sample, and more than any tokenizer has."""
 
@@ -102,6 +105,15 @@ def require_facts(record: TokenRecord, place: str) -> TokenRecord:
     if not record.captions or not all(isinstance(each, str) for each in texts) or not right:
         raise DataError(f"{place}: expected a key, captions, a sample id and perhaps a label", "damaged sample")
     return record
+
+
+def require_key(key: str, place: str) -> None:
+    """Raises DataError for a key that, as a file's name, could lead out of the folder that it is unpacked into."""
+    if _OUTSIDE.match(key):
+        raise DataError(
+            f"{place}: its name leads out of the folder that it is unpacked into; expected a relative path without ..",
+            "unsafe name",
+        )
 
 
 def id_type(codebook_sizes: Sequence[int]) -> np.dtype:

@@ -7,9 +7,10 @@ caption). The files hold no times: equal samples make equal bytes, with one vers
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,26 +102,15 @@ class ParquetShard:
     def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
         self._path, self._image, self._text = path, image, text
         _, parquet = require_pyarrow()
-        try:
+        with _named(f"{path}: cannot be read as Parquet"):
             self._file = parquet.ParquetFile(path, memory_map=False)
+            _require_columns(self._file.schema_arrow, _schema(image, text), path)
             meta = self._file.metadata
             groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
-            schema = self._file.schema_arrow
-            types = {name: schema.field(name).type for name in schema.names}
-        except Exception as error:  # pyarrow has errors of its own, and OSError
-            raise DataError(f"{path}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
-        wanted = _schema(image, text)
-        if len(types) < len(schema.names):
-            raise DataError(f"{path}: has two columns of one name: not a token shard of this folder")
-        if missing := sorted(set(wanted) - set(types)):
-            raise DataError(f"{path}: lacks {', '.join(missing)}: not a token shard of this folder")
-        for name, kind in types.items():
-            if name not in wanted or kind != wanted[name]:
-                raise DataError(f"{path}: {name} {kind}; expected {wanted.get(name, 'no such column')}", "damaged ids")
-        for group in groups:
-            _require_small(group, image, text, path)
-        self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
-        self._bytes = [group.total_byte_size for group in groups]
+            for group in groups:
+                _require_small(group, image, text, path)
+            self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
+            self._bytes = [group.total_byte_size for group in groups]
         self._groups: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -132,6 +122,10 @@ class ParquetShard:
         Raises:
             DataError: it is damaged; the message names it.
         """
+        with _named(f"{self._path}: row {row}: damaged"):
+            return self._read(row)
+
+    def _read(self, row: int) -> TokenRecord:
         group = int(np.searchsorted(self._ends, row, side="right")) - 1
         columns, at = self._group(group), row - int(self._ends[group])
         key, label = columns["key"][at], columns["label"][at]
@@ -158,11 +152,13 @@ class ParquetShard:
     def _group(self, number: int) -> dict[str, Any]:
         columns = self._groups.pop(number, None)
         if columns is None:
-            try:
+            with _named(f"{self._path}: damaged"):
                 table = self._file.read_row_group(number, use_threads=False)
                 columns = {name: _plain(table.column(name).combine_chunks()) for name in table.column_names}
-            except Exception as error:  # see above
-                raise DataError(f"{self._path}: damaged ({str(error).splitlines()[0]})") from None
+            rows = int(self._ends[number + 1] - self._ends[number])
+            for name, column in columns.items():
+                if len(column) != rows:
+                    raise DataError(f"{self._path}: {name}: {len(column)} rows; its footer says {rows}")
         self._groups[number] = columns  # the last one used
         while len(self._groups) > 1 and sum(self._bytes[each] for each in self._groups) > _KEPT_BYTES:
             self._groups.popitem(last=False)
@@ -171,6 +167,18 @@ class ParquetShard:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Errors within as a `DataError` that begins with ``what``: a damaged file makes pyarrow raise nearly anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines() or [""]
+        raise DataError(f"{what} ({type(error).__name__}: {reason[0]})", "damaged shard") from None
 
 
 def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
@@ -188,6 +196,18 @@ def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
         columns["text_ids"] = arrow.list_(arrow.from_numpy_dtype(text.type))
         columns["text_lengths"] = arrow.list_(arrow.int32())
     return columns
+
+
+def _require_columns(schema: Any, wanted: dict[str, Any], path: Path) -> None:
+    """Raises DataError for other columns than those wanted, or of other types."""
+    if len(set(schema.names)) < len(schema.names):
+        raise DataError(f"{path}: has two columns of one name: not a token shard of this folder")
+    types = {name: schema.field(name).type for name in schema.names}
+    if missing := sorted(set(wanted) - set(types)):
+        raise DataError(f"{path}: lacks {', '.join(missing)}: not a token shard of this folder")
+    for name, kind in types.items():
+        if name not in wanted or kind != wanted[name]:
+            raise DataError(f"{path}: {name} {kind}; expected {wanted.get(name, 'no such column')}", "damaged ids")
 
 
 def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, path: Path) -> None:
