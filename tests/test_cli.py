@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -37,3 +39,35 @@ def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "batch_size: 2 there, 3 now" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, "--batch-size", "0"])
+
+
+@pytest.mark.parametrize(
+    ("call", "work"),
+    [
+        ("export t --modality image --out o", "vqclip.export.command._run"),
+        ("search query --index i x", "vqclip.search.command._query"),
+        ("tokenize --tokenizer t --data d --out o", "vqclip.tokenize.command.tokenize"),
+        ("tokenize --tokenizer t --data d --out o", "vqclip.cli.importlib.import_module"),
+    ],
+)
+def test_ctrl_c_is_told_in_a_line(call: str, work: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = COMMANDS[call.split()[0]].module
+    command = importlib.import_module(module).main
+    with mock.patch(work, side_effect=KeyboardInterrupt):
+        run = main(call.split()) if work.startswith("vqclip.cli") else command(call.split()[1:])
+    assert run == 130
+    said = capsys.readouterr().err
+    assert said.startswith(f"vqclip {call.split()[0]}: interrupted")
+    assert said.count("\n") == 1
+
+
+def test_errors_of_the_system_are_a_line_without_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer_folder(tmp_path / "tokenizer")
+    (tmp_path / "file").touch()
+    command = ["export", str(tmp_path / "tokenizer"), "--modality", "image", "--out", str(tmp_path / "file" / "onnx")]
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith("onnx: Not a directory\n")
+    data = shards(tmp_path / "in", (2,))
+    out = str(tmp_path / "file" / "tokens")
+    assert main(["tokenize", "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--out", out]) == 2
+    assert f"--out: {out}: cannot be made (Not a directory); expected a new folder" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -8,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from tests.models import tiny_model
+from vqclip import files
 from vqclip.evaluation.codes import save_ids
 from vqclip.files import replace_folder
 from vqclip.search import CodeIndex
+from vqclip.tokenize.aside import put
 
 KILLED = """
 import os, sys
 from pathlib import Path
+from vqclip import files
 from vqclip.files import replace_folder
 
 rename, left, after = Path.rename, int(sys.argv[2]), sys.argv[3] == "after"
@@ -90,3 +95,28 @@ def test_tensors_are_as_readable_as_any_other_file(tmp_path, mask):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) == 5
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
+
+
+def disk_full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left on device: '.*target'"):
+        files.replace_folder(tmp_path / "target", disk_full)
+    with pytest.raises(OSError, match="No space left on device: '.*a.tar'"):
+        put(tmp_path / "a.tar", disk_full)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", refuse)
+    with pytest.raises(OSError, match="a.safetensors: cannot be written: I/O error: No space"):
+        files.save_file({}, tmp_path / "a.safetensors")
+
+
+def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        files.write_text(tmp_path / "page.html", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        Its exit status; 2 where there is no such command.
+        Its exit status; 2 where there is no such command, 130 for Ctrl-C.
     """
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name in ("-h", "--help"):
@@ -53,7 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = printable(name, one_line=True)
         print(f"vqclip: got {shown!r}; expected one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return 2
-    status: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    try:
+        status: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    except KeyboardInterrupt:  # while it was imported; each command takes care of the rest
+        print(f"vqclip {name}: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -46,6 +47,17 @@ def read_bounded(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of the system that name no file, such as that of a full disk, get the name of what is being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the list of a folder's entries, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -67,19 +79,26 @@ def sync_folder(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Put `text` into the file `path` in one stroke."""
     aside = path.with_name(f"{TEMPORARY}{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    sync(aside)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        sync(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write with safetensors' ``save_file`` as a file of the usual mode: it makes them for their owner alone."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file as save
 
     path.touch()  # the umask, and the folder's default access list, say which mode that is
     mode = stat.S_IMODE(path.stat().st_mode)
-    save(tensors, path, metadata=metadata)
+    try:
+        save(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # a full disk, as it comes out of the library
+        raise OSError(f"{path}: cannot be written: {error}") from error
     path.chmod(mode)
 
 
@@ -93,8 +112,9 @@ def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
     aside, former = _beside(target)
     aside.mkdir(parents=True)
     try:
-        fill(aside)
-        _sync_tree(aside)
+        with named(target):
+            fill(aside)
+            _sync_tree(aside)
         if target.exists():
             target.rename(former)
         aside.rename(target)

@@ -35,8 +35,15 @@ def log_to_stderr(mask: Callable[[str], str]) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
+def _told(error: Exception) -> str:
+    """What an error says; of the system's, the file first and no number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
 def tell_error(program: str, error: Exception, mask: Callable[[str], str]) -> None:
     """Write the error that ends a command, with its rank where there are several; ``mask`` as above."""
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
-    text = printable(mask(str(error)))
+    text = printable(mask(_told(error)))
     print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)

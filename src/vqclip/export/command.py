@@ -9,6 +9,7 @@ Without --data the inputs of the comparison are drawn: noise, or captions of a f
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 2 for anything that the user can mend, which is told on stderr.
+        The exit code: 2 for anything that the user can mend, which is told on stderr; 130 for Ctrl-C.
     """
     options = parser().parse_args(arguments)
     try:
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (VqclipError, OSError) as error:
         tell_error("vqclip export", error, masked)
         return 2
+    except KeyboardInterrupt:
+        print("vqclip export: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -65,12 +69,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
+    source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if not options.keep:
         export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print(f"{options.out}: {sizes}")
-    source = None if options.data is None else open_pictures(options.data, options.split)
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
     compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
     print(f"compared on: {compared}, batches of {options.batch_size}")

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 2 for anything that the user can mend, which is told on stderr.
+        The exit code: 2 for anything that the user can mend, which is told on stderr; 130 for Ctrl-C.
     """
     options = parser().parse_args(arguments)
     try:
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (VqclipError, OSError) as error:
         tell_error("vqclip search", error, masked)
         return 2
+    except KeyboardInterrupt:
+        print("vqclip search: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -173,7 +176,16 @@ def _query(options: argparse.Namespace) -> None:
         print(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
-        write_text(options.html, page(str(asked), _hits(index, found, options.images), notes))
+        _write(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"--html: {path}: cannot be written ({error.strerror}); expected a file in a folder"
+        ) from None
 
 
 def _former(index: CodeIndex) -> str:

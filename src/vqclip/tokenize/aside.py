@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from vqclip.errors import ConfigError
 from vqclip.file_locks import try_lock
-from vqclip.files import TEMPORARY, sync_folder
+from vqclip.files import TEMPORARY, named, sync_folder
 from vqclip.sealed import Facts, facts_of
 
 __all__ = ["clear", "put", "put_bytes", "put_first"]
@@ -69,7 +69,7 @@ def _written(path: Path, fill: Callable[[BinaryIO], object]) -> Iterator[Path]:
     """A file beside `path`, filled, on the disk and locked; gone at the end, if it still has that name."""
     aside, file = _opened(path)
     try:
-        with file:
+        with named(path), file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())

@@ -76,7 +76,10 @@ class TokenFolder:
     def __init__(self, folder: Path, settings: Settings):
         self.folder, self.settings = folder, settings
         self._records = folder / RECORDS
-        self._records.mkdir(parents=True, exist_ok=True)
+        try:
+            self._records.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out: {folder}: cannot be made ({error.strerror}); expected a new folder") from None
         path = folder / SETTINGS_FILE
         if not path.exists():
             _require_no_shards(folder)
