@@ -344,14 +344,6 @@ def test_a_footer_of_parquet_that_lies_is_an_error(tmp_path: Path, monkeypatch: 
         open_shard(path, settings("parquet")).read(10)
 
 
-def test_nulls_in_parquet_are_errors(tmp_path: Path) -> None:
-    for name in ("text_lengths", "image_ids", "captions", "key", "sample_id"):
-        kind = pytest.importorskip("pyarrow.parquet").read_schema(parquet_file(tmp_path / "0.parquet")).field(name).type
-        path = parquet_file(tmp_path / "0.parquet", **{name: ([None], kind)})
-        with pytest.raises(DataError, match=r"0\.parquet"):
-            open_shard(path, settings("parquet")).read(0)
-
-
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("key", ["/a", "../a", "..", "a/../b", "a/..", "a\\..\\b", "\\\\host\\a", "C:a", "a\0b"])
 def test_names_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, storage: str, key: str) -> None:

@@ -122,10 +122,6 @@ class ParquetShard:
         Raises:
             DataError: it is damaged; the message names it.
         """
-        with _named(f"{self._path}: row {row}: damaged"):
-            return self._read(row)
-
-    def _read(self, row: int) -> TokenRecord:
         group = int(np.searchsorted(self._ends, row, side="right")) - 1
         columns, at = self._group(group), row - int(self._ends[group])
         key, label = columns["key"][at], columns["label"][at]
