@@ -142,7 +142,7 @@ def chosen_split(path: str, split: str | None) -> str:
 
     Raises:
         ConfigError: none is named, and there are several, or it is a URL.
-        DataError: there is no such folder, or no tar in it.
+        DataError: there is no such folder, no tar in it, or it is a split itself.
     """
     if split is not None:
         return split
@@ -153,8 +153,8 @@ def chosen_split(path: str, split: str | None) -> str:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")
     found = sorted({tar.parent.relative_to(folder).name for tar in (*folder.glob("*.tar"), *folder.glob("*/*.tar"))})
-    if not found:
-        raise DataError(f"{folder}: there is no *.tar in it or right below it; expected SPLIT/*.tar")
+    if not found or (found == [""] and not (folder / CLASSNAMES).exists() and (folder.parent / CLASSNAMES).exists()):
+        raise DataError(f"{folder}: {_where_tars_are(folder)}")
     if len(found) > 1:
         raise ConfigError(f"--split: missing; expected one of those in {folder}: {', '.join(map(repr, found))}")
     return found[0]
