@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "towers", "quantizers", "pooling", "projection", "temperature", "vocabulary"),
     ("reader", "collapse"),
     ("tokenizer",),
-    ("folder", "guards"),
+    ("exact", "folder", "guards"),
     ("loading", "model"),
     ("export", "losses", "replay", "search"),
     ("optim", "checkpoint", "evaluation"),

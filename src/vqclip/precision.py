@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 import torch
 
 from vqclip.errors import ConfigError
 
-__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision"]
+__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision", "without_tf32"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 """fp32 and fp64: in the type of the weights. bf16 and fp16: under autocast, with the weights in fp32."""
@@ -35,6 +36,21 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
     TF32 stays as the caller has set it (`torch.set_float32_matmul_precision`; off by default): that is for the process.
     """
-    if device.type == "meta":  # not is_autocast_available(): torch 2.6 cannot compile that
+    # Where it is off already, a context would only be one more node of a graph, which torch 2.6 cannot export.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
+def without_tf32(device: torch.device) -> Iterator[None]:
+    """`full_precision`, and float32 with all its digits in matrix products and convolutions, too, for this process."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with full_precision(device):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions

@@ -245,7 +245,9 @@ def test_damage_is_noticed(onnx, tmp_path, name):
 def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="Identity, which has no codes to encode to; expected"):
         export_program(built(IDENTITY).image)
-    with pytest.raises(ConfigError, match="part: got 'draw', expected one of encode, decode, embed"):
+    with pytest.raises(
+        ConfigError, match="part: got 'draw', expected one of encode, encode_doubting, encode_float64, "
+    ):
         export_program(built(FSQ).image, "draw")
     pytest.importorskip("onnxscript")
     with pytest.raises(ConfigError, match="weights in torch.bfloat16 on cpu, expected float32"):

@@ -2,21 +2,24 @@
 
 Floating-point sums come in another order in another runtime, or in another batch, so features differ in their last
 bits, and one that lies within them of the border between two codes gets the other one. `Agreement.between_batches` says
-how often that happens between two batch sizes of the tokenizer itself.
+how often that happens between two batch sizes of the tokenizer itself. With exact ids it happens in neither.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
+from vqclip.exact import ExactEncoder, settled
+from vqclip.export.program import EXACT_PARTS, PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
 from vqclip.fingerprint import fingerprint
@@ -62,6 +65,8 @@ class Agreement:
 def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
     """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
 
+    Files with exact ids are compared with `ExactEncoder`'s.
+
     Args:
         folder: what `export_onnx` wrote.
         tokenizer: the same, in evaluation mode.
@@ -84,24 +89,31 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, batches, {part: method(part) for part in PARTS})
+    return _compare(tokenizer, runtime.exact, batches, {part: method(part) for part in PARTS})
 
 
-def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor], exact: bool = False) -> Agreement:
     """`verify` for the programs of `export_program`, which are made for it."""
-    return _compare(tokenizer, batches, {part: export_program(tokenizer, part).module() for part in PARTS})
+    parts = EXACT_PARTS if exact else PARTS
+    run: dict[Part, Any] = {part: export_program(tokenizer, part).module() for part in parts}
+    if exact:
+        run["encode"] = partial(settled, run["encode_doubting"], run["encode_float64"])
+    return _compare(tokenizer, exact, batches, run)
 
 
 @torch.no_grad()
-def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: dict[Part, Method]) -> Agreement:
+def _compare(
+    tokenizer: AnyTokenizer, exact: bool, batches: Iterable[Tensor], other: Mapping[Part, Method]
+) -> Agreement:
+    encode = ExactEncoder(tokenizer).encode if exact else tokenizer.encode
     samples = ids = differing_ids = differing_samples = between = 0
     vectors = embeddings = 0.0
     for batch in batches:
         if not len(batch):
             continue
-        ours = tokenizer.encode(batch)
+        ours = encode(batch)
         wrong = other["encode"](batch) != ours
-        halves = torch.cat([tokenizer.encode(half) for half in batch.split(-(-len(batch) // 2))])
+        halves = torch.cat([encode(half) for half in batch.split(-(-len(batch) // 2))])
         samples += len(batch)
         ids += int((ours >= 0).sum())
         differing_ids += int(wrong.sum())

@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
     parser.add_argument("--modality", choices=("image", "text"), required=True)
     parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
+    parser.add_argument("--exact", action="store_true", help="the same ids as in torch: an encoder in float64 beside")
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
     parser.add_argument(
         "--data", type=types.text, help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout"
@@ -72,7 +73,7 @@ def _run(options: argparse.Namespace) -> None:
     source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if not options.keep:
-        export_onnx(tokenizer, options.out)
+        export_onnx(tokenizer, options.out, options.exact)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
@@ -80,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
     print(f"compared on: {compared}, batches of {options.batch_size}")
     print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
-        print(f"torch.export: {verify_program(tokenizer, inputs)}")
+        print(f"torch.export: {verify_program(tokenizer, inputs, options.exact)}")
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:

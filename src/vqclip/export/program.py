@@ -12,15 +12,25 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vqclip.errors import ConfigError
+from vqclip.exact import Doubting, in_float64
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
+__all__ = ["EXACT_PARTS", "PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
 
 AnyTokenizer = ImageTokenizer | TextTokenizer
-Part = Literal["encode", "decode", "embed"]
-"""What is exported: a method of a tokenizer."""
-PARTS: tuple[Part, ...] = get_args(Part)
-"""encode: what `preprocess` makes → ids. decode: ids → vectors. embed: ids → joint embedding."""
+Part = Literal["encode", "encode_doubting", "encode_float64", "decode", "embed"]
+"""What is exported.
+
+- encode: what `preprocess` makes → ids.
+- encode_doubting: the same → ids, and which samples rounding could decide otherwise; see `vqclip.exact`.
+- encode_float64: the same → ids, for those samples.
+- decode: ids → vectors.
+- embed: ids → joint embedding.
+"""
+PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
+"""Of an export."""
+EXACT_PARTS: tuple[Part, ...] = ("encode_doubting", "encode_float64", "decode", "embed")
+"""Of one with exact ids."""
 
 _EXAMPLES = 3
 """Not 1, which a graph could take for a constant."""
@@ -31,14 +41,22 @@ _MOST = 2**20
 class _Method(nn.Module):
     """One method of a tokenizer as a module's forward, which is what `torch.export` takes."""
 
-    def __init__(self, tokenizer: AnyTokenizer, part: Part):
+    def __init__(self, tokenizer: AnyTokenizer, name: str):
         super().__init__()
-        self.tokenizer, self.part = tokenizer, part
+        self.tokenizer, self.name = tokenizer, name
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The method of that name."""
-        method = getattr(self.tokenizer, self.part)
+        method = getattr(self.tokenizer, self.name)
         return method(inputs)
+
+
+def _module(tokenizer: AnyTokenizer, part: Part) -> nn.Module:
+    if part == "encode_doubting":
+        return Doubting(tokenizer)
+    if part == "encode_float64":
+        return _Method(in_float64(tokenizer), "encode")
+    return _Method(tokenizer, part)
 
 
 def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedProgram:
@@ -54,13 +72,13 @@ def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedPr
 
     Args:
         tokenizer: is put into evaluation mode for the time of the export.
-        part: which method.
+        part: which part.
 
     Raises:
-        ConfigError: there is no such part, or the tokenizer has no codes.
+        ConfigError: there is no such part, or the tokenizer has no codes, or for exact ids no weights in float32.
     """
-    if part not in PARTS:
-        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
+    if part not in get_args(Part):
+        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(get_args(Part))}")
     if not tokenizer.codebook_sizes:
         raise ConfigError(
             f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
@@ -72,7 +90,7 @@ def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedPr
         with torch.no_grad():
             batch = Dim("batch", min=1, max=_MOST)
             inputs = example_inputs(tokenizer, part)
-            return torch.export.export(_Method(tokenizer, part), (inputs,), dynamic_shapes=({0: batch},), strict=False)
+            return torch.export.export(_module(tokenizer, part), (inputs,), dynamic_shapes=({0: batch},), strict=False)
     finally:
         tokenizer.train(training)
 
@@ -80,7 +98,7 @@ def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedPr
 def example_inputs(tokenizer: AnyTokenizer, part: Part, count: int = _EXAMPLES) -> Tensor:
     """What a part takes: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or the first codes."""
     device = tokenizer.device
-    if part != "encode":
+    if part in ("decode", "embed"):
         shape = (count, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
         return torch.zeros(shape, dtype=torch.int64, device=device)
     if isinstance(tokenizer, ImageTokenizer):

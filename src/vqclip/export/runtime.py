@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from vqclip.errors import BackendError, CheckpointError, ShapeError
-from vqclip.export.program import PARTS, Part
+from vqclip.exact import settled
+from vqclip.export.program import EXACT_PARTS, PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
 
@@ -25,6 +26,7 @@ class OnnxTokenizer:
 
     Attributes:
         info: what ``export.json`` holds besides format and versions.
+        exact: whether ids equal those of `vqclip.exact.ExactEncoder`.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -37,17 +39,18 @@ class OnnxTokenizer:
         folder = Path(folder)
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
-        options = runtime.SessionOptions()
-        if threads is not None:
-            options.intra_op_num_threads = threads
-        self._inputs = {part: _input(folder, self.info, part) for part in PARTS}
+        self.exact = "encode_doubting" in self.info.get("parts", ())
+        parts = EXACT_PARTS if self.exact else PARTS
+        self._inputs = {part: _input(folder, self.info, part) for part in parts}
         self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
         self._sessions: dict[Part, Any] = {}
-        for part in PARTS:
+        for part in parts:
             path = folder / f"{part}.onnx"
             require_facts(path, _facts(folder, self.info, part), INFO_FILE)
             try:
-                self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
+                self._sessions[part] = runtime.InferenceSession(
+                    str(path), _options(runtime, part, threads), providers=list(providers)
+                )
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
             _require_inputs(path, self._sessions[part], self._inputs[part])
@@ -59,7 +62,9 @@ class OnnxTokenizer:
             ShapeError: inputs of another shape or dtype than ``export.json`` says, or without a sample.
             BackendError: onnxruntime fails.
         """
-        return self._run("encode", inputs)
+        if not self.exact:
+            return self._one("encode", inputs)
+        return settled(self._doubting, lambda batch: self._one("encode_float64", batch), inputs)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
         """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` float32.
@@ -67,7 +72,7 @@ class OnnxTokenizer:
         Raises:
             ShapeError, BackendError: as `encode`; the former for ids outside of their codebook, too.
         """
-        return self._run("decode", ids)
+        return self._one("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)`` float32, unit-norm.
@@ -75,9 +80,17 @@ class OnnxTokenizer:
         Raises:
             ShapeError, BackendError: as `decode`.
         """
-        return self._run("embed", ids)
+        return self._one("embed", ids)
 
-    def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
+    def _doubting(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids, doubtful = self._run("encode_doubting", batch)
+        return ids, doubtful
+
+    def _one(self, part: Part, value: np.ndarray) -> np.ndarray:
+        (output,) = self._run(part, value)
+        return output
+
+    def _run(self, part: Part, value: np.ndarray) -> list[np.ndarray]:
         name, shape, dtype = self._inputs[part]
         wanted = f"({', '.join(map(str, ('B', *shape)))}) {dtype}"
         if not isinstance(value, np.ndarray):
@@ -86,13 +99,13 @@ class OnnxTokenizer:
             raise ShapeError(f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected {wanted}")
         if not len(value):
             raise ShapeError(f"{name} of {part}: got no sample, expected {wanted} with B from 1")
-        if part != "encode":
+        if part in ("decode", "embed"):
             self._require_ids(name, part, value)
         try:
-            (output,) = self._sessions[part].run(None, {name: value})
+            outputs: list[np.ndarray] = self._sessions[part].run(None, {name: value})
         except Exception as error:  # its exceptions have no root of their own
             raise BackendError(f"{part}.onnx: onnxruntime failed on {name} of shape {value.shape}: {error}") from error
-        return output
+        return outputs
 
     def _require_ids(self, name: str, part: Part, ids: np.ndarray) -> None:
         outside = (ids < -1) | (ids >= self._codebook_sizes)
@@ -101,6 +114,15 @@ class OnnxTokenizer:
                 f"{name} of {part}: got {ids[outside][0]}, expected ids from 0 to one less than the codebook sizes "
                 f"{self._codebook_sizes.tolist()}, or -1 for absent ones"
             )
+
+
+def _options(runtime: Any, part: Part, threads: int | None) -> Any:
+    options = runtime.SessionOptions()
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if part == "encode_float64":  # operators would be fused into some with attributes, which are float32
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return options
 
 
 def _read_info(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch.export import ExportedProgram
 
 from vqclip import __version__
 from vqclip.errors import ConfigError
-from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
+from vqclip.export.float64 import DECOMPOSITIONS
+from vqclip.export.program import EXACT_PARTS, PARTS, AnyTokenizer, Part, example_inputs, export_program
 from vqclip.files import replace_folder, require_replaceable
 from vqclip.fingerprint import fingerprint
 from vqclip.pretrained import ID_LAYOUT_VERSION
@@ -22,15 +23,25 @@ from vqclip.tokenizer import ImageTokenizer
 __all__ = ["INFO_FILE", "VERSIONS", "export_onnx", "require"]
 
 INFO_FILE = "export.json"
-VERSIONS = {"format": "vqclip-onnx", "format_version": 1, "id_layout": ID_LAYOUT_VERSION}
+VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
 _OPSET = 18
 """The first with bitwise operators, which read binary codes."""
-_OUTPUTS = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
+_OUTPUTS: dict[Part, tuple[str, ...]] = {
+    "encode": ("ids",),
+    "encode_doubting": ("ids", "doubtful"),
+    "encode_float64": ("ids",),
+    "decode": ("vectors",),
+    "embed": ("joint_embedding",),
+}
 """None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
 
 
-def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
+def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = False) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
+
+    With ``exact``, there are ``encode_doubting.onnx`` and ``encode_float64.onnx`` in the place of ``encode.onnx``: the
+    ids of the first, of the samples that it says are in doubt those of the second, equal those of
+    `vqclip.exact.ExactEncoder`.
 
     Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
     renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
@@ -39,6 +50,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     Args:
         tokenizer: on the CPU, with weights in float32.
         folder: where to.
+        exact: whether ids are to be the same as in torch, not all but one in some hundred thousand.
 
     Returns:
         The folder.
@@ -57,12 +69,12 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
             f"export: got weights in {weights.dtype} on {weights.device}, expected float32 on the CPU: "
             "tokenizer.float().cpu()"
         )
-    programs = {part: export_program(tokenizer, part) for part in PARTS}
+    programs = {part: export_program(tokenizer, part) for part in (EXACT_PARTS if exact else PARTS)}
 
     def fill(aside: Path) -> None:
         for part, program in programs.items():
             _translate(program, part, aside / f"{part}.onnx")
-        (aside / INFO_FILE).write_bytes(seal(_info(tokenizer, aside)))
+        (aside / INFO_FILE).write_bytes(seal(_info(tokenizer, aside, programs)))
 
     replace_folder(folder, fill)
     return folder
@@ -81,13 +93,19 @@ def require(package: str) -> Any:
 
 
 def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
+    table: dict[Any, Any] = {torch.ops.aten.median.dim: _median}
+    if part == "encode_float64":
+        table |= DECOMPOSITIONS
     translated = torch.onnx.export(
-        program.run_decompositions({torch.ops.aten.median.dim: _median}),
+        program.run_decompositions(table),
         input_names=[_input(part)],
-        output_names=[_OUTPUTS[part]],
+        output_names=list(_OUTPUTS[part]),
         opset_version=_OPSET,
         dynamo=True,
-        custom_translation_table={torch.ops.aten.__rshift__.Tensor: _shift_right},
+        custom_translation_table={
+            torch.ops.aten.__rshift__.Tensor: _shift_right,
+            torch.ops.aten.scalar_tensor.default: _scalar,
+        },
         verbose=False,
     )
     assert translated is not None
@@ -95,7 +113,7 @@ def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
 
 
 def _input(part: Part) -> str:
-    return "inputs" if part == "encode" else "ids"
+    return "ids" if part in ("decode", "embed") else "inputs"
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -116,7 +134,15 @@ def _shift_right(x: Any, by: Any) -> Any:
     return op.Cast(op.BitShift(op.Cast(x, to=unsigned), op.Cast(by, to=unsigned), direction="RIGHT"), to=signed)
 
 
-def _info(tokenizer: AnyTokenizer, folder: Path) -> dict[str, Any]:
+def _scalar(value: float, dtype: int, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    """A number of a type; the exporter's own translation rounds it to float32 on the way to float64."""
+    from onnxscript import ir, opset18
+
+    op: Any = opset18
+    return op.Constant(value=ir.tensor(value, dtype=ir.DataType(dtype)))
+
+
+def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedProgram]) -> dict[str, Any]:
     """What ``export.json`` holds; a ``null`` in a shape is the batch."""
     return {
         **VERSIONS,
@@ -129,17 +155,20 @@ def _info(tokenizer: AnyTokenizer, folder: Path) -> dict[str, Any]:
         "num_tokens": tokenizer.num_tokens,
         "embed_dim": tokenizer.embed_dim,
         "preprocess": _preprocess(tokenizer),
-        "parts": {part: _part_info(tokenizer, part, folder / f"{part}.onnx") for part in PARTS},
+        "parts": {
+            part: _part_info(program, part, example_inputs(tokenizer, part), folder / f"{part}.onnx")
+            for part, program in programs.items()
+        },
     }
 
 
-def _part_info(tokenizer: AnyTokenizer, part: Part, path: Path) -> dict[str, Any]:
-    inputs = example_inputs(tokenizer, part)
-    outputs = getattr(tokenizer, part)(inputs)
+def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
+    outputs = program.module()(inputs)
+    named = zip(_OUTPUTS[part], [outputs] if isinstance(outputs, Tensor) else outputs, strict=True)
     return {
         "file": facts_of(path)._asdict(),
         "inputs": {_input(part): _tensor_info(inputs)},
-        "outputs": {_OUTPUTS[part]: _tensor_info(outputs)},
+        "outputs": {name: _tensor_info(output) for name, output in named},
     }
 
 

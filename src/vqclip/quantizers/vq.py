@@ -196,7 +196,7 @@ class VQ(TableQuantizer):
         return unit(x) if self.cosine else x
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
-        sums = {**super()._statistics(bounded, values, ids, keep)}
+        sums = dict(super()._statistics(bounded, values, ids, keep).sums)
         if "diversity" in self.loss_weights:
             sums["soft_counts"] = self._soft_counts(bounded, keep)
         if not self.training:

@@ -53,13 +53,21 @@ class ImageTokenizer(Tokenizer):
         Raises:
             ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
         """
+        return self._encode(self.batch(images))
+
+    def batch(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+        """What `encode` takes → what `features` takes: a tensor, checked, on the tokenizer's device.
+
+        Raises:
+            ShapeError: as in `encode`.
+        """
         if not isinstance(images, Tensor):
             pixels = [self.preprocess(image) for image in require_pictures(images)]
             size = self.tower.image_size
             images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
         elif images.is_floating_point() and not torch.compiler.is_compiling():
             _require_unit_range(images)
-        return self._encode(images.to(self.device))
+        return images.to(self.device)
 
 
 class ImageTokenizerConfig(TokenizerConfig):

@@ -48,13 +48,21 @@ class TextTokenizer(Tokenizer):
             ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
                 `preprocess` never makes (the last two are not checked under `torch.compile`).
         """
+        return self._encode(self.batch(captions))
+
+    def batch(self, captions: Sequence[str] | Tensor) -> Tensor:
+        """What `encode` takes → what `features` takes: token numbers, checked, on the tokenizer's device.
+
+        Raises:
+            ShapeError: as in `encode`.
+        """
         if isinstance(captions, Tensor):
             tokens = captions
             if not torch.compiler.is_compiling():
                 self.tower.require_captions(tokens)
         else:
             tokens = self.preprocess(captions)
-        return self._encode(tokens.to(self.device))
+        return tokens.to(self.device)
 
 
 class TextTokenizerConfig(TokenizerConfig):
