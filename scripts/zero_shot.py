@@ -1,7 +1,7 @@
 """Zero-shot classification with a trained model: continuous, quantized and codes-only figures beside chance.
 
 python scripts/zero_shot.py runs/base --kind scenes
-python scripts/zero_shot.py runs/eurosat --data path/to/cls_eurosat --split test
+python scripts/zero_shot.py runs/eurosat --data path/to/cls_eurosat
 python scripts/zero_shot.py runs/base --data path/to/folder_of_class_folders --template "a photo of a {c}"
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from _shared import main, options
 
 from vqclip import arguments as types
-from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError
 from vqclip.evaluation import ClassesData, ImageFolderData, LabelledData, ScenesClassesData, ZeroShotConfig
 
@@ -29,7 +28,7 @@ def parse() -> argparse.Namespace:
         help="classes: clip_benchmark layout (classnames.txt, <split>/*.tar); folder: one subfolder of images a class; "
         "scenes: the drawn data set. Left out: classes if there is a classnames.txt or a tar, else folder",
     )
-    parser.add_argument("--split", help=f"classes: {SPLIT_HELP}; scenes: test or heldout (default: test)")
+    parser.add_argument("--split", default="test", help="classes: folder of the tars; scenes: test or heldout (test)")
     parser.add_argument(
         "--template", type=types.text, action="append", help="prompt with {c} for the class; repeat for several"
     )
@@ -55,15 +54,13 @@ def make_data(arguments: argparse.Namespace) -> LabelledData:
     if arguments.kind == "scenes":
         if arguments.data is not None:
             raise ConfigError("--data: not for --kind scenes, which is drawn; set VQCLIP_CACHE to say where")
-        return ScenesClassesData(split=arguments.split or "test")
+        return ScenesClassesData(split=arguments.split)
     if arguments.data is None:
         raise ConfigError("--data: missing; expected a folder of labelled images, or --kind scenes")
     path = arguments.data.expanduser().absolute()
     has_shards = (path / "classnames.txt").exists() or any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
     kind = arguments.kind or ("classes" if has_shards else "folder")
-    if kind == "folder":
-        return ImageFolderData(path=path)
-    return ClassesData(path=path, split=chosen_split(str(path), arguments.split))
+    return ClassesData(path=path, split=arguments.split) if kind == "classes" else ImageFolderData(path=path)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from vqclip.exact import ExactEncoder
 from vqclip.model import ModelConfig
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
 LFQ = {"kind": "lfq", "bits": 6}
+WIDE_LFQ = {"kind": "lfq", "bits": 32, "loss_weights": {"codebook_entropy_gap": 0}}
 IDENTITY = {"kind": "identity", "dim": 6}
 PRODUCT = {"kind": "product", "layer": FSQ, "codebooks": 2}
 VQ = {"kind": "vq", "dim": 6, "codebook_size": 16}
@@ -45,3 +49,12 @@ def tiny_model(
         },
     }
     return ModelConfig.model_validate(tree | changes)
+
+
+@torch.no_grad()
+def put_on_the_border(tokenizer, batch):
+    """Move the bias so that each channel of a tokenizer with LFQ is 0 up to rounding in some token of the batch."""
+    features, mask = ExactEncoder(tokenizer).float64.features(batch)
+    real = features.flatten(0, 1) if mask is None else features[mask]
+    channels = torch.arange(features.shape[-1])
+    tokenizer.project_in[1].bias -= real[channels % len(real), channels].float()

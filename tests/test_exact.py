@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, tiny_model
+from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, WIDE_LFQ, put_on_the_border, tiny_model
 from vqclip import exact
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.exact import TOLERANCE, Doubting, ExactEncoder, settled
@@ -19,7 +19,6 @@ CHANNELWISE = {
     "product": {"kind": "product", "layer": LFQ, "codebooks": 2},
     "residual": RESIDUAL_FSQ,
 }
-WIDE_LFQ = {"kind": "lfq", "bits": 32, "loss_weights": {"codebook_entropy_gap": 0}}
 CONVOLUTIONAL = {"kind": "convolutional", "image_size": 16, "channels": [8, 8, 16, 16], "channels_per_group": 4}
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x", "", "seven", "one of the many", "7", "#"]
 
@@ -30,15 +29,6 @@ def tokenizers(quantizer):
     model = tiny_model(quantizer, quantizer).build().eval()
     pixels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
     return [(model.image, pixels), (model.text, model.text.preprocess(CAPTIONS))]
-
-
-@torch.no_grad()
-def put_on_the_border(tokenizer, batch):
-    """Move the bias so that each channel of a tokenizer with LFQ is 0 up to rounding in some token of the batch."""
-    features, mask = ExactEncoder(tokenizer).float64.features(batch)
-    real = features.flatten(0, 1) if mask is None else features[mask]
-    channels = torch.arange(features.shape[-1])
-    tokenizer.project_in[1].bias -= real[channels % len(real), channels].float()
 
 
 @pytest.mark.parametrize("family", CHANNELWISE)

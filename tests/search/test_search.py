@@ -20,6 +20,7 @@ from vqclip.data.pictures import PictureFolder, open_pictures
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
 from vqclip.search.command import build, main
+from vqclip.search.index import _VERSIONS
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import _require_float32
 from vqclip.search.topk import MOST_ITEMS, best, ranks, scores_and_items
@@ -427,12 +428,10 @@ def test_names_tell_pictures_apart(tmp_path):
 
 
 def test_an_index_of_the_former_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("vqclip.search.index._FORMAT_VERSION", 1)
+    monkeypatch.setitem(_VERSIONS, "format_version", 1)
     CodeIndex.build(built().image, drawn(3)).save(tmp_path / "index")
     monkeypatch.undo()
-    with pytest.raises(
-        CheckpointError, match=r"format_version is 1, expected 2; build the index anew \(`vqclip search"
-    ):
+    with pytest.raises(CheckpointError, match=r"format_version is 1, .*; build the index anew \(`vqclip search"):
         CodeIndex.load(tmp_path / "index")
 
 

@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.data.making import caption_members, class_folder, write_tar
-from tests.models import IDENTITY
+from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
 from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
 from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from vqclip.exact import ExactEncoder
 from vqclip.fingerprint import fingerprint
+from vqclip.model import CLIP
 from vqclip.pretrained import read_config, seal_folder
 from vqclip.tokenize.command import main
 
@@ -52,6 +54,30 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storag
         assert torch.equal(item.image_ids, image.encode(image.transform(decode_image(raw.image))[None])[0])
     assert len({tuple(item.image_ids.flatten().tolist()) for item in data}) > 10
     assert (data[0].text_ids < 0).any()
+
+
+def test_exact_ids_are_the_same_in_every_batch(tmp_path: Path) -> None:
+    """With features that lie on a border, where batches of other sizes would round otherwise."""
+    folder = tokenizer_folder(tmp_path / "plain", WIDE_LFQ, WIDE_LFQ)
+    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    model, raw = CLIP.from_pretrained(folder), [source.build().read(index) for index in range(sum(COUNTS))]
+    pixels = torch.stack([model.image.transform(decode_image(each.image)) for each in raw])
+    tokens = model.text.preprocess([each.captions[0] for each in raw])
+    put_on_the_border(model.image, pixels)
+    put_on_the_border(model.text, tokens)
+    tokenizer = tmp_path / "tokenizer"
+    model.save_pretrained(tokenizer)
+    expected = ExactEncoder(model.image).float64.encode(pixels), ExactEncoder(model.text).float64.encode(tokens)
+    for size in (1, 3, 8):
+        out = tmp_path / f"out{size}"
+        done = run(str(tokenizer), source, out, precision="exact", batch_size=size)
+        assert done.manifest is not None
+        assert done.manifest.settings.precision == "exact"
+        data = TokenDataset(out)
+        assert torch.equal(torch.stack([item.image_ids for item in data]), expected[0])
+        assert torch.equal(torch.stack([item.text_ids for item in data]), expected[1])
+    run(str(tokenizer), source, tmp_path / "fp32", batch_size=1)
+    assert not torch.equal(torch.stack([item.image_ids for item in TokenDataset(tmp_path / "fp32")]), expected[0])
 
 
 def test_captions_of_a_class_folder_are_all_there(tmp_path: Path, tokenizer: str) -> None:

@@ -79,7 +79,13 @@ def command_line() -> argparse.ArgumentParser:
         help="samples at once; the last batch of a shard is filled up",
     )
     add("--workers", type=types.workers, default=0, help="processes that decode, for each process of the job")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="what the towers compute in")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "exact"),
+        default="fp32",
+        help="what the towers compute in; exact: fp32, and float64 where rounding could decide an id, so that ids are "
+        "the same on any machine",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")
     add(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,11 +13,15 @@ from torch import Tensor
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
 from vqclip.errors import NonFiniteError
+from vqclip.exact import ExactEncoder
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 
-__all__ = ["Collected", "Encoders"]
+__all__ = ["Arithmetic", "Collected", "Encoders"]
+
+Arithmetic = Literal["fp32", "bf16", "exact"]
+"""What towers compute in; exact: as `ExactEncoder` does."""
 
 
 class Encoders:
@@ -32,12 +37,18 @@ class Encoders:
         NonFiniteError: a weight is NaN or infinite, so that ids would mean nothing.
     """
 
-    def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
+    def __init__(
+        self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Arithmetic
+    ):
         self.image, self.text = image, text
-        self._batch_size, self._precision = batch_size, precision
+        self._batch_size = batch_size
+        self._precision: Precision = "fp32" if precision == "exact" else precision
+        self._encode: dict[str, Callable[[Tensor], Tensor]] = {}
         for tokenizer in (image, text):
             if tokenizer is not None:
                 _require_finite(tokenizer)
+                exact = precision == "exact"
+                self._encode[tokenizer.modality] = ExactEncoder(tokenizer).encode if exact else tokenizer.encode
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
         """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
@@ -61,7 +72,7 @@ class Encoders:
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """``(B, N, C)`` int64."""
         with torch.no_grad(), autocast(tokenizer.device, self._precision):
-            ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
+            ids: np.ndarray = self._encode[tokenizer.modality](inputs).cpu().numpy()
         return ids
 
 

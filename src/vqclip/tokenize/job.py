@@ -28,7 +28,7 @@ from vqclip.pretrained import CONFIG_FILE, read_config, resolve
 from vqclip.report.bar import Bar
 from vqclip.sealed import read_json
 from vqclip.tokenize.batches import DecodedBatch, ShardBatches
-from vqclip.tokenize.encode import Collected, Encoders
+from vqclip.tokenize.encode import Arithmetic, Collected, Encoders
 from vqclip.tokenize.folder import TokenFolder, require_few_bad
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
@@ -55,7 +55,7 @@ class Options:
     """Samples at once."""
     workers: int = 0
     """Processes that decode, for each process of the job."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Arithmetic = "fp32"
     """What the tokenizers compute in."""
     device: str = "auto"
     """auto, cpu or cuda."""

@@ -87,8 +87,8 @@ class Settings(Config):
     """The ids of texts; None where they were not tokenized."""
     batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
-    precision: Literal["fp32", "bf16"]
-    """Type that the tokenizer computed in."""
+    precision: Literal["fp32", "bf16", "exact"]
+    """What the tokenizer computed in; exact: as `vqclip.exact.ExactEncoder` does."""
     device: str
     """Kind of device that it computed on."""
     threads: int = Field(ge=1)
