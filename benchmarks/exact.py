@@ -43,8 +43,8 @@ def main() -> None:
     errors = torch.cat([relative_errors(exact, batch) for batch in inputs])
     mean, most = float(errors.square().mean().sqrt()), float(errors.max())
     print(
-        f"features in float32: off by {mean / EPSILON:.1f} in the mean (root of squares) and {most / EPSILON:.1f} at most, "
-        f"in units of {EPSILON:.1e} of the sample's largest feature; tolerance {TOLERANCE / EPSILON:.0f}"
+        f"features in float32: off by {mean / EPSILON:.1f} in the mean (root of squares) and {most / EPSILON:.1f} at "
+        f"most, in units of {EPSILON:.1e} of the sample's largest feature; tolerance {TOLERANCE / EPSILON:.0f}"
     )
     doubtful = torch.cat([exact.doubting(batch)[1] for batch in inputs])
     print(f"in doubt: {int(doubtful.sum())} of {len(doubtful)} samples ({100 * float(doubtful.float().mean()):.1f} %)")
