@@ -173,9 +173,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            error.errno, f"run.folder: cannot make the run's folder: {error.strerror}", str(folder)
-        ) from error
+        raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
 
 
 def _check_world(batch_size: int, micro_batches: int) -> None:
