@@ -37,7 +37,7 @@ def test_unknown_precision():
 
 
 def test_one_graph():
-    """torch 2.6 does not compile `torch.amp.is_autocast_available`."""
+    """Not every question about autocast can be compiled."""
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
         with full_precision(x.device):

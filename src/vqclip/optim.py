@@ -18,7 +18,7 @@ from vqclip.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Devices whose fused AdamW kernel every torch since 2.6 has.
+# Devices whose fused AdamW kernel every torch that we support has.
 _FUSED_DEVICES = frozenset({"cpu", "cuda"})
 # Parameters that are added, looked up or multiplied in, not matrices to multiply with; by the last part of the name,
 # as timm ("pos_embed", "cls_token", "latent") and open_clip ("positional_embedding", "logit_scale") spell them.

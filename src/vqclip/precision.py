@@ -36,7 +36,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
     TF32 stays as the caller has set it (`torch.set_float32_matmul_precision`; off by default): that is for the process.
     """
-    # Where it is off already, a context would only be one more node of a graph, which torch 2.6 cannot export.
+    # Where it is off already, a context would only be one more node of a graph that is exported.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -26,7 +26,7 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
     than that once the product of a channel's levels over the stages passes 10^6.
 
     Args:
-        module: a ``VectorQuantize``, ``ResidualVQ``, ``FSQ``, ``ResidualFSQ`` or ``LFQ`` (version 1.22 and later).
+        module: a ``VectorQuantize``, ``ResidualVQ``, ``FSQ``, ``ResidualFSQ`` or ``LFQ`` (version 1.29 and later).
         inner: of a module with projections, make only what lies between its ``project_in`` and ``project_out``, which
             you then apply yourself: ``ours(module.project_in(x))``.
 
@@ -51,7 +51,7 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
 
 def _vq(module: Any) -> Quantizer:
     book = module._codebook
-    _refuse(module, affine_param=book.affine_param, vq_bridge=getattr(book, "vq_bridge", None) is not None)  # from 1.28
+    _refuse(module, affine_param=book.affine_param, vq_bridge=book.vq_bridge is not None)
     _refuse(
         module,
         channels_before_positions=not module.channel_last or module.accept_image_fmap or module.accept_3d_fmap,
