@@ -1,8 +1,9 @@
 """Collectives on tensors. How their gradients are scaled is said once, in the docstring of the package.
 
 The autograd functions below stand on the public `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce`,
-which are the same, eager and compiled, in every torch that we support. `torch.distributed.nn.functional` offers the like, but from
-torch 2.15 on it warns that it is deprecated and refuses to be compiled. A test holds the gradients equal to its.
+which are the same, eager and compiled, in every torch that we support. `torch.distributed.nn.functional` offers the
+like, but from torch 2.15 on it warns that it is deprecated and refuses to be compiled. A test holds the gradients equal
+to its.
 """
 
 from __future__ import annotations
