@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vqclip import load_tokenizer
 from vqclip.data.pictures import open_pictures
-from vqclip.exact import TOLERANCE, ExactEncoder
+from vqclip.exact import ExactEncoder
 from vqclip.export.command import batches
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -44,7 +44,7 @@ def main() -> None:
     mean, most = float(errors.square().mean().sqrt()), float(errors.max())
     print(
         f"features in float32: off by {mean / EPSILON:.1f} in the mean (root of squares) and {most / EPSILON:.1f} at "
-        f"most, in units of {EPSILON:.1e} of the sample's largest feature; tolerance {TOLERANCE / EPSILON:.0f}"
+        f"most, in units of {EPSILON:.1e} of the sample's largest feature; tolerance {exact.doubting.tolerance / EPSILON:.0f}"
     )
     doubtful = torch.cat([exact.doubting(batch)[1] for batch in inputs])
     print(f"in doubt: {int(doubtful.sum())} of {len(doubtful)} samples ({100 * float(doubtful.float().mean()):.1f} %)")
@@ -66,10 +66,10 @@ def main() -> None:
 
 def relative_errors(exact: ExactEncoder, batch: Tensor) -> Tensor:
     """Of every feature of real tokens, of the largest of its sample."""
-    narrow, mask = exact.doubting.features(batch)
-    wide, _ = exact.float64.features(batch)
-    error = (narrow - wide).abs() / narrow.abs().amax(dim=(1, 2), keepdim=True)
-    return error.flatten() if mask is None else error[mask].flatten()
+    (narrow, mask), (wide, _) = exact.tokenizer.features(batch), exact.float64.features(batch)
+    real = torch.ones(narrow.shape[:2], dtype=torch.bool) if mask is None else mask
+    largest = (wide * real.unsqueeze(-1)).abs().amax(dim=(1, 2), keepdim=True)
+    return ((narrow - wide).abs() / largest)[real].flatten()
 
 
 def seconds(encode: Callable[[Tensor], Tensor], inputs: list[Tensor]) -> float:

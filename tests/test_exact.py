@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, WIDE_LFQ, put_on_the_border, tiny_model
+from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, VQ, WIDE_LFQ, put_on_the_border, tiny_model
 from vqclip import exact
-from vqclip.errors import ConfigError, ShapeError
-from vqclip.exact import TOLERANCE, Doubting, ExactEncoder, settled
+from vqclip.errors import ConfigError, NonFiniteError, ShapeError
+from vqclip.exact import ExactEncoder, settled
 from vqclip.export import OnnxTokenizer, export_onnx, verify, verify_program
+from vqclip.export.to_onnx import VERSIONS
+from vqclip.quantizers.residual import at_depth
+from vqclip.sealed import seal
 
 CHANNELWISE = {
     "fsq": FSQ,
@@ -34,7 +37,7 @@ def tokenizers(quantizer):
 @pytest.mark.parametrize("family", CHANNELWISE)
 def test_an_error_below_the_tolerance_changes_no_id(family, monkeypatch):
     """With a tolerance so large that errors as large change many ids."""
-    monkeypatch.setattr(exact, "TOLERANCE", 0.1)
+    monkeypatch.setattr(exact, "_tolerance", lambda *_: 0.1)
     generator = torch.Generator().manual_seed(0)
     for tokenizer, batch in tokenizers(CHANNELWISE[family]):
         encoder = ExactEncoder(tokenizer)
@@ -85,13 +88,13 @@ def test_only_samples_in_doubt_are_encoded_again(monkeypatch):
 def test_vectors_of_a_codebook_are_in_doubt_on_a_border_of_any_direction():
     """A border may run along one of the shifts, as it does between two codes on the diagonal."""
     tokenizer, batch = tokenizers({"kind": "vq", "dim": 4, "codebook_size": 2})[0]
-    doubting = Doubting(tokenizer)
+    doubting = ExactEncoder(tokenizer).doubting
     for first, second in (((1, 1, 1, 1), (1, -1, 1, -1)), ((1, 0, 0, 0), (0, 1, 0, 0)), ((1, 2, 3, 4), (4, 3, 2, 1))):
         codes = torch.tensor([first, second], dtype=torch.float32)
         with torch.no_grad():
             tokenizer.quantizer.codebook.copy_(codes.reshape(tokenizer.quantizer.codebook.shape))
         middle = codes.mean(dim=0)
-        for away, doubtful in ((0.0, True), (100 * TOLERANCE, False)):
+        for away, doubtful in ((0.0, True), (1e-3, False)):
             features = (middle + away * (codes[0] - codes[1])).expand(1, 4, 4)
             tokenizer.features = lambda _, features=features: (features, None)
             assert bool(doubting(batch[:1])[1]) is doubtful
@@ -100,7 +103,7 @@ def test_vectors_of_a_codebook_are_in_doubt_on_a_border_of_any_direction():
 
 def test_padding_is_in_no_doubt():
     tokenizer, tokens = tokenizers(LFQ)[1]
-    doubting = Doubting(tokenizer)
+    doubting = ExactEncoder(tokenizer).doubting
     plain = tokenizer.features
 
     def off(batch):
@@ -113,8 +116,8 @@ def test_padding_is_in_no_doubt():
     assert torch.equal(doubting(tokens)[1], doubtful)
 
 
-@pytest.mark.parametrize("error", [1e-3, float("nan")])
-def test_a_narrower_type_is_noticed(error, monkeypatch):
+@pytest.mark.parametrize(("error", "raised"), [(1e-3, ConfigError), (float("nan"), NonFiniteError)])
+def test_features_that_no_rounding_explains_are_told(error, raised, monkeypatch):
     tokenizer, batch = tokenizers(WIDE_LFQ)[0]
     put_on_the_border(tokenizer, batch)
     encoder, plain = ExactEncoder(tokenizer), tokenizer.features
@@ -125,37 +128,67 @@ def test_a_narrower_type_is_noticed(error, monkeypatch):
         return features, mask
 
     monkeypatch.setattr(tokenizer, "features", off)
-    with pytest.raises(ConfigError, match=r"exact ids: got features in float32 .* times the tolerance away"):
+    with pytest.raises(raised, match=r"exact ids: got a feature"):
         encoder.encode(batch)
 
 
-def test_autocast_and_tf32_are_off_within_and_as_before_after():
+def test_a_coarse_tower_has_a_larger_tolerance_and_a_narrow_one_is_refused(monkeypatch):
     tokenizer, batch = tokenizers(LFQ)[0]
-    encoder, expected = ExactEncoder(tokenizer), []
+    fine, plain = ExactEncoder(tokenizer), tokenizer.features
+    assert fine.doubting.tolerance == pytest.approx(32 * 2**-23, rel=0.5)
+    monkeypatch.setattr(exact, "in_float64", lambda _: fine.float64)
+    monkeypatch.setattr(tokenizer, "features", lambda batch: (plain(batch)[0] * (1 + 1e-5), None))
+    assert 3e-6 < ExactEncoder(tokenizer).doubting.tolerance / 32 < 1e-5
+    monkeypatch.setattr(tokenizer, "features", lambda batch: (plain(batch)[0].bfloat16().float(), None))
+    with pytest.raises(ConfigError, match="does the tower compute part of them in a narrower type"):
+        ExactEncoder(tokenizer)
+
+
+def test_depth_is_heeded():
+    tokenizer, batch = tokenizers(RESIDUAL_FSQ)[0]
+    with torch.no_grad():
+        tokenizer.project_in[1].bias[2] -= tokenizer.features(batch)[0][5, 1, 2] - 0.5  # between two levels of four
+    encoder = ExactEncoder(tokenizer)
+    with at_depth(tokenizer, 1):
+        assert torch.equal(encoder.encode(batch), tokenizer.encode(batch))
+        assert bool((encoder._settle(batch)[..., 1:] == -1).all())
+
+
+def precisions():
+    backends = torch.backends
+    owners = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    return [owner.fp32_precision for owner in owners]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_autocast_and_tf32_are_off_within_and_as_before_after(legacy):
+    tokenizer, batch = tokenizers(LFQ)[0]
+    encoder, seen, before = ExactEncoder(tokenizer), [], precisions()
     plain = tokenizer.features
-
-    def seen(batch):
-        expected.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-        return plain(batch)
-
-    tokenizer.features = seen
-    torch.set_float32_matmul_precision("medium")
+    tokenizer.features = lambda batch: (seen.append(precisions()), plain(batch))[1]
     try:
+        if legacy:
+            torch.set_float32_matmul_precision("medium")
+        else:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        changed = precisions()
         with torch.autocast("cpu", torch.bfloat16):
             ids = encoder.encode(batch)
             assert torch.is_autocast_enabled("cpu")
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert precisions() == changed != before
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision, _, torch.backends.mkldnn.matmul.fp32_precision, _ = before
     assert torch.equal(ids, encoder.float64.encode(batch))
-    assert expected == [("highest", False)]
-    assert torch.backends.cudnn.allow_tf32
+    assert seen == [["ieee"] * 4]
 
 
 def test_what_cannot_be_exact_is_refused():
     image = tokenizers(LFQ)[0][0]
     with pytest.raises(ConfigError, match=r"exact ids: got weights in torch.bfloat16 on cpu, expected float32"):
         ExactEncoder(image.bfloat16())
+    with pytest.raises(ConfigError, match=r"exact ids: got a tokenizer in training mode"):
+        ExactEncoder(tokenizers(LFQ)[0][0].train())
     with pytest.raises(ConfigError, match=r"exact ids: the image tokenizer's quantizer has no codes"):
         ExactEncoder(tokenizers(IDENTITY)[0][0])
     with pytest.raises(ShapeError, match="images: got"):
@@ -218,3 +251,18 @@ def test_every_runtime_agrees_on_the_border(tower, tmp_path):
     found = verify(export_onnx(tokenizer, tmp_path / "exact", exact=True), tokenizer, batch.split(3))
     assert (found.differing_ids, found.between_batches) == (0, 0)
     assert verify_program(tokenizer, batch.split(3), exact=True).differing_ids == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["fsq", "bsq", "residual", "vq"])
+def test_every_family_has_exact_files(family, tmp_path):
+    for tokenizer, batch in tokenizers(CHANNELWISE.get(family, VQ)):
+        folder = export_onnx(tokenizer, tmp_path / tokenizer.modality, exact=True)
+        assert verify(folder, tokenizer, batch.split(3)).differing_ids == 0
+
+
+def test_exact_files_are_for_the_cpu(tmp_path):
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "export.json").write_bytes(seal({**VERSIONS, "parts": {"encode_doubting": {}}}))
+    with pytest.raises(ConfigError, match="got CUDAExecutionProvider, expected CPUExecutionProvider alone"):
+        OnnxTokenizer(tmp_path, providers=("CUDAExecutionProvider",))

@@ -13,28 +13,36 @@ rounding could change them (Shewchuk 1997, https://doi.org/10.1007/PL00009321).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.precision import without_tf32
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["TOLERANCE", "Doubting", "ExactEncoder", "in_float64", "settled"]
+__all__ = ["Doubting", "ExactEncoder", "drawn_inputs", "in_float64", "settled"]
 
-TOLERANCE = 32 * torch.finfo(torch.float32).eps
-"""How far from its float64 value a feature in float32 may lie, of the largest feature of the sample: units of float32's
-precision. Trained towers stay within 29, and within 1.4 in the mean (``benchmarks/exact.py``)."""
+AnyTokenizer = ImageTokenizer | TextTokenizer
 
-_FAR = 8.0
-"""Times the tolerance; more is no rounding of float32's. TF32 comes to hundreds."""
-
+_ROUNDING = torch.finfo(torch.float32).eps
+"""Of the sample's largest feature: how far trained towers are off in the mean (``benchmarks/exact.py``)."""
+_REACH = 32
+"""Times that error, or the tokenizer's own where it is larger: the tolerance. Of a million features, trained towers had
+none off by more than 23 times their mean error."""
+_FAR = 8
+"""Times the tolerance: what no rounding explains."""
+_NARROW = 2.0**-12
+"""A mean error that float32 does not make; TF32 and bfloat16 do."""
+_MEASURED = 4
+"""Samples that the tokenizer's own error is measured on."""
 _SIGNS = ((1.0, 1.0, 1.0, 1.0), (1.0, -1.0, 1.0, -1.0), (1.0, 1.0, -1.0, -1.0))
 """Of the shifts, repeated over the channels; each is gone both ways. One would do where each channel is rounded by
-itself, as in FSQ, LFQ and BSQ; in a codebook of vectors a border may run along one of them, hardly along all."""
+itself; in a codebook of vectors a border may run along one of them, hardly along all."""
+_WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 
@@ -42,26 +50,35 @@ ArrayT = TypeVar("ArrayT", bound=Any)
 class ExactEncoder:
     """Encodes like its tokenizer, but to the same ids in every batch, on every device and in every runtime.
 
-    For FSQ, LFQ and BSQ, alone, in a `Product` or as stages of a `Residual`, ids are those of features in float64,
-    as long as features in float32 lie within `TOLERANCE` of them. For VQ and SimVQ a few borders are missed.
+    Ids are those of features in float64, as long as features in float32 lie within the tolerance of them: 32 times the
+    mean error of the tower. That holds of FSQ, LFQ and BSQ, alone or in a `Product`, and of a `Residual` of the first
+    two; with stages of BSQ, and for VQ and SimVQ, a few borders are missed.
 
     Args:
         tokenizer: in evaluation mode, with weights in float32. A copy of it in float64 is kept: twice its memory more.
+            Weights that are changed later are not seen by that.
+
+    Attributes:
+        tokenizer: the one that was given.
+        doubting: the part in float32.
+        float64: the copy.
 
     Raises:
-        ConfigError: the weights are in another type, the device has no float64, or the tokenizer has no codes.
+        ConfigError: the weights are in another type, the tokenizer is in training mode or has no codes, the device has
+            no float64, or the tower computes in a narrower type than float32.
     """
 
-    def __init__(self, tokenizer: ImageTokenizer | TextTokenizer):
+    def __init__(self, tokenizer: AnyTokenizer):
         self.tokenizer = tokenizer
-        self.doubting = Doubting(tokenizer)
         self.float64 = in_float64(tokenizer)
+        self.doubting = Doubting(tokenizer, _tolerance(tokenizer, self.float64))
 
     def encode(self, inputs: Any) -> Tensor:
         """What the tokenizer's own ``encode`` takes → ids ``(B, N, C)`` int64.
 
         Raises:
             ShapeError: as the tokenizer does.
+            NonFiniteError: a feature is NaN or infinite.
             ConfigError: features lie so far from their float64 values that no tolerance can have covered them.
         """
         batch = self.tokenizer.batch(inputs)
@@ -70,17 +87,16 @@ class ExactEncoder:
 
     def _settle(self, batch: Tensor) -> Tensor:
         """The ids of samples in doubt, from features in float64."""
-        narrow, mask = self.doubting.features(batch)
-        wide, _ = self.float64.features(batch)
-        if mask is not None:
-            wide = wide.masked_fill(~mask.unsqueeze(-1), 0)
-        error = float(((narrow - wide).abs() / _reach(narrow)).amax())
-        if not error <= _FAR:  # NaN is not
+        (narrow, mask), (wide, _) = _features(self.tokenizer, batch), _features(self.float64, batch)
+        error = float(_relative(narrow - wide, wide).amax())
+        if not math.isfinite(error):
+            raise NonFiniteError("exact ids: got a feature that is NaN or infinite; are all weights finite?")
+        if error > _FAR * self.doubting.tolerance:
             raise ConfigError(
-                f"exact ids: got features in float32 {error:.3g} times the tolerance away from their values in "
-                "float64, expected hardly ever more than 1: does the tower compute part of them in a narrower type?"
+                f"exact ids: got a feature in float32 off by {error:.1e} of the sample's largest, expected hardly ever "
+                f"more than {self.doubting.tolerance:.1e}; have weights changed since this encoder was made?"
             )
-        return self.float64.quantizer.encode(wide, mask)
+        return self.tokenizer.quantizer.encode(wide, mask)
 
 
 class Doubting(nn.Module):
@@ -88,45 +104,51 @@ class Doubting(nn.Module):
 
     Args:
         tokenizer: what encodes.
+        tolerance: how far a feature may be off, of the largest feature of the sample.
     """
 
     shifts: Tensor
 
-    def __init__(self, tokenizer: ImageTokenizer | TextTokenizer):
+    def __init__(self, tokenizer: AnyTokenizer, tolerance: float):
         super().__init__()
-        _require_float32(tokenizer)
         self.tokenizer = tokenizer
-        signs = torch.tensor(_SIGNS, device=tokenizer.device)
-        shifts = torch.cat([torch.zeros_like(signs[:1]), signs, -signs])
+        self.tolerance = tolerance
+        signs = torch.tensor(_SIGNS, dtype=torch.float64, device=tokenizer.device)
+        shifts = tolerance * torch.cat([torch.zeros_like(signs[:1]), signs, -signs])
         channels = torch.arange(tokenizer.quantizer.dim, device=tokenizer.device) % signs.shape[1]
         self.register_buffer("shifts", shifts[:, None, None, channels], persistent=False)
-
-    def features(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the quantizer is given, ``(B, N, D)``, 0 where masked, and the mask ``(B, N)`` or None."""
-        features, mask = self.tokenizer.features(batch)
-        return (features if mask is None else features.masked_fill(~mask.unsqueeze(-1), 0)), mask
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the tokenizer's tower → ids ``(B, N, C)`` int64, and which samples are in doubt, ``(B,)`` bool.
 
-        A sample is, if an id changes where its features move by the tolerance, or if they hold NaN.
+        A sample is, if an id changes where its features move by the tolerance, or if they hold NaN. The quantizer
+        computes in float64, so that its own rounding decides nothing either.
         """
-        features, mask = self.features(batch)
-        reach = _reach(features)
-        shifted = features + self.shifts * reach  # (shifts, B, N, D), the first of them 0
+        features, mask = _features(self.tokenizer, batch)
+        largest = _largest(features)
+        shifted = features + self.shifts * largest  # (shifts, B, N, D), the first of them 0
         masks = mask if mask is None else mask.expand(shifted.shape[:-1])
         ids, *others = self.tokenizer.quantizer.encode(shifted, masks).unbind()
         changed = torch.stack([other != ids for other in others])
-        return ids.contiguous(), changed.any(dim=0).flatten(1).any(dim=1) | reach.isnan().flatten()
+        return ids.contiguous(), changed.any(dim=0).flatten(1).any(dim=1) | largest.isnan().flatten()
 
 
-def in_float64(tokenizer: ImageTokenizer | TextTokenizer) -> ImageTokenizer | TextTokenizer:
+def in_float64(tokenizer: AnyTokenizer) -> AnyTokenizer:
     """A copy in float64.
 
     Raises:
-        ConfigError: as in `ExactEncoder`.
+        ConfigError: as in `ExactEncoder`, but for the tower's type.
     """
-    _require_float32(tokenizer)
+    weights = next(tokenizer.parameters())
+    if weights.dtype != torch.float32 or weights.device.type == "mps":
+        raise ConfigError(
+            f"exact ids: got weights in {weights.dtype} on {weights.device}, expected float32 on a device that has "
+            "float64: tokenizer.float(), on the CPU or a CUDA GPU"
+        )
+    if tokenizer.training:
+        raise ConfigError("exact ids: got a tokenizer in training mode, expected evaluation mode: tokenizer.eval()")
+    if not tokenizer.codebook_sizes:
+        raise ConfigError(f"exact ids: the {tokenizer.modality} tokenizer's quantizer has no codes to encode to")
     return copy.deepcopy(tokenizer).double()
 
 
@@ -146,17 +168,44 @@ def settled(
     return ids
 
 
-def _require_float32(tokenizer: ImageTokenizer | TextTokenizer) -> None:
-    weights = next(tokenizer.parameters())
-    if weights.dtype != torch.float32 or weights.device.type == "mps":
+def drawn_inputs(tokenizer: AnyTokenizer, count: int) -> Tensor:
+    """Inputs of ``features``, drawn from seed 0: noise ``(count, 3, H, W)`` uint8, or captions, ``(count, N)``."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(tokenizer, ImageTokenizer):
+        size = tokenizer.tower.image_size
+        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    picks = torch.randint(0, len(_WORDS), (count, 6), generator=generator).tolist()
+    return tokenizer.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])
+
+
+@torch.no_grad()
+def _tolerance(tokenizer: AnyTokenizer, wide: AnyTokenizer) -> float:
+    """From the mean error (root of squares) of the tower's features on drawn inputs."""
+    batch = drawn_inputs(tokenizer, _MEASURED).to(tokenizer.device)
+    with without_tf32(batch.device):
+        (narrow, mask), (exact, _) = _features(tokenizer, batch), _features(wide, batch)
+    errors = _relative(narrow - exact, exact)
+    mean = float((errors if mask is None else errors[mask]).square().mean().sqrt())
+    if not mean < _NARROW:  # NaN is not
         raise ConfigError(
-            f"exact ids: got weights in {weights.dtype} on {weights.device}, expected float32 on a device that has "
-            "float64: tokenizer.float(), on the CPU or a CUDA GPU"
+            f"exact ids: got features in float32 off by {mean:.1e} of the largest in the mean, expected less than "
+            f"{_NARROW:.1e}: does the tower compute part of them in a narrower type, or hold NaN?"
         )
-    if not tokenizer.codebook_sizes:
-        raise ConfigError(f"exact ids: the {tokenizer.modality} tokenizer's quantizer has no codes to encode to")
+    return _REACH * max(_ROUNDING, mean)
 
 
-def _reach(features: Tensor) -> Tensor:
-    """``(B, N, D)`` → ``(B, 1, 1)``: how far a feature may be off."""
-    return TOLERANCE * features.abs().amax(dim=(1, 2), keepdim=True)
+def _features(tokenizer: AnyTokenizer, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the quantizer is given, ``(B, N, D)`` float64, 0 where masked, and the mask ``(B, N)`` or None."""
+    features, mask = tokenizer.features(batch)
+    features = features.double()
+    return (features if mask is None else features.masked_fill(~mask.unsqueeze(-1), 0)), mask
+
+
+def _largest(features: Tensor) -> Tensor:
+    """``(B, N, D)`` → ``(B, 1, 1)``: of each sample."""
+    return features.abs().amax(dim=(1, 2), keepdim=True)
+
+
+def _relative(error: Tensor, features: Tensor) -> Tensor:
+    """``(B, N, D)``, of the sample's largest feature."""
+    return error.abs() / _largest(features).clamp(min=torch.finfo(torch.float64).tiny)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -45,12 +45,14 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 @contextmanager
 def without_tf32(device: torch.device) -> Iterator[None]:
     """`full_precision`, and float32 with all its digits in matrix products and convolutions, too, for this process."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    backends: Any = torch.backends  # its stubs lack some of these
+    owners = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    former = [owner.fp32_precision for owner in owners]
     try:
+        for owner in owners:
+            owner.fp32_precision = "ieee"
         with full_precision(device):
             yield
     finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        for owner, precision in zip(owners, former, strict=True):
+            owner.fp32_precision = precision

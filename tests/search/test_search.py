@@ -442,11 +442,15 @@ def test_pages_escape_all_text():
     assert text.count(html.escape(evil)) == 6
 
 
-def test_tf32_is_refused_on_cuda(monkeypatch):
-    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
-    _require_float32(torch.device("cpu"))
-    with pytest.raises(ConfigError, match="got float32 matrix products of precision 'high', expected 'highest'"):
-        _require_float32(torch.device("cuda"))
+def test_tf32_is_refused_on_cuda():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        _require_float32(torch.device("cpu"))
+        with pytest.raises(ConfigError, match="got float32 matrix products in tf32, expected ieee"):
+            _require_float32(torch.device("cuda"))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_items_are_no_more_than_int32_counts():

@@ -2,7 +2,8 @@
 
 Floating-point sums come in another order in another runtime, or in another batch, so features differ in their last
 bits, and one that lies within them of the border between two codes gets the other one. `Agreement.between_batches` says
-how often that happens between two batch sizes of the tokenizer itself. With exact ids it happens in neither.
+how often that happens between two batch sizes of the tokenizer itself. With exact ids (`vqclip.exact`) it happens in
+neither.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from vqclip import arguments as types
@@ -20,15 +19,15 @@ from vqclip.data import EvalSet, Source, masked
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import VqclipError
+from vqclip.exact import drawn_inputs
 from vqclip.export.agreement import verify, verify_program
-from vqclip.export.program import AnyTokenizer, example_inputs
+from vqclip.export.program import AnyTokenizer
 from vqclip.export.to_onnx import export_onnx
 from vqclip.loading import load_tokenizer
 from vqclip.logs import tell_error
 from vqclip.tokenizer import ImageTokenizer
 
 _DRAWN = 64
-_WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
     parser.add_argument("--modality", choices=("image", "text"), required=True)
     parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
-    parser.add_argument("--exact", action="store_true", help="the same ids as in torch: an encoder in float64 beside")
+    parser.add_argument("--exact", action="store_true", help="the same ids as in torch (nearly, for vq and simvq)")
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
     parser.add_argument(
         "--data", type=types.text, help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout"
@@ -87,7 +86,7 @@ def _run(options: argparse.Namespace) -> None:
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
     """Inputs of ``encode``, a batch at a time: pictures, or captions, each once. Without a source they are drawn."""
     if source is None:
-        yield from _drawn(tokenizer).split(size)
+        yield from drawn_inputs(tokenizer, _DRAWN).split(size)
     elif isinstance(tokenizer, ImageTokenizer):
         for batch in EvalSet(source, tokenizer.transform, size, limit=limit):
             yield batch.images
@@ -103,13 +102,3 @@ def _captions(source: Source) -> list[str]:
     if source.classnames:
         return [prompt.replace("{c}", name) for name in source.classnames for prompt in source.templates]
     return list(dict.fromkeys(caption for index in range(len(source)) for caption in source.read(index).captions))
-
-
-def _drawn(tokenizer: AnyTokenizer) -> Tensor:
-    """Inputs drawn from seed 0."""
-    generator = torch.Generator().manual_seed(0)
-    if isinstance(tokenizer, ImageTokenizer):
-        like = example_inputs(tokenizer, "encode", _DRAWN)
-        return torch.randint(0, 256, like.shape, dtype=torch.uint8, generator=generator)
-    picks = torch.randint(0, len(_WORDS), (_DRAWN, 6), generator=generator).tolist()
-    return tokenizer.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vqclip.errors import ConfigError
-from vqclip.exact import Doubting, in_float64
-from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.exact import AnyTokenizer, ExactEncoder, in_float64
+from vqclip.tokenizer import ImageTokenizer
 
 __all__ = ["EXACT_PARTS", "PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
 
-AnyTokenizer = ImageTokenizer | TextTokenizer
 Part = Literal["encode", "encode_doubting", "encode_float64", "decode", "embed"]
 """What is exported.
 
@@ -53,7 +52,7 @@ class _Method(nn.Module):
 
 def _module(tokenizer: AnyTokenizer, part: Part) -> nn.Module:
     if part == "encode_doubting":
-        return Doubting(tokenizer)
+        return ExactEncoder(tokenizer).doubting
     if part == "encode_float64":
         return _Method(in_float64(tokenizer), "encode")
     return _Method(tokenizer, part)

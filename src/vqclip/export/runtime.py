@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.errors import BackendError, CheckpointError, ShapeError
+from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.exact import settled
 from vqclip.export.program import EXACT_PARTS, PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
 
 __all__ = ["OnnxTokenizer"]
+
+_EXACT_PROVIDERS = ("CPUExecutionProvider",)
 
 
 class OnnxTokenizer:
@@ -22,7 +24,7 @@ class OnnxTokenizer:
     Args:
         folder: what `export_onnx` wrote.
         threads: of onnxruntime within an operator; None for its default.
-        providers: onnxruntime's, the first that is there for an operator counts.
+        providers: onnxruntime's, the first that is there for an operator counts. Exact ids are those of the CPU's.
 
     Attributes:
         info: what ``export.json`` holds besides format and versions.
@@ -30,7 +32,7 @@ class OnnxTokenizer:
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
-        ConfigError: onnxruntime is not installed.
+        ConfigError: onnxruntime is not installed, or exact ids are asked of another provider.
     """
 
     def __init__(
@@ -39,7 +41,12 @@ class OnnxTokenizer:
         folder = Path(folder)
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
-        self.exact = "encode_doubting" in self.info.get("parts", ())
+        self.exact = "encode_doubting" in (self.info.get("parts") or ())
+        if self.exact and tuple(providers) != _EXACT_PROVIDERS:
+            raise ConfigError(
+                f"providers: got {', '.join(providers)}, expected CPUExecutionProvider alone: {folder} is to give "
+                "exact ids, for which the float32 of others may be too coarse"
+            )
         parts = EXACT_PARTS if self.exact else PARTS
         self._inputs = {part: _input(folder, self.info, part) for part in parts}
         self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])

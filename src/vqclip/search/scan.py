@@ -190,10 +190,11 @@ def _shortened(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor
 
 def _require_float32(device: torch.device) -> None:
     """Raises ConfigError where products of float32 are rounded to TF32, 10 bits: `_ROUNDING` bounds float32's own."""
-    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    precision = torch.backends.cuda.matmul.fp32_precision
+    if device.type == "cuda" and precision not in ("none", "ieee"):
         raise ConfigError(
-            f"search: got float32 matrix products of precision {torch.get_float32_matmul_precision()!r}, expected "
-            "'highest', without which results are not exact: torch.set_float32_matmul_precision('highest')"
+            f"search: got float32 matrix products in {precision}, expected ieee, without which results are not exact: "
+            "torch.set_float32_matmul_precision('highest')"
         )
 
 

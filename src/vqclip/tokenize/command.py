@@ -84,7 +84,7 @@ def command_line() -> argparse.ArgumentParser:
         choices=("fp32", "bf16", "exact"),
         default="fp32",
         help="what the towers compute in; exact: fp32, and float64 where rounding could decide an id, so that ids are "
-        "the same on any machine",
+        "the same on any machine (of vq and simvq nearly all)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")

@@ -35,6 +35,7 @@ class Encoders:
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, so that ids would mean nothing.
+        ConfigError: ``exact``, and the weights are not in float32.
     """
 
     def __init__(
