@@ -41,10 +41,10 @@ def main() -> None:
     inputs = list(batches(tokenizer, open_pictures(options.data, options.split), options.batch_size))
 
     errors = torch.cat([relative_errors(exact, batch) for batch in inputs])
-    mean, most = float(errors.square().mean().sqrt()), float(errors.max())
+    mean, most = (float(each) / EPSILON for each in (errors.square().mean().sqrt(), errors.max()))
     print(
-        f"features in float32: off by {mean / EPSILON:.1f} in the mean (root of squares) and {most / EPSILON:.1f} at "
-        f"most, in units of {EPSILON:.1e} of the sample's largest feature; tolerance {exact.doubting.tolerance / EPSILON:.0f}"
+        f"features in float32: off by {mean:.1f} in the mean (root of squares) and {most:.1f} at most, in units of "
+        f"{EPSILON:.1e} of the sample's largest feature; tolerance {exact.doubting.tolerance / EPSILON:.0f}"
     )
     doubtful = torch.cat([exact.doubting(batch)[1] for batch in inputs])
     print(f"in doubt: {int(doubtful.sum())} of {len(doubtful)} samples ({100 * float(doubtful.float().mean()):.1f} %)")

@@ -101,9 +101,9 @@ def test_no_command_guesses_among_splits(tmp_path):
     class_folder(tmp_path / "two", split="test")
     assert chosen_split(str(tmp_path / "two"), "train") == "train"
     for opening in (chosen_split, open_pictures):
-        with pytest.raises(ConfigError, match=r"--split: missing; expected one of those in .*two: 'test', 'train'"):
+        with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
             opening(str(tmp_path / "two"), None)
-    with pytest.raises(ConfigError, match=r"--split: missing; expected the name of a split of https://host.invalid/x"):
+    with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
         chosen_split("https://host.invalid/x", None)
     with pytest.raises(DataError, match="none: no such folder"):
         chosen_split(str(tmp_path / "none"), None)

@@ -13,6 +13,7 @@ from vqclip.exact import ExactEncoder, settled
 from vqclip.export import OnnxTokenizer, export_onnx, verify, verify_program
 from vqclip.export.to_onnx import VERSIONS
 from vqclip.quantizers.residual import at_depth
+from vqclip.reader import CodeReader, ReadingConfig
 from vqclip.sealed import seal
 
 CHANNELWISE = {
@@ -133,7 +134,7 @@ def test_features_that_no_rounding_explains_are_told(error, raised, monkeypatch)
 
 
 def test_a_coarse_tower_has_a_larger_tolerance_and_a_narrow_one_is_refused(monkeypatch):
-    tokenizer, batch = tokenizers(LFQ)[0]
+    tokenizer, _ = tokenizers(LFQ)[0]
     fine, plain = ExactEncoder(tokenizer), tokenizer.features
     assert fine.doubting.tolerance == pytest.approx(32 * 2**-23, rel=0.5)
     monkeypatch.setattr(exact, "in_float64", lambda _: fine.float64)
@@ -187,6 +188,13 @@ def test_what_cannot_be_exact_is_refused():
     image = tokenizers(LFQ)[0][0]
     with pytest.raises(ConfigError, match=r"exact ids: got weights in torch.bfloat16 on cpu, expected float32"):
         ExactEncoder(image.bfloat16())
+    encoder = ExactEncoder(tokenizers(LFQ)[0][0])
+    encoder.tokenizer.bfloat16()
+    with pytest.raises(ConfigError, match=r"exact ids: got weights in torch.bfloat16"):
+        encoder.encode(torch.zeros(1, 3, 16, 16))
+    reader = CodeReader("image", ReadingConfig.model_validate({"quantizer": LFQ, "width": 16}), 4, 4, 16)
+    with pytest.raises(ConfigError, match=r"exact ids: got a CodeReader, expected a tokenizer that encodes"):
+        ExactEncoder(reader)
     with pytest.raises(ConfigError, match=r"exact ids: got a tokenizer in training mode"):
         ExactEncoder(tokenizers(LFQ)[0][0].train())
     with pytest.raises(ConfigError, match=r"exact ids: the image tokenizer's quantizer has no codes"):
@@ -264,5 +272,9 @@ def test_every_family_has_exact_files(family, tmp_path):
 def test_exact_files_are_for_the_cpu(tmp_path):
     pytest.importorskip("onnxruntime")
     (tmp_path / "export.json").write_bytes(seal({**VERSIONS, "parts": {"encode_doubting": {}}}))
-    with pytest.raises(ConfigError, match="got CUDAExecutionProvider, expected CPUExecutionProvider alone"):
-        OnnxTokenizer(tmp_path, providers=("CUDAExecutionProvider",))
+    with pytest.raises(ConfigError, match="got AzureExecutionProvider, expected CPUExecutionProvider alone"):
+        OnnxTokenizer(tmp_path, providers=("AzureExecutionProvider",))
+    with pytest.raises(ConfigError, match="providers: got Nope, expected some of .*CPUExecutionProvider"):
+        OnnxTokenizer(tmp_path, providers=("Nope",))
+    with pytest.raises(ConfigError, match="threads: got 0, expected at least 1"):
+        OnnxTokenizer(tmp_path, threads=0)

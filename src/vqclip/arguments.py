@@ -27,10 +27,10 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return convert
 
 
-count = whole(1, 2**31 - 1)
+count = whole(1, 2**63 - 1)
 """So many of something."""
 batch_size = whole(1, 2**16)
-"""Samples at once; more of them than this would not fit into any memory."""
+"""Samples at once; so many images hardly fit into any memory."""
 workers = whole(0, 512)
 """Processes; as many as `vqclip.data.config` and `vqclip.evaluation` allow."""
 threads = whole(1, 1024)

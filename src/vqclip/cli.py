@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from vqclip import __version__
 from vqclip.errors import printable
+from vqclip.logs import tell_interrupt
 
 __all__ = ["COMMANDS", "main"]
 
@@ -56,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(rest)
     except KeyboardInterrupt:  # while it was imported; each command takes care of the rest
-        print(f"vqclip {name}: interrupted", file=sys.stderr)
-        return 130
+        return tell_interrupt(f"vqclip {name}")
     return status
 
 

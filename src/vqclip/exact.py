@@ -79,8 +79,9 @@ class ExactEncoder:
         Raises:
             ShapeError: as the tokenizer does.
             NonFiniteError: a feature is NaN or infinite.
-            ConfigError: features lie so far from their float64 values that no tolerance can have covered them.
+            ConfigError: the tokenizer is in another state than the encoder was made of.
         """
+        _require_exact(self.tokenizer)  # once more: it may have been converted since
         batch = self.tokenizer.batch(inputs)
         with torch.no_grad(), without_tf32(batch.device):
             return settled(self.doubting, self._settle, batch)
@@ -139,16 +140,7 @@ def in_float64(tokenizer: AnyTokenizer) -> AnyTokenizer:
     Raises:
         ConfigError: as in `ExactEncoder`, but for the tower's type.
     """
-    weights = next(tokenizer.parameters())
-    if weights.dtype != torch.float32 or weights.device.type == "mps":
-        raise ConfigError(
-            f"exact ids: got weights in {weights.dtype} on {weights.device}, expected float32 on a device that has "
-            "float64: tokenizer.float(), on the CPU or a CUDA GPU"
-        )
-    if tokenizer.training:
-        raise ConfigError("exact ids: got a tokenizer in training mode, expected evaluation mode: tokenizer.eval()")
-    if not tokenizer.codebook_sizes:
-        raise ConfigError(f"exact ids: the {tokenizer.modality} tokenizer's quantizer has no codes to encode to")
+    _require_exact(tokenizer)
     return copy.deepcopy(tokenizer).double()
 
 
@@ -192,6 +184,24 @@ def _tolerance(tokenizer: AnyTokenizer, wide: AnyTokenizer) -> float:
             f"{_NARROW:.1e}: does the tower compute part of them in a narrower type, or hold NaN?"
         )
     return _REACH * max(_ROUNDING, mean)
+
+
+def _require_exact(tokenizer: AnyTokenizer) -> None:
+    if not isinstance(tokenizer, AnyTokenizer):
+        raise ConfigError(
+            f"exact ids: got a {type(tokenizer).__name__}, expected a tokenizer that encodes: load_tokenizer(folder, "
+            "modality) without encode=False"
+        )
+    weights = next(tokenizer.parameters())
+    if weights.dtype != torch.float32 or weights.device.type == "mps":
+        raise ConfigError(
+            f"exact ids: got weights in {weights.dtype} on {weights.device}, expected float32 on a device that has "
+            "float64: tokenizer.float(), on the CPU or a CUDA GPU"
+        )
+    if tokenizer.training:
+        raise ConfigError("exact ids: got a tokenizer in training mode, expected evaluation mode: tokenizer.eval()")
+    if not tokenizer.codebook_sizes:
+        raise ConfigError(f"exact ids: the {tokenizer.modality} tokenizer's quantizer has no codes to encode to")
 
 
 def _features(tokenizer: AnyTokenizer, batch: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -47,3 +47,9 @@ def tell_error(program: str, error: Exception, mask: Callable[[str], str]) -> No
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
     text = printable(mask(_told(error)))
     print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
+
+
+def tell_interrupt(program: str, left: str = "") -> int:
+    """Write that Ctrl-C ended a command, and what is ``left`` of it; returns its exit status."""
+    print(f"{program}: interrupted{left and '; '}{left}", file=sys.stderr)
+    return 130

@@ -23,7 +23,7 @@ from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare
 from vqclip.files import write_text
 from vqclip.lock import RunLock
-from vqclip.logs import log_to_stderr, tell_error
+from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
 from vqclip.loop import Loop, require_success
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
@@ -241,8 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
     except KeyboardInterrupt:  # the first one is a `StopSignals` flag
-        print("vqclip.train: interrupted; what is not in a checkpoint is not kept", file=sys.stderr)
-        return 130
+        return tell_interrupt("vqclip.train", "what is not in a checkpoint is not kept")
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0

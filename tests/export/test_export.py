@@ -323,3 +323,16 @@ def test_real_pictures_and_captions(onnx):
     captions = CaptionShardsData(path=str(root / "captions_noto_emoji/val")).build()
     tokens = onnx[0].preprocess([captions.read(index).captions[0] for index in range(40)])
     check(*onnx, [tokens[:7], tokens[7:]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--split", "test"], "--split: got it without --data"),
+        (["--limit", "3"], "--limit: got it without --data"),
+        (["--keep", "--exact"], "--exact: got it with --keep"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options, message, capsys):
+    assert main(["t", "--modality", "image", "--out", "o", *options]) == 2
+    assert message in capsys.readouterr().err

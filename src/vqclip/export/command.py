@@ -9,7 +9,6 @@ Without --data the inputs of the comparison are drawn: noise, or captions of a f
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -18,13 +17,13 @@ from vqclip import arguments as types
 from vqclip.data import EvalSet, Source, masked
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.class_folder import SPLIT_HELP
-from vqclip.errors import VqclipError
+from vqclip.errors import ConfigError, VqclipError
 from vqclip.exact import drawn_inputs
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.to_onnx import export_onnx
 from vqclip.loading import load_tokenizer
-from vqclip.logs import tell_error
+from vqclip.logs import tell_error, tell_interrupt
 from vqclip.tokenizer import ImageTokenizer
 
 _DRAWN = 64
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_error("vqclip export", error, masked)
         return 2
     except KeyboardInterrupt:
-        print("vqclip export: interrupted", file=sys.stderr)
-        return 130
+        return tell_interrupt("vqclip export")
     return 0
 
 
@@ -69,6 +67,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
+    for name in ("split", "limit"):
+        if options.data is None and getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: got it without --data, of which it chooses a part; expected both or neither")
+    if options.keep and options.exact:
+        raise ConfigError("--exact: got it with --keep, which leaves what lies in --out; expected one of them")
     source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if not options.keep:
@@ -79,8 +82,9 @@ def _run(options: argparse.Namespace) -> None:
     compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
     print(f"compared on: {compared}, batches of {options.batch_size}")
     print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
+    exact = (options.out / "encode_doubting.onnx").exists()
     if options.program:
-        print(f"torch.export: {verify_program(tokenizer, inputs, options.exact)}")
+        print(f"torch.export: {verify_program(tokenizer, inputs, exact)}")
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.exact import settled
 from vqclip.export.program import EXACT_PARTS, PARTS, Part
-from vqclip.export.to_onnx import INFO_FILE, VERSIONS, require
+from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
 
 __all__ = ["OnnxTokenizer"]
@@ -42,6 +42,11 @@ class OnnxTokenizer:
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
         self.exact = "encode_doubting" in (self.info.get("parts") or ())
+        available = runtime.get_available_providers()
+        if unknown := [name for name in providers if name not in available]:
+            raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads: got {threads}, expected at least 1")
         if self.exact and tuple(providers) != _EXACT_PROVIDERS:
             raise ConfigError(
                 f"providers: got {', '.join(providers)}, expected CPUExecutionProvider alone: {folder} is to give "
@@ -61,6 +66,7 @@ class OnnxTokenizer:
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
             _require_inputs(path, self._sessions[part], self._inputs[part])
+            _require_outputs(path, self._sessions[part], part)
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64.
@@ -157,6 +163,8 @@ def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[i
 def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
     """``(C,)`` uint64: K of each codebook."""
     try:
+        if not all(type(size) is int for size in info["codebook_sizes"]):
+            raise ValueError(f"{info['codebook_sizes']!r}, expected whole numbers")
         sizes = np.array(info["codebook_sizes"], dtype=np.uint64)
         if sizes.shape != shape:
             raise ValueError(f"shape {sizes.shape}, expected {shape}")
@@ -171,6 +179,13 @@ def _require_inputs(path: Path, session: Any, stated: tuple[str, tuple[int, ...]
     name, shape, dtype = stated
     if found != [(name, shape, f"tensor({dtype})")]:
         raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it anew")
+
+
+def _require_outputs(path: Path, session: Any, part: Part) -> None:
+    """Raises CheckpointError for a graph that gives something else than its part should."""
+    found = tuple(each.name for each in session.get_outputs())
+    if found != OUTPUTS[part]:
+        raise CheckpointError(f"{path}: gives {found}, expected {OUTPUTS[part]}; export it anew")
 
 
 def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:

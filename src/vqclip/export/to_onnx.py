@@ -20,13 +20,13 @@ from vqclip.pretrained import ID_LAYOUT_VERSION
 from vqclip.sealed import facts_of, seal
 from vqclip.tokenizer import ImageTokenizer
 
-__all__ = ["INFO_FILE", "VERSIONS", "export_onnx", "require"]
+__all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
 
 INFO_FILE = "export.json"
 VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
 _OPSET = 18
 """The first with bitwise operators, which read binary codes."""
-_OUTPUTS: dict[Part, tuple[str, ...]] = {
+OUTPUTS: dict[Part, tuple[str, ...]] = {
     "encode": ("ids",),
     "encode_doubting": ("ids", "doubtful"),
     "encode_float64": ("ids",),
@@ -99,7 +99,7 @@ def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
     translated = torch.onnx.export(
         program.run_decompositions(table),
         input_names=[_input(part)],
-        output_names=list(_OUTPUTS[part]),
+        output_names=list(OUTPUTS[part]),
         opset_version=_OPSET,
         dynamo=True,
         custom_translation_table={
@@ -164,7 +164,7 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
 
 def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
     outputs = program.module()(inputs)
-    named = zip(_OUTPUTS[part], [outputs] if isinstance(outputs, Tensor) else outputs, strict=True)
+    named = zip(OUTPUTS[part], [outputs] if isinstance(outputs, Tensor) else outputs, strict=True)
     return {
         "file": facts_of(path)._asdict(),
         "inputs": {_input(part): _tensor_info(inputs)},

@@ -25,7 +25,7 @@ from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.loading import load_tokenizer
-from vqclip.logs import tell_error
+from vqclip.logs import tell_error, tell_interrupt
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell_error("vqclip search", error, masked)
         return 2
     except KeyboardInterrupt:
-        print("vqclip search: interrupted", file=sys.stderr)
-        return 130
+        return tell_interrupt("vqclip search")
     return 0
 
 

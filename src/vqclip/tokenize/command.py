@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from vqclip import arguments as types
 from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.logs import log_to_stderr, tell_error
+from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
 from vqclip.tokenize.job import Done, Options, tokenize
 
 __all__ = ["command_line", "main"]
@@ -110,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
     except KeyboardInterrupt:
-        print("vqclip tokenize: interrupted; the same command goes on", file=sys.stderr)
-        return 130
+        return tell_interrupt("vqclip tokenize", "the same command goes on")
     print(_told(done, options.out), flush=True)
     return 0
 

@@ -148,7 +148,7 @@ def chosen_split(path: str, split: str | None) -> str:
         return split
     protocol = protocol_of(path)
     if protocol not in (None, "file"):
-        raise ConfigError(f"--split: missing; expected the name of a split of {shown(path)}")
+        raise ConfigError(f"split: missing; expected the name of a split of {shown(path)}")
     folder = Path(path if protocol is None else local_path(path)).expanduser().absolute()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")
@@ -156,7 +156,7 @@ def chosen_split(path: str, split: str | None) -> str:
     if not found or (found == [""] and not (folder / CLASSNAMES).exists() and (folder.parent / CLASSNAMES).exists()):
         raise DataError(f"{folder}: {_where_tars_are(folder)}")
     if len(found) > 1:
-        raise ConfigError(f"--split: missing; expected one of those in {folder}: {', '.join(map(repr, found))}")
+        raise ConfigError(f"split: missing; expected one of those in {folder}: {', '.join(map(repr, found))}")
     return found[0]
 
 
