@@ -192,6 +192,10 @@ def test_what_cannot_be_exact_is_refused():
     encoder.tokenizer.bfloat16()
     with pytest.raises(ConfigError, match=r"exact ids: got weights in torch.bfloat16"):
         encoder.encode(torch.zeros(1, 3, 16, 16))
+    encoder = ExactEncoder(tokenizers(LFQ)[0][0])
+    encoder.tokenizer.to("meta")
+    with pytest.raises(ConfigError, match=r"exact ids: got a tokenizer on meta, expected cpu"):
+        encoder.encode(torch.zeros(1, 3, 16, 16))
     reader = CodeReader("image", ReadingConfig.model_validate({"quantizer": LFQ, "width": 16}), 4, 4, 16)
     with pytest.raises(ConfigError, match=r"exact ids: got a CodeReader, expected a tokenizer that encodes"):
         ExactEncoder(reader)

@@ -81,7 +81,12 @@ class ExactEncoder:
             NonFiniteError: a feature is NaN or infinite.
             ConfigError: the tokenizer is in another state than the encoder was made of.
         """
-        _require_exact(self.tokenizer)  # once more: it may have been converted since
+        _require_exact(self.tokenizer)  # once more: it may have been converted since, or moved
+        if self.tokenizer.device != self.float64.device:
+            raise ConfigError(
+                f"exact ids: got a tokenizer on {self.tokenizer.device}, expected {self.float64.device}, where it was "
+                "when this encoder was made; make another"
+            )
         batch = self.tokenizer.batch(inputs)
         with torch.no_grad(), without_tf32(batch.device):
             return settled(self.doubting, self._settle, batch)
