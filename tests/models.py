@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vqclip.exact import ExactEncoder
+from vqclip.exact import in_float64
 from vqclip.model import ModelConfig
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
@@ -54,7 +54,7 @@ def tiny_model(
 @torch.no_grad()
 def put_on_the_border(tokenizer, batch):
     """Move the bias so that each channel of a tokenizer with LFQ is 0 up to rounding in some token of the batch."""
-    features, mask = ExactEncoder(tokenizer).float64.features(batch)
+    features, mask = in_float64(tokenizer).features(batch)
     real = features.flatten(0, 1) if mask is None else features[mask]
     channels = torch.arange(features.shape[-1])
     tokenizer.project_in[1].bias -= real[channels % len(real), channels].float()

@@ -19,7 +19,7 @@ from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_
 from vqclip import load_tokenizer
 from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
 from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from vqclip.exact import ExactEncoder
+from vqclip.exact import in_float64
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
 from vqclip.pretrained import read_config, seal_folder
@@ -67,16 +67,16 @@ def test_exact_ids_are_the_same_in_every_batch(tmp_path: Path) -> None:
     put_on_the_border(model.text, tokens)
     tokenizer = tmp_path / "tokenizer"
     model.save_pretrained(tokenizer)
-    expected = ExactEncoder(model.image).float64.encode(pixels), ExactEncoder(model.text).float64.encode(tokens)
+    expected = in_float64(model.image).encode(pixels), in_float64(model.text).encode(tokens)
     for size in (1, 3, 8):
         out = tmp_path / f"out{size}"
-        done = run(str(tokenizer), source, out, precision="exact", batch_size=size)
+        done = run(str(tokenizer), source, out, batch_size=size)
         assert done.manifest is not None
         assert done.manifest.settings.precision == "exact"
         data = TokenDataset(out)
         assert torch.equal(torch.stack([item.image_ids for item in data]), expected[0])
         assert torch.equal(torch.stack([item.text_ids for item in data]), expected[1])
-    run(str(tokenizer), source, tmp_path / "fp32", batch_size=1)
+    run(str(tokenizer), source, tmp_path / "fp32", precision="fp32", batch_size=1)
     assert not torch.equal(torch.stack([item.image_ids for item in TokenDataset(tmp_path / "fp32")]), expected[0])
 
 

@@ -26,7 +26,6 @@ from tests.tokenize.making import hashes, run, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
-from vqclip.exact import ExactEncoder
 from vqclip.recipe import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -130,18 +129,18 @@ def _kill_in_the_middle(command: list[str], out: Path, single: bool) -> None:
 def _rates(tokenizer: str, data: TokenDataset, read, exact: bool) -> dict[str, float]:
     """Shares of ids that are those of samples encoded alone: from the same pixels, and from Pillow's."""
     image, text = load_tokenizer(tokenizer, "image"), load_tokenizer(tokenizer, "text")
-    of_pixels, of_captions = (ExactEncoder(each).encode if exact else each.encode for each in (image, text))
+    image.exact = text.exact = exact
     known: dict[str, torch.Tensor] = {}
     equal: dict[str, list[float]] = {"images": [], "images read by Pillow": [], "texts": []}
     for record, ids, own in _padded(data):
         raw = read.read(record.sample_id)
-        alone = of_pixels(image.transform(decode_image(raw.image))[None])[0]
-        pillow = of_pixels(Image.open(io.BytesIO(raw.image)))[0]
+        alone = image.encode(image.transform(decode_image(raw.image))[None])[0]
+        pillow = image.encode(Image.open(io.BytesIO(raw.image)))[0]
         equal["images"].append(float((alone == ids).double().mean()))
         equal["images read by Pillow"].append(float((pillow == ids).double().mean()))
         for caption, stored in zip(record.captions, own, strict=True):
             if caption not in known:
-                known[caption] = of_captions([caption])[0]
+                known[caption] = text.encode([caption])[0]
             equal["texts"].append(float((known[caption] == stored)[known[caption] >= 0].double().mean()))
             assert torch.equal(known[caption] < 0, stored < 0)
     return {kind: sum(shares) / len(shares) for kind, shares in equal.items()}

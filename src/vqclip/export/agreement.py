@@ -1,9 +1,9 @@
 """How far an exported tokenizer agrees with the one it was made from.
 
 Floating-point sums come in another order in another runtime, or in another batch, so features differ in their last
-bits, and one that lies within them of the border between two codes gets the other one. `Agreement.between_batches` says
-how often that happens between two batch sizes of the tokenizer itself. With exact ids (`vqclip.exact`) it happens in
-neither.
+bits. With exact ids (`vqclip.exact`) that changes none. Without, a feature that lies within them of the border between
+two codes gets the other one; `Agreement.between_batches` says how often that happens between two batch sizes of the
+tokenizer itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.exact import ExactEncoder, settled
-from vqclip.export.program import EXACT_PARTS, PARTS, AnyTokenizer, Part, export_program
+from vqclip.exact import settled
+from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
 from vqclip.fingerprint import fingerprint
@@ -66,8 +66,6 @@ class Agreement:
 def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
     """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
 
-    Files with exact ids are compared with `ExactEncoder`'s.
-
     Args:
         folder: what `export_onnx` wrote.
         tokenizer: the same, in evaluation mode.
@@ -90,31 +88,28 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, runtime.exact, batches, {part: method(part) for part in PARTS})
+    return _compare(tokenizer, batches, {part: method(part) for part in ("encode", "decode", "embed")})
 
 
-def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor], exact: bool = False) -> Agreement:
-    """`verify` for the programs of `export_program`, which are made for it."""
-    parts = EXACT_PARTS if exact else PARTS
+def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor], exact: bool = True) -> Agreement:
+    """`verify` for the programs of `export_program`, which are made for it: exact ones or plain ones."""
+    parts = EXACT_PARTS if exact else PLAIN_PARTS
     run: dict[Part, Any] = {part: export_program(tokenizer, part).module() for part in parts}
     if exact:
         run["encode"] = partial(settled, run["encode_doubting"], run["encode_float64"])
-    return _compare(tokenizer, exact, batches, run)
+    return _compare(tokenizer, batches, run)
 
 
 @torch.no_grad()
-def _compare(
-    tokenizer: AnyTokenizer, exact: bool, batches: Iterable[Tensor], other: Mapping[Part, Method]
-) -> Agreement:
-    encode = ExactEncoder(tokenizer).encode if exact else tokenizer.encode
+def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
     samples = ids = differing_ids = differing_samples = between = 0
     vectors = embeddings = 0.0
     for batch in batches:
         if not len(batch):
             continue
-        ours = encode(batch)
+        ours = tokenizer.encode(batch)
         wrong = other["encode"](batch) != ours
-        halves = torch.cat([encode(half) for half in batch.split(-(-len(batch) // 2))])
+        halves = torch.cat([tokenizer.encode(half) for half in batch.split(-(-len(batch) // 2))])
         samples += len(batch)
         ids += int((ours >= 0).sum())
         differing_ids += int(wrong.sum())

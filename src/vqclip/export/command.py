@@ -18,7 +18,6 @@ from vqclip.data import EvalSet, Source, masked
 from vqclip.data.pictures import open_pictures
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.exact import drawn_inputs
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.to_onnx import export_onnx
@@ -54,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
     parser.add_argument("--modality", choices=("image", "text"), required=True)
     parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
-    parser.add_argument("--exact", action="store_true", help="the same ids as in torch (nearly, for vq and simvq)")
+    parser.add_argument(
+        "--precision",
+        choices=("exact", "fp32"),
+        help="of the encoder; exact, if nothing is said: fp32, and float64 where rounding could decide an id, so that "
+        "all ids are those of torch (of vq and simvq nearly all)",
+    )
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
     parser.add_argument(
         "--data", type=types.text, help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout"
@@ -70,12 +74,12 @@ def _run(options: argparse.Namespace) -> None:
     for name in ("split", "limit"):
         if options.data is None and getattr(options, name) is not None:
             raise ConfigError(f"--{name}: got it without --data, of which it chooses a part; expected both or neither")
-    if options.keep and options.exact:
-        raise ConfigError("--exact: got it with --keep, which leaves what lies in --out; expected one of them")
+    if options.keep and options.precision:
+        raise ConfigError("--precision: got it with --keep, which leaves what lies in --out; expected one of them")
     source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if not options.keep:
-        export_onnx(tokenizer, options.out, options.exact)
+        export_onnx(tokenizer, options.out, options.precision != "fp32")
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
@@ -90,7 +94,7 @@ def _run(options: argparse.Namespace) -> None:
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
     """Inputs of ``encode``, a batch at a time: pictures, or captions, each once. Without a source they are drawn."""
     if source is None:
-        yield from drawn_inputs(tokenizer, _DRAWN).split(size)
+        yield from tokenizer.drawn_inputs(_DRAWN).split(size)
     elif isinstance(tokenizer, ImageTokenizer):
         for batch in EvalSet(source, tokenizer.transform, size, limit=limit):
             yield batch.images

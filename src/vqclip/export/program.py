@@ -12,24 +12,25 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vqclip.errors import ConfigError
-from vqclip.exact import AnyTokenizer, ExactEncoder, in_float64
-from vqclip.tokenizer import ImageTokenizer
+from vqclip.exact import Doubting, in_float64
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["EXACT_PARTS", "PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
+__all__ = ["EXACT_PARTS", "PLAIN_PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
 
+AnyTokenizer = ImageTokenizer | TextTokenizer
 Part = Literal["encode", "encode_doubting", "encode_float64", "decode", "embed"]
 """What is exported.
 
-- encode: what `preprocess` makes → ids.
-- encode_doubting: the same → ids, and which samples rounding could decide otherwise; see `vqclip.exact`.
-- encode_float64: the same → ids, for those samples.
+- encode_doubting: what `preprocess` makes → ids, and which samples rounding could decide otherwise (`vqclip.exact`).
+- encode_float64: the same → ids, for those samples; `vqclip.exact.settled` puts the two together.
+- encode: the same → ids that are not exact, as with ``tokenizer.exact = False``.
 - decode: ids → vectors.
 - embed: ids → joint embedding.
 """
-PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
-"""Of an export."""
 EXACT_PARTS: tuple[Part, ...] = ("encode_doubting", "encode_float64", "decode", "embed")
-"""Of one with exact ids."""
+"""Of an export with exact ids."""
+PLAIN_PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
+"""Of one without."""
 
 _EXAMPLES = 3
 """Not 1, which a graph could take for a constant."""
@@ -52,7 +53,7 @@ class _Method(nn.Module):
 
 def _module(tokenizer: AnyTokenizer, part: Part) -> nn.Module:
     if part == "encode_doubting":
-        return ExactEncoder(tokenizer).doubting
+        return Doubting(tokenizer)
     if part == "encode_float64":
         return _Method(in_float64(tokenizer), "encode")
     return _Method(tokenizer, part)

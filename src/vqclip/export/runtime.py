@@ -9,7 +9,7 @@ import numpy as np
 
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.exact import settled
-from vqclip.export.program import EXACT_PARTS, PARTS, Part
+from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
 
@@ -28,7 +28,7 @@ class OnnxTokenizer:
 
     Attributes:
         info: what ``export.json`` holds besides format and versions.
-        exact: whether ids equal those of `vqclip.exact.ExactEncoder`.
+        exact: whether ids are those of the tokenizer that the files were made from, all of them (`vqclip.exact`).
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -52,7 +52,7 @@ class OnnxTokenizer:
                 f"providers: got {', '.join(providers)}, expected CPUExecutionProvider alone: {folder} is to give "
                 "exact ids, for which the float32 of others may be too coarse"
             )
-        parts = EXACT_PARTS if self.exact else PARTS
+        parts = EXACT_PARTS if self.exact else PLAIN_PARTS
         self._inputs = {part: _input(folder, self.info, part) for part in parts}
         self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
         self._sessions: dict[Part, Any] = {}

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
-from vqclip.export.program import EXACT_PARTS, PARTS, AnyTokenizer, Part, example_inputs, export_program
+from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, example_inputs, export_program
 from vqclip.files import replace_folder, require_replaceable
 from vqclip.fingerprint import fingerprint
 from vqclip.pretrained import ID_LAYOUT_VERSION
@@ -36,12 +36,12 @@ OUTPUTS: dict[Part, tuple[str, ...]] = {
 """None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
 
 
-def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = False) -> Path:
-    """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
+def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = True) -> Path:
+    """Write the encoder, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
-    With ``exact``, there are ``encode_doubting.onnx`` and ``encode_float64.onnx`` in the place of ``encode.onnx``: the
-    ids of the first, of the samples that it says are in doubt those of the second, equal those of
-    `vqclip.exact.ExactEncoder`.
+    The encoder is ``encode_doubting.onnx`` and ``encode_float64.onnx``: the ids of the first, of the samples that it
+    says are in doubt those of the second, are those of ``tokenizer.encode`` (`vqclip.exact`). Without ``exact`` it is
+    one ``encode.onnx``.
 
     Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
     renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
@@ -50,7 +50,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = False
     Args:
         tokenizer: on the CPU, with weights in float32.
         folder: where to.
-        exact: whether ids are to be the same as in torch, not all but one in some hundred thousand.
+        exact: whether all ids are to be those of torch, not all but one in some hundred thousand.
 
     Returns:
         The folder.
@@ -69,7 +69,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = False
             f"export: got weights in {weights.dtype} on {weights.device}, expected float32 on the CPU: "
             "tokenizer.float().cpu()"
         )
-    programs = {part: export_program(tokenizer, part) for part in (EXACT_PARTS if exact else PARTS)}
+    programs = {part: export_program(tokenizer, part) for part in (EXACT_PARTS if exact else PLAIN_PARTS)}
 
     def fill(aside: Path) -> None:
         for part, program in programs.items():

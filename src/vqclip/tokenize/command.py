@@ -80,8 +80,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--workers", type=types.workers, default=0, help="processes that decode, for each process of the job")
     add(
         "--precision",
-        choices=("fp32", "bf16", "exact"),
-        default="fp32",
+        choices=("exact", "fp32", "bf16"),
+        default="exact",
         help="what the towers compute in; exact: fp32, and float64 where rounding could decide an id, so that ids are "
         "the same on any machine (of vq and simvq nearly all)",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -13,23 +13,23 @@ from torch import Tensor
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
 from vqclip.errors import NonFiniteError
-from vqclip.exact import ExactEncoder
+from vqclip.exact import require_exact
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 
 __all__ = ["Arithmetic", "Collected", "Encoders"]
 
-Arithmetic = Literal["fp32", "bf16", "exact"]
-"""What towers compute in; exact: as `ExactEncoder` does."""
+Arithmetic = Literal["exact", "fp32", "bf16"]
+"""What towers compute in; exact: fp32, and float64 where rounding could decide an id (`vqclip.exact`)."""
 
 
 class Encoders:
     """The tokenizers, and how they are called: with ``batch_size`` rows, always.
 
     Args:
-        image: the image tokenizer, or None.
-        text: the text tokenizer, or None.
+        image: the image tokenizer, or None; whether it is ``exact`` is set.
+        text: the text tokenizer, or None; likewise.
         batch_size: B.
         precision: what they compute in.
 
@@ -44,12 +44,12 @@ class Encoders:
         self.image, self.text = image, text
         self._batch_size = batch_size
         self._precision: Precision = "fp32" if precision == "exact" else precision
-        self._encode: dict[str, Callable[[Tensor], Tensor]] = {}
         for tokenizer in (image, text):
             if tokenizer is not None:
                 _require_finite(tokenizer)
-                exact = precision == "exact"
-                self._encode[tokenizer.modality] = ExactEncoder(tokenizer).encode if exact else tokenizer.encode
+                tokenizer.exact = precision == "exact"
+                if tokenizer.exact:
+                    require_exact(tokenizer)
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
         """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
@@ -73,7 +73,7 @@ class Encoders:
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """``(B, N, C)`` int64."""
         with torch.no_grad(), autocast(tokenizer.device, self._precision):
-            ids: np.ndarray = self._encode[tokenizer.modality](inputs).cpu().numpy()
+            ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
         return ids
 
 

@@ -55,7 +55,7 @@ class Options:
     """Samples at once."""
     workers: int = 0
     """Processes that decode, for each process of the job."""
-    precision: Arithmetic = "fp32"
+    precision: Arithmetic = "exact"
     """What the tokenizers compute in."""
     device: str = "auto"
     """auto, cpu or cuda."""

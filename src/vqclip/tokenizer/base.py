@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
+from vqclip.exact import Tolerance, arithmetic, exact_features, is_exact
 from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
 from vqclip.pretrained import save_folder
@@ -55,8 +56,15 @@ class Tokenizer(ReadingHalf, ABC):
         tower: `ImageTower` or `TextTower`.
         embed_dim: E, width of the joint embedding.
         fewest_tokens: how few of the N positions a batch may come with.
+
+    Attributes:
+        exact: whether rounding is to decide no id, so that the same inputs have the same ids in every batch, on every
+            device and in every runtime (`vqclip.exact`); True at first. It is so in evaluation mode with weights in
+            float32, on a device that has float64, and outside of autocast and of graphs that are compiled or exported.
+            Elsewhere ids are what that arithmetic gives. False saves time: a quarter to a half of the encoder's.
     """
 
+    exact: bool
     config: Any
     tower: ImageTower | TextTower
     project_in: Projection
@@ -74,19 +82,26 @@ class Tokenizer(ReadingHalf, ABC):
         super().__init__(quantizer, project_out, pool, fewest_tokens, {"tower": tower, "project_in": project_in})
         self.config = config
         self.normalize = config.normalize
+        self.exact = True
+        self.tolerance = Tolerance()
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
 
+    @abstractmethod
+    def drawn_inputs(self, count: int) -> Tensor:
+        """As many inputs as `preprocess` makes them, drawn from seed 0."""
+
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
-        return self._quantized(*self.features(inputs))
+        return self._quantized(inputs, *self.features(inputs))
 
     def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the quantizer is given: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
         mask = self.mask(inputs)
-        return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
+        with arithmetic(self):
+            return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
@@ -95,18 +110,24 @@ class Tokenizer(ReadingHalf, ABC):
     def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
         """`forward` and `continuous` from one pass of the tower."""
         features, mask = self.features(inputs)
-        return self._quantized(features, mask), self._continuous(features, mask)
+        return self._quantized(inputs, features, mask), self._continuous(features, mask)
 
-    def _quantized(self, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
-        out = self.quantizer(features, mask)
-        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
+    def _quantized(self, inputs: Tensor, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
+        out = self.quantizer(self._settled(inputs, features, mask), mask)
+        vectors = out.vectors.to(torch.promote_types(features.dtype, torch.float32))  # codes are float32 numbers
+        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats)
 
     def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
         return self._embed(self.quantizer.continuous(features, mask), mask)
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer.encode(*self.features(inputs)).contiguous()  # as safetensors wants what it stores
+        features, mask = self.features(inputs)
+        ids = self.quantizer.encode(self._settled(inputs, features, mask), mask)
+        return ids.contiguous()  # as safetensors wants what it stores
+
+    def _settled(self, inputs: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
+        return exact_features(self, inputs, features, mask) if is_exact(self) else features
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads.

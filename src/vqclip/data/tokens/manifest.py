@@ -88,7 +88,7 @@ class Settings(Config):
     batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
     precision: Literal["fp32", "bf16", "exact"]
-    """What the tokenizer computed in; exact: as `vqclip.exact.ExactEncoder` does."""
+    """What the tokenizer computed in; exact: fp32, and float64 where rounding could decide an id."""
     device: str
     """Kind of device that it computed on."""
     threads: int = Field(ge=1)
