@@ -54,8 +54,9 @@ def test_an_error_below_the_tolerance_changes_no_id(family, monkeypatch):
     """With a tolerance so large that errors as large change many ids."""
     generator = torch.Generator().manual_seed(0)
     for tokenizer, batch in tokenizers(CHANNELWISE[family]):
-        monkeypatch.setattr(tokenizer.tolerance, "of", lambda _: 0.1)
-        expected, features = in_float64(tokenizer).encode(batch), type(tokenizer).features
+        wide, features = in_float64(tokenizer), type(tokenizer).features
+        monkeypatch.setattr(tokenizer.reference, "of", lambda _, wide=wide: (wide, 0.1))
+        expected = wide.encode(batch)
 
         def off(self, batch, features=features):
             found, mask = features(self, batch)
@@ -100,10 +101,10 @@ def test_the_training_path_in_evaluation_mode_has_the_same_ids_and_embeds_them()
 def test_gradients_in_evaluation_mode_are_those_of_the_features():
     """A sample in doubt differs in the last bits only: here none has an id that float64 changes."""
     for tokenizer, batch in tokenizers(LFQ):
-        grads = []
+        grads, wide = [], in_float64(tokenizer)
         for tolerance in (0.0, 0.1):  # none in doubt, all
             tokenizer.zero_grad()
-            tokenizer.tolerance.of = lambda _, tolerance=tolerance: tolerance
+            tokenizer.reference.of = lambda _, wide=wide, tolerance=tolerance: (wide, tolerance)
             tokenizer(batch).embedding.square().sum(dim=1)[0].backward()
             tokenizer(batch).embedding[:, 0].sum().backward()
             grads.append([p.grad for p in tokenizer.parameters() if p.grad is not None])
@@ -121,13 +122,13 @@ def test_only_samples_in_doubt_are_computed_again(monkeypatch):
             rows.append(len(batch))
         return found, mask
 
-    tokenizer.tolerance.of(tokenizer)
+    tokenizer.reference.of(tokenizer)
     monkeypatch.setattr(type(tokenizer), "features", counted)
     tokenizer.encode(batch)
     assert rows == []  # 8 samples of 24 channels; one in some thousand is in doubt
     with torch.no_grad():
         tokenizer.project_in[1].bias[2] -= tokenizer.features(batch)[0][5, 1, 2]
-    tokenizer.tolerance.of(tokenizer)
+    tokenizer.reference.of(tokenizer)
     assert rows == [4]  # samples that are drawn, once after every change of weights
     tokenizer.encode(batch)
     assert rows == [4, 1]
@@ -176,7 +177,7 @@ def test_weights_that_are_no_numbers_raise_nothing_here():
 
 def test_the_tolerance_is_that_of_the_tower_and_of_its_weights(monkeypatch):
     tokenizer = tokenizers(LFQ)[0][0]
-    assert tokenizer.tolerance.of(tokenizer) == pytest.approx(32 * 2**-23, rel=0.5)
+    assert tokenizer.reference.of(tokenizer).tolerance == pytest.approx(32 * 2**-23, rel=0.5)
     features = type(tokenizer).features
 
     def coarse(self, batch):
@@ -184,10 +185,10 @@ def test_the_tolerance_is_that_of_the_tower_and_of_its_weights(monkeypatch):
         return found if found.dtype == torch.float64 else found * (1 + 1e-5), mask
 
     monkeypatch.setattr(type(tokenizer), "features", coarse)
-    assert tokenizer.tolerance.of(tokenizer) == pytest.approx(32 * 2**-23, rel=0.5)
+    assert tokenizer.reference.of(tokenizer).tolerance == pytest.approx(32 * 2**-23, rel=0.5)
     with torch.no_grad():
         next(tokenizer.tower.parameters()).add_(0.1)
-    assert 3e-6 < tokenizer.tolerance.of(tokenizer) / 32 < 1e-5
+    assert 3e-6 < tokenizer.reference.of(tokenizer).tolerance / 32 < 1e-5
 
 
 def test_a_copy_in_float64_shares_what_comes_after_the_features():

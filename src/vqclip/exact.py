@@ -20,7 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Doubting",
-    "Tolerance",
+    "Reference",
     "arithmetic",
     "exact_features",
     "in_float64",
@@ -52,8 +52,8 @@ none off by more than 23 times their mean error."""
 _MEASURED = 4
 """Samples that the tokenizer's own error is measured on."""
 _SIGNS = ((1.0, 1.0, 1.0, 1.0), (1.0, -1.0, 1.0, -1.0), (1.0, 1.0, -1.0, -1.0))
-"""Of the shifts, repeated over the channels; each is gone both ways. One would do where each channel is rounded by
-itself; in a codebook of vectors a border may run along one of them, hardly along all."""
+"""Of the shifts, repeated over the channels. One finds all borders where each channel is rounded by itself; in a
+codebook of vectors a border may run along one of them, hardly along all."""
 _WITHOUT_FLOAT64 = ("meta", "mps")
 
 ArrayT = TypeVar("ArrayT", bound=Any)
@@ -106,39 +106,55 @@ def exact_features(tokenizer: Tokenizer, inputs: Tensor, features: Tensor, mask:
     Returns:
         ``(B, N, D)`` float64: the same numbers, those of samples in doubt computed in float64; the same gradient.
     """
-    doubtful = _in_doubt(tokenizer.quantizer, features, mask, tokenizer.tolerance.of(tokenizer))[1]
+    wide, tolerance = tokenizer.reference.of(tokenizer)
+    doubtful = _in_doubt(tokenizer.quantizer, features, mask, tolerance)[1]
     rows = doubtful.nonzero().squeeze(1)
     features = features.double()
     if not len(rows):
         return features
     with torch.no_grad():
-        again, _ = in_float64(tokenizer).features(inputs[rows])
+        again, _ = wide.features(inputs[rows])
     return features.index_put((rows,), straight_through(again, features[rows]))
 
 
-class Tolerance:
-    """How far rounding moves a tokenizer's features; measured when it is asked for, and again when weights change."""
+class Beside(NamedTuple):
+    """What exact ids need beside a tokenizer."""
+
+    wide: Tokenizer
+    """Its copy in float64."""
+    tolerance: float
+    """How far a feature in float32 may be off, of the largest feature of the sample."""
+
+
+class Reference:
+    """Keeps what exact ids need: made when it is asked for, again when weights have changed; copies start without."""
 
     def __init__(self) -> None:
         self._weights: tuple[tuple[int, int], ...] = ()
-        self._value = 0.0
+        self._kept: Beside | None = None
 
-    def of(self, tokenizer: Tokenizer) -> float:
-        """32 times the mean error (root of squares) of features of drawn inputs, of the sample's largest feature."""
+    def of(self, tokenizer: Tokenizer) -> Beside:
+        """The float64 copy of the tokenizer as it is now, and 32 times the mean error of features of drawn inputs."""
         # A tensor's version is how often it was written to; tensors of inference mode count none.
         weights = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in _weights(tokenizer))
-        if weights != self._weights:
-            self._value, self._weights = _REACH * max(_ROUNDING, _mean_error(tokenizer)), weights
-        return self._value
+        if self._kept is None or weights != self._weights:
+            wide = in_float64(tokenizer)
+            self._kept = Beside(wide, _REACH * max(_ROUNDING, _mean_error(tokenizer, wide)))
+            self._weights = weights
+        return self._kept
+
+    def __reduce__(self) -> tuple[type[Reference], tuple[()]]:
+        return Reference, ()
 
 
 @torch.no_grad()
-def _mean_error(tokenizer: Tokenizer) -> float:
+def _mean_error(tokenizer: Tokenizer, wide: Tokenizer) -> float:
+    """Root of squares, of the sample's largest feature."""
     batch = tokenizer.drawn_inputs(_MEASURED).to(tokenizer.device)
     with without_tf32(batch.device):
-        (narrow, mask), (wide, _) = tokenizer.features(batch), in_float64(tokenizer).features(batch)
-    largest = _real(wide, mask).abs().amax(dim=(1, 2), keepdim=True)
-    errors = (narrow - wide) / largest.clamp(min=torch.finfo(torch.float64).tiny)
+        (narrow, mask), (exact, _) = tokenizer.features(batch), wide.features(batch)
+    largest = _real(exact, mask).abs().amax(dim=(1, 2), keepdim=True)
+    errors = (narrow - exact) / largest.clamp(min=torch.finfo(torch.float64).tiny)
     mean = float((errors if mask is None else errors[mask]).square().mean().sqrt())
     return mean if math.isfinite(mean) else 0.0  # of weights that hold NaN no id means anything
 
@@ -157,7 +173,7 @@ class Doubting(nn.Module):
         super().__init__()
         require_exact(tokenizer)
         self.tokenizer = tokenizer
-        self.tolerance = tokenizer.tolerance.of(tokenizer)
+        self.tolerance = tokenizer.reference.of(tokenizer).tolerance
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the tokenizer's tower → ids ``(B, N, C)`` int64, and which samples are in doubt, ``(B,)`` bool."""
@@ -175,15 +191,15 @@ def _in_doubt(quantizer: Quantizer, features: Tensor, mask: Tensor | None, toler
         reach = tolerance * features.abs().amax(dim=(1, 2), keepdim=True)
         ids = quantizer.encode(features, mask).contiguous()
         changed = torch.zeros_like(ids, dtype=torch.bool)
-        for shift in _shifts(features):
+        for shift in _shifts(features, quantizer.channelwise):
             changed = changed | (quantizer.encode(features + shift * reach, mask) != ids)
         return ids, changed.flatten(1).any(dim=1) & reach.isfinite().flatten()
 
 
-def _shifts(features: Tensor) -> Iterator[Tensor]:
-    """Each ``(D,)``, of 1 and -1."""
+def _shifts(features: Tensor, channelwise: bool) -> Iterator[Tensor]:
+    """Each ``(D,)``, of 1 and -1: both ways, along as many directions as there may be borders along one."""
     channels = torch.arange(features.shape[-1], device=features.device)
-    for pattern in _SIGNS:
+    for pattern in _SIGNS[:1] if channelwise else _SIGNS:
         signs = features.new_tensor(pattern)[channels % len(pattern)]
         yield from (signs, -signs)
 
@@ -201,6 +217,7 @@ def in_float64(tokenizer: TokenizerT) -> TokenizerT:
             wide = tensor.detach().double()
             known[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
     copied = copy.copy(tokenizer)
+    copied.reference = Reference()
     copied._modules = dict(tokenizer._modules)
     for name in ("tower", "project_in"):
         copied._modules[name] = copy.deepcopy(tokenizer._modules[name], known)

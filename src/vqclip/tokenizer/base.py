@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.exact import Tolerance, arithmetic, exact_features, is_exact
+from vqclip.exact import Reference, arithmetic, exact_features, is_exact
 from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
 from vqclip.pretrained import save_folder
@@ -61,7 +61,7 @@ class Tokenizer(ReadingHalf, ABC):
         exact: whether rounding is to decide no id, so that the same inputs have the same ids in every batch, on every
             device and in every runtime (`vqclip.exact`); True at first. It is so in evaluation mode with weights in
             float32, on a device that has float64, and outside of autocast and of graphs that are compiled or exported.
-            Elsewhere ids are what that arithmetic gives. False saves time: a quarter to a half of the encoder's.
+            Elsewhere ids are what that arithmetic gives. False saves time, and the memory of a tower in float64.
     """
 
     exact: bool
@@ -83,11 +83,16 @@ class Tokenizer(ReadingHalf, ABC):
         self.config = config
         self.normalize = config.normalize
         self.exact = True
-        self.tolerance = Tolerance()
+        self.reference = Reference()
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
+
+    def train(self: TokenizerT, mode: bool = True) -> TokenizerT:
+        """Training or evaluation mode; the former frees the copy that exact ids are made with."""
+        self.reference = Reference()
+        return super().train(mode)
 
     @abstractmethod
     def drawn_inputs(self, count: int) -> Tensor:
