@@ -211,34 +211,22 @@ def test_depth_is_heeded():
         assert bool((tokenizer.encode(batch)[..., 1:] == -1).all())
 
 
-def precisions():
-    backends = torch.backends
-    owners = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    return [owner.fp32_precision for owner in owners]
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-def test_tf32_is_off_within_and_as_before_after(legacy, monkeypatch):
+def test_tf32_is_off_within(monkeypatch):
     tokenizer, batch = tokenizers(LFQ)[0]
-    seen, before, tower = [], precisions(), type(tokenizer.tower).forward
+    matmul, tower, seen = torch.backends.mkldnn.matmul, type(tokenizer.tower).forward, []
     monkeypatch.setattr(
-        type(tokenizer.tower), "forward", lambda self, batch: (seen.append(precisions()), tower(self, batch))[1]
+        type(tokenizer.tower),
+        "forward",
+        lambda self, batch: (seen.append(matmul.fp32_precision), tower(self, batch))[1],
     )
+    matmul.fp32_precision = "bf16"
     try:
-        if legacy:
-            torch.set_float32_matmul_precision("medium")
-        else:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        changed = precisions()
         ids = tokenizer.encode(batch)
-        assert precisions() == changed != before
-        assert {tuple(each) for each in seen} == {("ieee",) * 4}
-        with without(tokenizer):
-            tokenizer.encode(batch)
-        assert seen[-1] == changed
+        assert set(seen) == {"ieee"}
+        plain(tokenizer, batch)
+        assert seen[-1] == matmul.fp32_precision == "bf16"
     finally:
-        torch.backends.cuda.matmul.fp32_precision, _, torch.backends.mkldnn.matmul.fp32_precision, _ = before
+        matmul.fp32_precision = "none"
     assert torch.equal(ids, in_float64(tokenizer).encode(batch))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
@@ -44,15 +45,48 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def without_tf32(device: torch.device) -> Iterator[None]:
-    """`full_precision`, and float32 with all its digits in matrix products and convolutions, too, for this process."""
-    backends: Any = torch.backends  # its stubs lack some of these
-    owners = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    former = [owner.fp32_precision for owner in owners]
-    try:
-        for owner in owners:
-            owner.fp32_precision = "ieee"
-        with full_precision(device):
+    """`full_precision`, and float32 with all its digits in matrix products and convolutions on that kind of device.
+
+    The latter is a setting of the process: it is for all threads as long as any is within, and then as it was before.
+    """
+    settings = _SETTINGS.get(device.type)
+    with full_precision(device), nullcontext() if settings is None else settings.wide():
+        yield
+
+
+class _Settings:
+    """Some of torch's settings of what float32 is computed in. Those that are wide already are not touched."""
+
+    def __init__(self, *owners: Any):
+        self._owners = owners
+        self._former: list[tuple[Any, str]] = []
+        self._within = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def wide(self) -> Iterator[None]:
+        with self._lock:
+            if self._within == 0:
+                every = ((owner, owner.fp32_precision) for owner in self._owners)
+                self._former = [(owner, precision) for owner, precision in every if precision not in _WIDE]
+                for owner, _ in self._former:
+                    owner.fp32_precision = "ieee"
+            self._within += 1
+        try:
             yield
-    finally:
-        for owner, precision in zip(owners, former, strict=True):
-            owner.fp32_precision = precision
+        finally:
+            with self._lock:
+                self._within -= 1
+                if self._within == 0:
+                    for owner, precision in self._former:
+                        owner.fp32_precision = "none"  # as a setting above it says: what it says may be what was found
+                        if owner.fp32_precision != precision:
+                            owner.fp32_precision = precision
+
+
+_WIDE = ("ieee", "none")
+_BACKENDS: Any = torch.backends  # its stubs lack some of these
+_SETTINGS = {
+    "cuda": _Settings(_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv),
+    "cpu": _Settings(_BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv),
+}
