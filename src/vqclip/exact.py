@@ -62,7 +62,7 @@ TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
 
 def is_exact(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer makes exact ids as it is, and is called, now; see `vqclip.tokenizer.Tokenizer.exact`."""
-    if not tokenizer.exact or torch.compiler.is_compiling():
+    if not tokenizer.exact or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     return _why_not(tokenizer) is None and not torch.is_autocast_enabled(tokenizer.device.type)
 

@@ -344,3 +344,15 @@ def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: 
     shown = capsys.readouterr().err
     assert shown.startswith("vqclip tokenize: https://host.invalid/")
     assert "secret" not in shown
+
+
+def test_narrow_weights_make_no_exact_ids(tmp_path: Path) -> None:
+    model = CLIP.from_pretrained(tokenizer_folder(tmp_path / "wide", WIDE_LFQ, WIDE_LFQ))
+    model.bfloat16().save_pretrained(tmp_path / "narrow")
+    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    with pytest.raises(
+        ConfigError, match=r"exact ids: got weights in torch.bfloat16 .*; or another precision: fp32 co"
+    ):
+        run(str(tmp_path / "narrow"), source, tmp_path / "out")
+    done = run(str(tmp_path / "narrow"), source, tmp_path / "out", precision="fp32")
+    assert done.manifest is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
-from vqclip.errors import NonFiniteError
+from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.exact import require_exact
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
@@ -49,7 +49,7 @@ class Encoders:
                 _require_finite(tokenizer)
                 tokenizer.exact = precision == "exact"
                 if tokenizer.exact:
-                    require_exact(tokenizer)
+                    _require_exact(tokenizer)
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
         """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
@@ -110,6 +110,13 @@ class Collected:
         for sample, image in self._samples:
             ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
             yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)
+
+
+def _require_exact(tokenizer: Tokenizer) -> None:
+    try:
+        require_exact(tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or another precision: fp32 computes in the type of the weights") from None
 
 
 def _require_finite(tokenizer: Tokenizer) -> None:

@@ -91,7 +91,8 @@ class Tokenizer(ReadingHalf, ABC):
 
     def train(self: TokenizerT, mode: bool = True) -> TokenizerT:
         """Training or evaluation mode; the former frees the copy that exact ids are made with."""
-        self.reference = Reference()
+        if mode:
+            self.reference = Reference()
         return super().train(mode)
 
     @abstractmethod
