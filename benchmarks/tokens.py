@@ -5,8 +5,9 @@
 
 Both encode the images and captions of the same shards with the same tokenizer, batch size and one thread. The plain
 loop is what one would write by hand: open_clip's evaluation pipeline (`get_wds_dataset`, Pillow, its transform),
-`encode` for every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards.
-"Encoding alone" is that of batches in memory, which neither can beat. Rounds alternate; time is CPU time, so other work
+`encode` for every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards, as it
+does by default, with exact ids, and with `--precision fp32`, which is what the loop computes. "Encoding alone" is that of
+batches in memory in fp32, which neither can beat. Rounds alternate; time is CPU time, so other work
 on the machine disturbs little. PEER is made as benchmarks/data.py says.
 """
 
@@ -21,17 +22,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.side:
-        serve({"ours": ours, "nothing": nothing, "peer": peer}[options.side](options))
+        serve(SIDES[options.side](options))
         return
-    sides = {"ours": sys.executable, "nothing": sys.executable}
+    sides = dict.fromkeys(("exact", "fp32", "nothing"), sys.executable)
     if options.peer_python:
         sides["peer"] = options.peer_python
     children = {side: start(options, side, python) for side, python in sides.items()}
@@ -43,14 +45,20 @@ def main() -> None:
                 rates[side].append(rate)
     for child in children.values():
         child.communicate("\n")
-    names = {"ours": "vqclip tokenize", "nothing": "encoding alone", "peer": "loop over open_clip's pipeline"}
+    names = {
+        "exact": "vqclip tokenize",
+        "fp32": "vqclip tokenize, fp32",
+        "nothing": "encoding alone",
+        "peer": "loop over open_clip's pipeline",
+    }
     print(f"{options.modality}, batch {options.batch}, {options.rounds} rounds, samples/s per core:")
     for side, values in rates.items():
         print(f"  {names[side]:<31} {statistics.median(values):7.0f}  ({min(values):.0f} to {max(values):.0f})")
-    for side in [*rates][1:]:
-        ratios = [mine / theirs for mine, theirs in zip(rates["ours"], rates[side], strict=True)]
-        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"  ratio, vqclip tokenize / {names[side]}: {statistics.median(ratios):.2f} {spread}")
+    for own in ("exact", "fp32"):
+        for side in [*rates][2:]:
+            ratios = [mine / theirs for mine, theirs in zip(rates[own], rates[side], strict=True)]
+            spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"  ratio, {names[own]} / {names[side]}: {statistics.median(ratios):.2f} {spread}")
 
 
 def parse() -> argparse.Namespace:
@@ -61,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modality", choices=["image", "both"], default="both")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--side", choices=["ours", "nothing", "peer"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -98,24 +106,32 @@ def serve(one_pass: Callable[[], int]) -> None:
 def tokenizers(options: argparse.Namespace) -> tuple[Any, Any]:
     from vqclip import load_tokenizer
 
-    return load_tokenizer(options.tokenizer, "image"), load_tokenizer(options.tokenizer, "text")
+    image, text = load_tokenizer(options.tokenizer, "image"), load_tokenizer(options.tokenizer, "text")
+    image.exact = text.exact = False
+    return image, text
 
 
-def ours(options: argparse.Namespace) -> Callable[[], int]:
+def ours(precision: Literal["exact", "fp32"], options: argparse.Namespace) -> Callable[[], int]:
     """All of the command but the loading of the tokenizer, which the loop does not repeat either."""
     from vqclip.data import CaptionShardsData
     from vqclip.tokenize import job
 
     source = CaptionShardsData(path=str(options.shards))
     image, text = tokenizers(options)
-    encoders = job.Encoders(image, text if options.modality == "both" else None, options.batch, "fp32")
+    encoders = job.Encoders(image, text if options.modality == "both" else None, options.batch, precision)
     job._encoders = lambda *_: encoders
 
     def one_pass() -> int:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
             chosen = job.Options(
-                options.tokenizer, source, out, options.modality, batch_size=options.batch, device="cpu"
+                options.tokenizer,
+                source,
+                out,
+                options.modality,
+                batch_size=options.batch,
+                device="cpu",
+                precision=precision,
             )
             return job.tokenize(chosen).samples
 
@@ -173,6 +189,8 @@ def peer(options: argparse.Namespace) -> Callable[[], int]:
 
     return one_pass
 
+
+SIDES = {"exact": partial(ours, "exact"), "fp32": partial(ours, "fp32"), "nothing": nothing, "peer": peer}
 
 if __name__ == "__main__":
     main()
