@@ -5,10 +5,10 @@
 
 Both encode the images and captions of the same shards with the same tokenizer, batch size and one thread. The plain
 loop is what one would write by hand: open_clip's evaluation pipeline (`get_wds_dataset`, Pillow, its transform),
-`encode` for every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards, as it
-does by default, with exact ids, and with `--precision fp32`, which is what the loop computes. "Encoding alone" is that of
-batches in memory in fp32, which neither can beat. Rounds alternate; time is CPU time, so other work
-on the machine disturbs little. PEER is made as benchmarks/data.py says.
+`encode` for every batch, and one `numpy.savez` at the end. `vqclip tokenize` writes finished, hashed token shards: with
+exact ids, its default, and with `--precision fp32`, which is what the loop computes. "Encoding alone" is that of
+batches in memory in fp32, which neither can beat. Rounds alternate; time is CPU time, so other work on the machine
+disturbs little. PEER is made as benchmarks/data.py says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,9 +117,7 @@ def ours(precision: Literal["exact", "fp32"], options: argparse.Namespace) -> Ca
     from vqclip.tokenize import job
 
     source = CaptionShardsData(path=str(options.shards))
-    image, text = tokenizers(options)
-    encoders = job.Encoders(image, text if options.modality == "both" else None, options.batch, precision)
-    job._encoders = lambda *_: encoders
+    job._encoders = cache(job._encoders)
 
     def one_pass() -> int:
         with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, VQ, WIDE_LFQ, put_on_the_border, tiny_model
 from vqclip.errors import ConfigError
-from vqclip.exact import Doubting, in_float64, is_exact, require_exact, settled
+from vqclip.exact import Doubting, exactness, in_float64, is_exact, require_exact, settled
 from vqclip.export import OnnxTokenizer, export_onnx, verify, verify_program
 from vqclip.export.to_onnx import VERSIONS
 from vqclip.quantizers.residual import at_depth
@@ -38,41 +38,61 @@ def tokenizers(quantizer):
 
 def plain(tokenizer, batch):
     """Its ids without exactness."""
-    with without(tokenizer):
+    with exactness(tokenizer, False):
         return tokenizer.encode(batch)
 
 
-@contextmanager
-def without(tokenizer):
-    tokenizer.exact = False
-    yield
-    tokenizer.exact = True
+def patched(monkeypatch, tokenizer, change):
+    """Let ``change(values, mask)`` make of float32's features, before they are normalized, what it gives."""
+    projected = type(tokenizer).projected
+
+    def changed(self, batch):
+        values, mask = projected(self, batch)
+        return values if values.dtype == torch.float64 else change(values, mask), mask
+
+    monkeypatch.setattr(type(tokenizer), "projected", changed)
 
 
-@pytest.mark.parametrize("family", CHANNELWISE)
-def test_an_error_below_the_tolerance_changes_no_id(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "normalize", "tolerance"),
+    [
+        *((family, "none", 0.1) for family in CHANNELWISE),
+        ("fsq", "layer", 0.02),
+        ("fsq", "l2", 0.02),
+        ("lfq", "layer", 0.02),
+    ],
+)
+def test_an_error_below_the_tolerance_changes_no_id(family, normalize, tolerance, monkeypatch):
     """With a tolerance so large that errors as large change many ids."""
     generator = torch.Generator().manual_seed(0)
+
+    def off(values, mask):
+        noise = torch.rand(values.shape, generator=generator) * 2 - 1
+        real = values if mask is None else values * mask.unsqueeze(-1)
+        return values + 0.9 * tolerance * noise * real.abs().amax(dim=(1, 2), keepdim=True)
+
     for tokenizer, batch in tokenizers(CHANNELWISE[family]):
-        wide, features = in_float64(tokenizer), type(tokenizer).features
-        monkeypatch.setattr(tokenizer.reference, "of", lambda _, wide=wide: (wide, 0.1))
-        expected = wide.encode(batch)
-
-        def off(self, batch, features=features):
-            found, mask = features(self, batch)
-            noise = torch.rand(found.shape, generator=generator) * 2 - 1
-            real = found if mask is None else found * mask.unsqueeze(-1)
-            wide = found.dtype == torch.float64
-            return found if wide else found + 0.095 * noise * real.abs().amax(dim=(1, 2), keepdim=True), mask
-
-        changed = 0
+        tokenizer.normalize = normalize
+        monkeypatch.setattr(tokenizer.tolerance, "of", lambda _: tolerance)
+        expected, changed = in_float64(tokenizer).encode(batch), 0
         with monkeypatch.context() as patch:
-            patch.setattr(type(tokenizer), "features", off)
+            patched(patch, tokenizer, off)
             for _ in range(40):
                 changed += int((plain(tokenizer, batch) != expected).sum())
                 assert torch.equal(tokenizer.encode(batch), expected)
                 assert torch.equal(tokenizer(batch).ids, expected)
         assert changed > 10
+
+
+def test_where_the_tolerance_is_seen_not_to_hold_all_is_computed_again(monkeypatch):
+    tokenizer, batch = tokenizers(WIDE_LFQ)[0]
+    put_on_the_border(tokenizer, batch)
+    expected = in_float64(tokenizer).encode(batch)
+    monkeypatch.setattr(tokenizer.tolerance, "of", lambda _: 1e-8)
+    rows = Doubting(tokenizer)(batch)[1]
+    assert 0 < rows.sum() < len(batch)
+    assert not torch.equal(plain(tokenizer, batch)[~rows], expected[~rows])
+    assert torch.equal(tokenizer.encode(batch), expected)
 
 
 def test_ids_on_the_border_are_those_of_float64_in_every_batch():
@@ -101,11 +121,10 @@ def test_the_training_path_in_evaluation_mode_has_the_same_ids_and_embeds_them()
 def test_gradients_in_evaluation_mode_are_those_of_the_features():
     """A sample in doubt differs in the last bits only: here none has an id that float64 changes."""
     for tokenizer, batch in tokenizers(LFQ):
-        grads, wide = [], in_float64(tokenizer)
+        grads = []
         for tolerance in (0.0, 0.1):  # none in doubt, all
             tokenizer.zero_grad()
-            tokenizer.reference.of = lambda _, wide=wide, tolerance=tolerance: (wide, tolerance)
-            tokenizer(batch).embedding.square().sum(dim=1)[0].backward()
+            tokenizer.tolerance.of = lambda _, tolerance=tolerance: tolerance
             tokenizer(batch).embedding[:, 0].sum().backward()
             grads.append([p.grad for p in tokenizer.parameters() if p.grad is not None])
         assert len(grads[0]) > 10
@@ -114,52 +133,88 @@ def test_gradients_in_evaluation_mode_are_those_of_the_features():
 
 def test_only_samples_in_doubt_are_computed_again(monkeypatch):
     tokenizer, batch = tokenizers(LFQ)[0]
-    rows, features = [], type(tokenizer).features
+    rows, projected = [], type(tokenizer).projected
 
     def counted(self, batch):
-        found, mask = features(self, batch)
+        found, mask = projected(self, batch)
         if found.dtype == torch.float64:
             rows.append(len(batch))
         return found, mask
 
-    tokenizer.reference.of(tokenizer)
-    monkeypatch.setattr(type(tokenizer), "features", counted)
+    tokenizer.tolerance.of(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "projected", counted)
     tokenizer.encode(batch)
     assert rows == []  # 8 samples of 24 channels; one in some thousand is in doubt
     with torch.no_grad():
         tokenizer.project_in[1].bias[2] -= tokenizer.features(batch)[0][5, 1, 2]
-    tokenizer.reference.of(tokenizer)
+    tokenizer.tolerance.of(tokenizer)
     assert rows == [4]  # samples that are drawn, once after every change of weights
     tokenizer.encode(batch)
     assert rows == [4, 1]
+
+
+@pytest.mark.parametrize("family", ["fsq", "lfq", "product"])
+def test_the_quantizer_computes_in_float64(family, monkeypatch):
+    for tokenizer, batch in tokenizers(CHANNELWISE[family]):
+        given, nearest = [], type(tokenizer.quantizer)._nearest
+        monkeypatch.setattr(
+            type(tokenizer.quantizer),
+            "_nearest",
+            lambda self, x, given=given, nearest=nearest: (given.append(x.dtype), nearest(self, x))[1],
+        )
+        tokenizer.encode(batch)
+        tokenizer(batch)
+        assert set(given) == {torch.float64}
+        monkeypatch.undo()
+
+
+def fused(tokenizer):
+    torch.optim.AdamW(tokenizer.parameters(), 0.1, fused=True).step()
+
+
+def behind_its_back(tokenizer):
+    for weight in tokenizer.tower.parameters():
+        weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("write", [fused, behind_its_back])
+def test_weights_that_change_unnoticed_are_those_that_count(write):
+    tokenizer, batch = tokenizers(WIDE_LFQ)[0]
+    tokenizer.encode(batch)
+    tokenizer(batch).embedding[:, 0].sum().backward()
+    write(tokenizer)
+    put_on_the_border(tokenizer, batch)
+    tokenizer.encode(batch)
+    write(tokenizer)
+    assert torch.equal(tokenizer.encode(batch), in_float64(tokenizer).encode(batch))
+    assert torch.equal(tokenizer.encode(batch), copy.deepcopy(tokenizer).encode(batch))
 
 
 def test_vectors_of_a_codebook_are_in_doubt_on_a_border_of_any_direction():
     """A border may run along one of the shifts, as it does between two codes on the diagonal."""
     tokenizer, batch = tokenizers({"kind": "vq", "dim": 4, "codebook_size": 2})[0]
     doubting = Doubting(tokenizer)
-    for first, second in (((1, 1, 1, 1), (1, -1, 1, -1)), ((1, 0, 0, 0), (0, 1, 0, 0)), ((1, 2, 3, 4), (4, 3, 2, 1))):
+    for first, second in (((1, 1, 1, 1), (1, -1, 1, -1)), ((1, 0, 0, 0), (0, 1, 0, 0)), ((1, 1, 0, 0), (0, 0, 1, 1))):
         codes = torch.tensor([first, second], dtype=torch.float32)
         with torch.no_grad():
             tokenizer.quantizer.codebook.copy_(codes.reshape(tokenizer.quantizer.codebook.shape))
         middle = codes.mean(dim=0)
         for away, doubtful in ((0.0, True), (1e-3, False)):
             features = (middle + away * (codes[0] - codes[1])).expand(1, 4, 4)
-            tokenizer.features = lambda _, features=features: (features, None)
+            tokenizer.projected = lambda _, features=features: (features, None)
             assert bool(doubting(batch[:1])[1]) is doubtful
-    del tokenizer.features
 
 
 def test_padding_is_in_no_doubt():
     tokenizer, tokens = tokenizers(LFQ)[1]
-    doubting, features = Doubting(tokenizer), tokenizer.features
+    doubting, projected = Doubting(tokenizer), tokenizer.projected
 
     def off(batch):
-        found, mask = features(batch)
+        found, mask = projected(batch)
         return found.masked_fill(~mask.unsqueeze(-1), float("nan")), mask
 
     ids, doubtful = doubting(tokens)
-    tokenizer.features = off
+    tokenizer.projected = off
     assert torch.equal(doubting(tokens)[0], ids)
     assert torch.equal(doubting(tokens)[1], doubtful)
 
@@ -173,22 +228,43 @@ def test_weights_that_are_no_numbers_raise_nothing_here():
         assert out.embedding.isnan().any()
         assert torch.equal(out.ids, tokenizer.encode(batch))
         assert not Doubting(tokenizer)(batch)[1].any()
+        assert tokenizer.tolerance.of(tokenizer) == 48 * 2**-23
 
 
 def test_the_tolerance_is_that_of_the_tower_and_of_its_weights(monkeypatch):
     tokenizer = tokenizers(LFQ)[0][0]
-    assert tokenizer.reference.of(tokenizer).tolerance == pytest.approx(32 * 2**-23, rel=0.5)
-    features = type(tokenizer).features
-
-    def coarse(self, batch):
-        found, mask = features(self, batch)
-        return found if found.dtype == torch.float64 else found * (1 + 1e-5), mask
-
-    monkeypatch.setattr(type(tokenizer), "features", coarse)
-    assert tokenizer.reference.of(tokenizer).tolerance == pytest.approx(32 * 2**-23, rel=0.5)
+    before = tokenizer.tolerance.of(tokenizer)
+    assert 48 * 2**-23 <= before < 1e-5
+    patched(monkeypatch, tokenizer, lambda values, _: values * (1 + 1e-5))
+    assert tokenizer.tolerance.of(tokenizer) == before
     with torch.no_grad():
         next(tokenizer.tower.parameters()).add_(0.1)
-    assert 3e-6 < tokenizer.reference.of(tokenizer).tolerance / 32 < 1e-5
+    assert 3e-6 < tokenizer.tolerance.of(tokenizer) / 48 < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("error", "least", "most"), [(0.0, 48 * 2**-23, 48 * 2**-23), (1e-4, 48 * 0.9e-4, 48 * 1.1e-4)]
+)
+def test_the_tolerance_is_48_times_the_mean_error_of_real_tokens(error, least, most, monkeypatch):
+    tokenizer = tokenizers(LFQ)[1][0]
+
+    def off(values, mask):
+        wide = in_float64(tokenizer).projected(tokenizer.drawn_inputs(4))[0]
+        largest = wide.masked_fill(~mask.unsqueeze(-1), 0).abs().amax(dim=(1, 2), keepdim=True)
+        return (wide + error * largest).masked_fill(~mask.unsqueeze(-1), 7.0)
+
+    patched(monkeypatch, tokenizer, off)
+    assert least <= tokenizer.tolerance.of(tokenizer) <= most
+
+
+def test_a_tower_that_cannot_be_copied_is_told():
+    tokenizer, batch = tokenizers(LFQ)[0]
+    tokenizer.tower.lock = Lock()
+    with pytest.raises(
+        ConfigError, match=r"exact ids: got a tower that cannot be copied.*lock.*tokenizer.exact = False"
+    ):
+        tokenizer.encode(batch)
+    plain(tokenizer, batch)
 
 
 def test_a_copy_in_float64_shares_what_comes_after_the_features():
@@ -236,14 +312,35 @@ def test_where_another_arithmetic_is_asked_for_ids_are_those_of_it():
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_exact(tokenizer)
         assert torch.equal(tokenizer.encode(batch), plain(tokenizer, batch))
-    with without(tokenizer):
+    with exactness(tokenizer, False):
         assert not is_exact(tokenizer)
-    assert not is_exact(tokenizer.train())
+    assert is_exact(tokenizer)
+    next(iter(tokenizer.tower.children())).train()  # dropout, say
+    assert not is_exact(tokenizer)
     for changed in (copy.deepcopy(tokenizer).eval().bfloat16(), copy.deepcopy(tokenizer).eval().double()):
         assert not is_exact(changed)
         assert torch.equal(changed.encode(batch), plain(changed, batch))
     assert not is_exact(copy.deepcopy(tokenizer).eval().to("meta"))
     assert not is_exact(tokenizers(IDENTITY)[0][0])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
+def test_graphs_are_plain():
+    tokenizer, batch = tokenizers(WIDE_LFQ)[0]
+    put_on_the_border(tokenizer, batch)
+    compiled = torch.compile(lambda x: tokenizer(x).ids, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(batch), plain(tokenizer, batch))
+    found = []
+    torch.jit.trace(lambda x: (found.append(is_exact(tokenizer)), x)[1], torch.zeros(1), check_trace=False)
+    assert found == [False]
+
+
+def test_tensors_of_inference_mode_have_exact_ids():
+    tokenizer, batch = tokenizers(LFQ)[0]
+    with torch.inference_mode():
+        copied = copy.deepcopy(tokenizer)
+        assert next(copied.parameters()).is_inference()
+        assert torch.equal(copied.encode(batch), tokenizer.encode(batch))
 
 
 def test_what_cannot_be_exact_is_refused():
@@ -254,7 +351,7 @@ def test_what_cannot_be_exact_is_refused():
         require_exact(copy.deepcopy(image).bfloat16())
     with pytest.raises(ConfigError, match=r"exact ids: got weights in torch.float32 on meta, expected float32 on a"):
         require_exact(copy.deepcopy(image).to("meta"))
-    with pytest.raises(ConfigError, match=r"exact ids: got a tokenizer in training mode"):
+    with pytest.raises(ConfigError, match=r"exact ids: got a tokenizer in training mode, at least in part"):
         Doubting(image.train())
     with pytest.raises(ConfigError, match=r"exact ids: the image tokenizer's quantizer has no codes"):
         require_exact(tokenizers(IDENTITY)[0][0])

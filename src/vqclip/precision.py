@@ -47,7 +47,8 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def without_tf32(device: torch.device) -> Iterator[None]:
     """`full_precision`, and float32 with all its digits in matrix products and convolutions on that kind of device.
 
-    The latter is a setting of the process: it is for all threads as long as any is within, and then as it was before.
+    How many digits is a setting of the process: as long as any thread is within, all compute so, and torch's older
+    names for it, such as ``torch.backends.cudnn.allow_tf32``, cannot be read. After that it is as it was before.
     """
     settings = _SETTINGS.get(device.type)
     with full_precision(device), nullcontext() if settings is None else settings.wide():

@@ -113,7 +113,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        module.train()  # which frees what is kept for exact ids
         for part, training in before.items():
             part.training = training
 

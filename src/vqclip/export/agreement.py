@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.exact import settled
+from vqclip.exact import exactness, settled
 from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
 from vqclip.fingerprint import fingerprint
+from vqclip.precision import without_tf32
 
 __all__ = ["Agreement", "verify", "verify_program"]
 
@@ -64,7 +65,7 @@ class Agreement:
 
 
 def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
+    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from: exact ids, or both without.
 
     Args:
         folder: what `export_onnx` wrote.
@@ -88,20 +89,28 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, batches, {part: method(part) for part in ("encode", "decode", "embed")})
+    return _compare(tokenizer, runtime.exact, batches, {part: method(part) for part in ("encode", "decode", "embed")})
 
 
-def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor], exact: bool = True) -> Agreement:
-    """`verify` for the programs of `export_program`, which are made for it: exact ones or plain ones."""
+def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+    """`verify` for the programs of `export_program`, which are made for it: exact ones where the tokenizer is."""
+    exact = tokenizer.exact
     parts = EXACT_PARTS if exact else PLAIN_PARTS
     run: dict[Part, Any] = {part: export_program(tokenizer, part).module() for part in parts}
     if exact:
         run["encode"] = partial(settled, run["encode_doubting"], run["encode_float64"])
-    return _compare(tokenizer, batches, run)
+    return _compare(tokenizer, exact, batches, run)
 
 
 @torch.no_grad()
-def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
+def _compare(
+    tokenizer: AnyTokenizer, exact: bool, batches: Iterable[Tensor], other: Mapping[Part, Method]
+) -> Agreement:
+    with exactness(tokenizer, exact), without_tf32(tokenizer.device):
+        return _compare_each(tokenizer, batches, other)
+
+
+def _compare_each(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
     samples = ids = differing_ids = differing_samples = between = 0
     vectors = embeddings = 0.0
     for batch in batches:

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
     parser.add_argument("--batch-size", type=types.batch_size, default=50, help="of the comparison (50)")
     parser.add_argument("--limit", type=types.count, help="compare only so many, evenly spread")
-    parser.add_argument("--program", action="store_true", help="compare programs of torch.export, too")
+    parser.add_argument("--program", action="store_true", help="compare programs of torch.export as well")
     return parser
 
 
@@ -78,17 +78,17 @@ def _run(options: argparse.Namespace) -> None:
         raise ConfigError("--precision: got it with --keep, which leaves what lies in --out; expected one of them")
     source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
+    tokenizer.exact = options.precision != "fp32"
     if not options.keep:
-        export_onnx(tokenizer, options.out, options.precision != "fp32")
+        export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
     compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
     print(f"compared on: {compared}, batches of {options.batch_size}")
     print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
-    exact = (options.out / "encode_doubting.onnx").exists()
     if options.program:
-        print(f"torch.export: {verify_program(tokenizer, inputs, exact)}")
+        print(f"torch.export: {verify_program(tokenizer, inputs)}")
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:

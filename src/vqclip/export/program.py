@@ -59,7 +59,7 @@ def _module(tokenizer: AnyTokenizer, part: Part) -> nn.Module:
     return _Method(tokenizer, part)
 
 
-def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedProgram:
+def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     """A part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
 
     The graph has the tokenizer's weights, in their type, on their device. Its inputs are those of the method of that
@@ -67,6 +67,9 @@ def export_program(tokenizer: AnyTokenizer, part: Part = "encode") -> ExportedPr
 
     - pixels ``(B, 3, H, W)`` must be uint8;
     - token numbers ``(B, N)`` and ids ``(B, N, C)`` int64 must have all N positions, padding included.
+
+    On a GPU ``encode_doubting`` is to be run without TF32, which its tolerance does not cover: see
+    `vqclip.precision.without_tf32`.
 
     Values are not looked at: a number outside the vocabulary or an id outside its codebook gives no clear error.
 

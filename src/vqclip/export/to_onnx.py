@@ -36,7 +36,7 @@ OUTPUTS: dict[Part, tuple[str, ...]] = {
 """None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
 
 
-def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = True) -> Path:
+def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool | None = None) -> Path:
     """Write the encoder, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
     The encoder is ``encode_doubting.onnx`` and ``encode_float64.onnx``: the ids of the first, of the samples that it
@@ -50,7 +50,8 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = True)
     Args:
         tokenizer: on the CPU, with weights in float32.
         folder: where to.
-        exact: whether all ids are to be those of torch, not all but one in some hundred thousand.
+        exact: whether all ids are to be those of torch, not all but one in some hundred thousand; None: whether
+            ``tokenizer.exact``.
 
     Returns:
         The folder.
@@ -59,7 +60,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool = True)
         ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are not in
             float32 on the CPU, or the folder holds something else.
     """
-    folder = Path(folder)
+    folder, exact = Path(folder), tokenizer.exact if exact is None else exact
     require_replaceable(folder, INFO_FILE)
     for package in ("onnx", "onnxscript"):
         require(package)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
 from vqclip.errors import ConfigError, NonFiniteError
-from vqclip.exact import require_exact
+from vqclip.exact import exactness, require_exact
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
@@ -28,8 +28,8 @@ class Encoders:
     """The tokenizers, and how they are called: with ``batch_size`` rows, always.
 
     Args:
-        image: the image tokenizer, or None; whether it is ``exact`` is set.
-        text: the text tokenizer, or None; likewise.
+        image: the image tokenizer, or None.
+        text: the text tokenizer, or None.
         batch_size: B.
         precision: what they compute in.
 
@@ -43,12 +43,12 @@ class Encoders:
     ):
         self.image, self.text = image, text
         self._batch_size = batch_size
+        self._exact = precision == "exact"
         self._precision: Precision = "fp32" if precision == "exact" else precision
         for tokenizer in (image, text):
             if tokenizer is not None:
                 _require_finite(tokenizer)
-                tokenizer.exact = precision == "exact"
-                if tokenizer.exact:
+                if precision == "exact":
                     _require_exact(tokenizer)
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
@@ -72,7 +72,7 @@ class Encoders:
 
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """``(B, N, C)`` int64."""
-        with torch.no_grad(), autocast(tokenizer.device, self._precision):
+        with torch.no_grad(), autocast(tokenizer.device, self._precision), exactness(tokenizer, self._exact):
             ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
         return ids
 

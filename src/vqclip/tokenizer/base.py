@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.exact import Reference, arithmetic, exact_features, is_exact
+from vqclip.exact import Tolerance, arithmetic, exact_features, is_exact
 from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
 from vqclip.pretrained import save_folder
@@ -58,10 +58,12 @@ class Tokenizer(ReadingHalf, ABC):
         fewest_tokens: how few of the N positions a batch may come with.
 
     Attributes:
-        exact: whether rounding is to decide no id, so that the same inputs have the same ids in every batch, on every
-            device and in every runtime (`vqclip.exact`); True at first. It is so in evaluation mode with weights in
-            float32, on a device that has float64, and outside of autocast and of graphs that are compiled or exported.
-            Elsewhere ids are what that arithmetic gives. False saves time, and the memory of a tower in float64.
+        exact: whether ids are those of float64 where rounding in float32 could decide them, so that the same inputs
+            have the same ids in every batch, on every device and in every runtime; True at first. See `vqclip.exact`,
+            and `vqclip.exact.is_exact` for whether it is so now: it takes evaluation mode, weights in float32 and a
+            device that has float64; under autocast and in graphs that are compiled, exported or traced ids are what
+            that arithmetic gives. False saves time, and memory for a tower in float64. It is needed for towers that
+            cannot be copied, and within transforms of `torch.func`. Hooks of the tower see what is computed again, too.
     """
 
     exact: bool
@@ -83,17 +85,11 @@ class Tokenizer(ReadingHalf, ABC):
         self.config = config
         self.normalize = config.normalize
         self.exact = True
-        self.reference = Reference()
+        self.tolerance = Tolerance()
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
-
-    def train(self: TokenizerT, mode: bool = True) -> TokenizerT:
-        """Training or evaluation mode; the former frees the copy that exact ids are made with."""
-        if mode:
-            self.reference = Reference()
-        return super().train(mode)
 
     @abstractmethod
     def drawn_inputs(self, count: int) -> Tensor:
@@ -101,39 +97,45 @@ class Tokenizer(ReadingHalf, ABC):
 
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
-        return self._quantized(inputs, *self.features(inputs))
+        return self._quantized(inputs, *self.projected(inputs))
 
     def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the quantizer is given: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
+        """What is quantized: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
+        projected, mask = self.projected(inputs)
+        return normalized(projected, self.normalize), mask
+
+    def projected(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`features` before they are normalized."""
         mask = self.mask(inputs)
         with arithmetic(self):
-            return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
+            return self.project_in(self.tower(inputs), mask), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
-        return self._continuous(*self.features(inputs))
+        return self._continuous(*self.projected(inputs))
 
     def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
         """`forward` and `continuous` from one pass of the tower."""
-        features, mask = self.features(inputs)
-        return self._quantized(inputs, features, mask), self._continuous(features, mask)
+        projected, mask = self.projected(inputs)
+        return self._quantized(inputs, projected, mask), self._continuous(projected, mask)
 
-    def _quantized(self, inputs: Tensor, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
-        out = self.quantizer(self._settled(inputs, features, mask), mask)
-        vectors = out.vectors.to(torch.promote_types(features.dtype, torch.float32))  # codes are float32 numbers
-        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats)
+    def _quantized(self, inputs: Tensor, projected: Tensor, mask: Tensor | None) -> TokenizerOutput:
+        out = self.quantizer(self._to_quantize(inputs, projected, mask), mask)
+        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
 
-    def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
-        return self._embed(self.quantizer.continuous(features, mask), mask)
+    def _continuous(self, projected: Tensor, mask: Tensor | None) -> Tensor:
+        return self._embed(self.quantizer.continuous(normalized(projected, self.normalize), mask), mask)
+
+    def _to_quantize(self, inputs: Tensor, projected: Tensor, mask: Tensor | None) -> Tensor:
+        if is_exact(self):
+            return exact_features(self, inputs, projected, mask)
+        return normalized(projected, self.normalize)
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        features, mask = self.features(inputs)
-        ids = self.quantizer.encode(self._settled(inputs, features, mask), mask)
+        projected, mask = self.projected(inputs)
+        ids = self.quantizer.encode(self._to_quantize(inputs, projected, mask), mask)
         return ids.contiguous()  # as safetensors wants what it stores
-
-    def _settled(self, inputs: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
-        return exact_features(self, inputs, features, mask) if is_exact(self) else features
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads.

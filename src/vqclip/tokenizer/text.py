@@ -36,7 +36,8 @@ class TextTokenizer(Tokenizer):
 
     def drawn_inputs(self, count: int) -> Tensor:
         """Captions of six words, ``(count, N)`` int64, drawn from seed 0."""
-        picks = torch.randint(0, len(_WORDS), (count, 6), generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator("cpu").manual_seed(0)
+        picks = torch.randint(0, len(_WORDS), (count, 6), generator=generator, device="cpu").tolist()
         return self.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])
 
     def needed_tokens(self, tokens: Tensor) -> int:
