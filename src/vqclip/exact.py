@@ -17,7 +17,6 @@ of BSQ, and for VQ and SimVQ, a few borders are missed.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -214,13 +213,14 @@ class Tolerance:
         # none. After other writes the error of the former weights is taken for that of these.
         weights = tuple((id(w), 0 if w.is_inference() else w._version) for w in _weights(tokenizer))
         if weights != self._weights:
-            self._value, self._weights = _REACH * max(_ROUNDING, _mean_error(tokenizer)), weights
+            error = _mean_error(tokenizer)
+            self._value, self._weights = _REACH * (error if error > _ROUNDING else _ROUNDING), weights  # not NaN
         return self._value
 
 
 @torch.no_grad()
 def _mean_error(tokenizer: Tokenizer) -> float:
-    """Root of squares, of the sample's largest number; 0 for weights that hold NaN, with which no id means anything."""
+    """Root of squares, of the sample's largest number; NaN if weights hold it."""
     batch = tokenizer.drawn_inputs(_MEASURED).to(tokenizer.device)
     with without_tf32(batch.device):
         narrow, mask = tokenizer.projected(batch)
@@ -234,8 +234,7 @@ def _mean_error(tokenizer: Tokenizer) -> float:
                 "can, or tokenizer.exact = False"
             ) from error
     errors = _relative(narrow, wide, mask)
-    mean = float((errors if mask is None else errors[mask]).square().mean().sqrt())
-    return mean if math.isfinite(mean) else 0.0
+    return float((errors if mask is None else errors[mask]).square().mean().sqrt())
 
 
 def _relative(narrow: Tensor, wide: Tensor, mask: Tensor | None) -> Tensor:
