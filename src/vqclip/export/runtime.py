@@ -28,8 +28,8 @@ class OnnxTokenizer:
 
     Attributes:
         info: what ``export.json`` holds besides format and versions.
-        exact: whether ids are those of the tokenizer that the files were made from (`vqclip.exact`); of VQ and SimVQ nearly
-            all.
+        exact: whether ids are those of the tokenizer that the files were made from (`vqclip.exact`), of VQ and SimVQ
+            nearly all.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
