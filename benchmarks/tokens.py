@@ -113,25 +113,30 @@ def tokenizers(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def ours(precision: Literal["exact", "fp32"], options: argparse.Namespace) -> Callable[[], int]:
     """All of the command but the loading of the tokenizer, which the loop does not repeat either."""
+    import torch
+
     from vqclip.data import CaptionShardsData
     from vqclip.tokenize import job
 
     source = CaptionShardsData(path=str(options.shards))
-    job._encoders = cache(job._encoders)
+    load = job._encoders
+    loaded = cache(lambda: load(given(Path()), torch.device("cpu")))
+    job._encoders = lambda *_: loaded()
+
+    def given(out: Path) -> job.Options:
+        return job.Options(
+            options.tokenizer,
+            source,
+            out,
+            options.modality,
+            batch_size=options.batch,
+            device="cpu",
+            precision=precision,
+        )
 
     def one_pass() -> int:
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out"
-            chosen = job.Options(
-                options.tokenizer,
-                source,
-                out,
-                options.modality,
-                batch_size=options.batch,
-                device="cpu",
-                precision=precision,
-            )
-            return job.tokenize(chosen).samples
+            return job.tokenize(given(Path(folder) / "out")).samples
 
     return one_pass
 

@@ -8,6 +8,7 @@ from threading import Lock
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.models import FSQ, IDENTITY, LFQ, RESIDUAL_FSQ, VQ, WIDE_LFQ, put_on_the_border, tiny_model
 from vqclip.errors import ConfigError
@@ -275,7 +276,21 @@ def test_a_copy_in_float64_shares_what_comes_after_the_features():
         assert torch.equal(wide.features(batch)[0][real], whole.features(batch)[0][real])
         assert wide.quantizer is tokenizer.quantizer
         assert {p.dtype for p in tokenizer.parameters()} == {torch.float32}
+        assert {p.dtype for p in wide.project_in.parameters()} == {torch.float64}
         assert wide.tower is not tokenizer.tower
+
+
+def test_a_table_that_is_also_multiplied_by_is_widened():
+    tokenizer, tokens = tokenizers(LFQ)[1]
+    text = tokenizer.tower.transformer
+    table = text.token_embedding.weight
+    assert in_float64(tokenizer).tower.transformer.token_embedding.weight is table
+    text.ln_final = nn.Sequential(text.ln_final, nn.Linear(16, len(table), bias=False), nn.Linear(len(table), 16))
+    text.ln_final[1].weight = table
+    wide, whole = in_float64(tokenizer), copy.deepcopy(tokenizer).double()
+    assert wide.tower.transformer.ln_final[1].weight.dtype == torch.float64
+    real = tokenizer.mask(tokens)
+    assert torch.equal(wide.features(tokens)[0][real], whole.features(tokens)[0][real])
 
 
 def test_depth_is_heeded():

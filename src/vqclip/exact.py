@@ -184,16 +184,36 @@ def in_float64(tokenizer: TokenizerT) -> TokenizerT:
 
     It is not kept: what it is copied from may change in ways that nobody is told of.
     """
+    tables = _tables(tokenizer)
     known: dict[int, Any] = {}  # to `deepcopy`: what has been copied already
     for tensor in _weights(tokenizer):
-        if tensor.is_floating_point():
+        if id(tensor) in tables:
+            known[id(tensor)] = tensor
+        elif tensor.is_floating_point():
             wide = tensor.detach().double()
             known[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
     copied = copy.copy(tokenizer)
     copied._modules = dict(tokenizer._modules)
     for name in ("tower", "project_in"):
         copied._modules[name] = copy.deepcopy(tokenizer._modules[name], known)
+    for module in copied.tower.modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+            module.register_forward_hook(_widened)
     return copied
+
+
+def _tables(tokenizer: Tokenizer) -> set[int]:
+    """Weights that are looked up alone: of a large vocabulary, what is looked up is widened sooner than all."""
+    looked_up: set[int] = set()
+    others: set[int] = set()
+    for module in tokenizer.tower.modules():
+        ids = {id(weight) for weight in module.parameters(recurse=False)}
+        (looked_up if isinstance(module, nn.Embedding) else others).update(ids)
+    return looked_up - others
+
+
+def _widened(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output.double()
 
 
 class Tolerance:
