@@ -18,7 +18,7 @@ import torch
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
 from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
-from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
+from vqclip.export import PLAIN_PARTS, OnnxTokenizer, agreement, export_onnx, export_program, verify, verify_program
 from vqclip.export.command import main
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
@@ -270,6 +270,22 @@ def test_the_fingerprint_is_of_configuration_and_weights(tmp_path):
     with torch.no_grad():
         model.image.pool.query[0, 0, 0] += 1e-6
     assert fingerprint(model.image) != before
+
+
+def test_what_is_kept_is_compared_with_programs_of_its_kind(onnx, tmp_path, monkeypatch, capsys):
+    tokenizer, folder = onnx
+    tokenizer.save_pretrained(tmp_path)
+    parts, plain = [], agreement.export_program
+    monkeypatch.setattr(agreement, "export_program", lambda *given: (parts.append(given[1]), plain(*given))[1])
+    arguments = [str(tmp_path), "--modality", "text", "--out", str(folder), "--keep", "--program"]
+    assert main(arguments) == 0
+    assert tuple(parts) == PLAIN_PARTS
+    assert capsys.readouterr().out.count(" 0 of 64 samples with another id") == 2
+
+
+def test_programs_of_narrow_weights_are_compared():
+    tokenizer = built(LFQ).text.bfloat16()
+    assert verify_program(tokenizer, [tokenizer.drawn_inputs(5)]).differing_ids == 0
 
 
 def test_command_names_its_errors(tmp_path, capsys):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.exact import exactness, settled
+from vqclip.exact import exactness, is_exact, settled
 from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
@@ -93,8 +93,8 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
 
 
 def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """`verify` for the programs of `export_program`, which are made for it: exact ones where the tokenizer is."""
-    exact = tokenizer.exact
+    """`verify` for the programs of `export_program`, made for it: exact ones where the tokenizer's ids are exact."""
+    exact = is_exact(tokenizer)
     parts = EXACT_PARTS if exact else PLAIN_PARTS
     run: dict[Part, Any] = {part: export_program(tokenizer, part).module() for part in parts}
     if exact:

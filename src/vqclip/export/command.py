@@ -20,6 +20,7 @@ from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer
+from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
 from vqclip.loading import load_tokenizer
 from vqclip.logs import tell_error, tell_interrupt
@@ -78,7 +79,7 @@ def _run(options: argparse.Namespace) -> None:
         raise ConfigError("--precision: got it with --keep, which leaves what lies in --out; expected one of them")
     source = None if options.data is None else open_pictures(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
-    tokenizer.exact = options.precision != "fp32"
+    tokenizer.exact = OnnxTokenizer(options.out).exact if options.keep else options.precision != "fp32"
     if not options.keep:
         export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
