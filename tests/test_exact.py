@@ -82,7 +82,7 @@ def test_an_error_below_the_tolerance_changes_no_id(family, normalize, tolerance
                 changed += int((plain(tokenizer, batch) != expected).sum())
                 assert torch.equal(tokenizer.encode(batch), expected)
                 assert torch.equal(tokenizer(batch).ids, expected)
-        assert changed > 10
+        assert changed > 0
 
 
 def test_where_the_tolerance_is_seen_not_to_hold_all_is_computed_again(monkeypatch):
