@@ -111,7 +111,7 @@ def exactness(tokenizer: Tokenizer, exact: bool) -> Iterator[None]:
 
 
 def arithmetic(tokenizer: Tokenizer) -> AbstractContextManager[None]:
-    """What features are computed in: where ids are exact without TF32, which has a tenth of float32's digits."""
+    """What features are computed in: where ids are exact, without TF32, which keeps 10 of 23 bits."""
     return without_tf32(tokenizer.device) if is_exact(tokenizer) else nullcontext()
 
 

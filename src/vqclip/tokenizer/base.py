@@ -64,6 +64,7 @@ class Tokenizer(ReadingHalf, ABC):
             device that has float64; under autocast and in graphs that are compiled, exported or traced ids are what
             that arithmetic gives. False saves time, and memory for a tower in float64. It is needed for towers that
             cannot be copied, and within transforms of `torch.func`. Hooks of the tower see what is computed again, too.
+        tolerance: how far rounding moves features, as exact ids take it.
     """
 
     exact: bool
