@@ -16,11 +16,12 @@ import torch
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.evaluation import Attempt
+from vqclip.loop import Loop
 from vqclip.step import TrainStep, towers_draw
 from vqclip.train import TrainConfig, train
 
@@ -100,6 +101,37 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     assert 10 <= done < STEPS
     assert rest["sample_ids"] == sample_ids[done:]
     assert_same_run(folder, tmp_path)
+
+
+OUTSIDE = {
+    ".clock",  # speed of this process
+    ".stop",  # signals it got
+    ".watchdog",
+    ".snapshots",  # threads and buffers of saving
+    ".records",
+    ".data",
+}
+"""Parts of the loop that hold nothing which a step depends on."""
+
+
+def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, monkeypatch):
+    """Nothing that later steps depend on lives outside of the checkpoint."""
+    loops, compared = [], []
+
+    def recording(self, start):
+        loops.append(self)
+        if start:
+            compared.extend(differences(*loops, OUTSIDE))
+        return run_loop(self, start)
+
+    run_loop = Loop.run
+    monkeypatch.setattr(Loop, "run", recording)
+    tree = busy_tree(tmp_path, shards, train__steps=9, data__workers=0, guards={"spikes": {"window": 10}})
+    for _ in range(2):
+        run(tree, str(tmp_path / "cache"))
+    assert len(loops) == 2
+    assert loops[1].step.guards._losses
+    assert compared == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)])

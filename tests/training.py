@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import deque
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 from unittest import mock
 
@@ -80,3 +83,41 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 def all_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether two models hold the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def differences(one: Any, other: Any, ignored: Collection[str] = ()) -> list[str]:
+    """Paths at which two objects differ: tensors by dtype and bits, all else by its attributes, recursively.
+
+    ``ignored`` are paths that are not followed.
+    """
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def visit(a: Any, b: Any, path: str) -> None:
+        if a is b or path in ignored or id(a) in seen:
+            return
+        if type(a) is not type(b):
+            found.append(path)
+        elif isinstance(a, Tensor):
+            same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            if not (same and torch.equal(*(each.detach().flatten().view(torch.uint8) for each in (a, b)))):
+                found.append(path)
+        elif isinstance(a, Mapping) and all(isinstance(key, str) for key in (*a, *b)):
+            seen.add(id(a))
+            found.extend(f"{path}.{key}" for key in a.keys() ^ b.keys())
+            for key in a.keys() & b.keys():
+                visit(a[key], b[key], f"{path}.{key}")
+        elif isinstance(a, (Mapping, list, tuple, deque)):  # hooks and parameters are keys of each object's own
+            ours, theirs = (list(each.values() if isinstance(each, Mapping) else each) for each in (a, b))
+            if len(ours) != len(theirs):
+                found.append(path)
+            for index, pair in enumerate(zip(ours, theirs, strict=False)):
+                visit(*pair, f"{path}.{index}")
+        elif hasattr(a, "__dict__") and not isinstance(a, (type, FunctionType, MethodType)):
+            seen.add(id(a))
+            visit(vars(a), vars(b), path)
+        elif getattr(a, "__func__", a) != getattr(b, "__func__", b):
+            found.append(path)
+
+    visit(one, other, "")
+    return found

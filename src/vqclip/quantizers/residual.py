@@ -69,7 +69,8 @@ class Residual(Quantizer):
         self.limit: int | None = None
         """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self._look_whether_all_started()
+        _look_whether_all_started(self)
+        self.register_load_state_dict_post_hook(_look_whether_all_started)
 
     @property
     def depth(self) -> int:
@@ -118,14 +119,9 @@ class Residual(Quantizer):
             stage.update(stats.under(str(i)), start)
             # What this stage leaves has just changed: the next one starts on what it leaves from now on.
             start = start and already
-        self._look_whether_all_started()
+        _look_whether_all_started(self)
         if self.training:
             self.step.add_(1)
-
-    def _look_whether_all_started(self) -> None:
-        waiting = not self.started
-        for part in self.parts():
-            part.waiting = waiting
 
     def _bound(self, x: Tensor) -> Tensor:
         return self.stages[0]._bound(x)
@@ -203,6 +199,14 @@ def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
     finally:
         for part, limit in before.items():
             part.limit = limit
+
+
+def _look_whether_all_started(module: nn.Module, keys: object = None) -> None:
+    """Tell every stage whether any of them has yet to start; after a load, the hooks of the stages run first."""
+    assert isinstance(module, Residual)
+    waiting = not module.started
+    for part in module.parts():
+        part.waiting = waiting
 
 
 def _check_least(depth: int, least: int) -> None:
