@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.models import BUSY_RESIDUAL, BUSY_VQ
 from tests.training import metrics, run_tree, weights
 from vqclip import dist
 from vqclip.collapse import CollapseConfig
-from vqclip.errors import NonFiniteError
+from vqclip.errors import DistributedError, NonFiniteError
 from vqclip.guards import GuardConfig, SpikeConfig
 from vqclip.quantizers import ProductConfig, VQConfig
 from vqclip.report import read_metrics
@@ -134,6 +135,66 @@ def test_a_run_that_stops_names_the_samples(tmp_path, shards, ranks):
     (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
     assert (event["step"], event["applied"]) == (POISONED + 1, False)
     assert len(set(event["sample_ids"])) == 12
+
+
+def disturb(step, kind):
+    """Harm this rank's copy of the state."""
+    weight = step.model.image.pool.head.weight
+    if kind == "moment":
+        step.optimizer.state[weight]["exp_avg"][0, 0] = math.nan
+    elif kind == "codebook":
+        next(t for name, t in step.model.state_dict().items() if name.endswith("codebook")).view(-1)[3] = math.inf
+    elif kind == "bit":
+        weight.data.view(-1).view(torch.int32)[7] ^= 1 << 3
+    elif kind == "counter":
+        step.optimizer.state[weight]["step"] += 1
+
+
+def train_disturbed(tree, cache, kind, after):
+    """Train with a disturbance of the last rank's state after a step; the error."""
+    os.environ["VQCLIP_CACHE"] = cache
+    call = TrainStep.__call__
+
+    def disturbed(self, batch, number):
+        result = call(self, batch, number)
+        if number + 1 == after and dist.rank() == dist.world_size() - 1:
+            disturb(self, kind)
+        return result
+
+    TrainStep.__call__ = disturbed
+    try:
+        train(TrainConfig.model_validate(tree))
+        return None
+    except (NonFiniteError, DistributedError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        TrainStep.__call__ = call
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "after", "on_nonfinite", "message"),
+    [
+        ("moment", 2, 4, "stop", r"NonFinite.*after step 4: NaN or .* optimizer.*/exp_avg on rank 1\. .*step-00000002"),
+        ("moment", 1, 3, "stop", r"NonFinite.*after step 4: NaN or infinity in model.*step-00000002 is the newest"),
+        ("moment", 1, 3, "skip", r"NonFinite.*after step 4: NaN or infinity in model.*step-00000002 is the newest"),
+        ("codebook", 1, 6, "stop", r"NonFinite.*after step 6: .* model.*codebook\. .*step-00000004 is the newest"),
+        ("codebook", 1, 2, "skip", r"NonFinite.*after step 2: .*There is no checkpoint of this run yet"),
+        ("bit", 2, 6, "stop", r"Distributed.*after step 6: rank 1 differs from rank 0 in model.image.pool.head.weight"),
+        ("bit", 3, 4, "stop", r"Distributed.*after step 4: rank 2 differs from rank 0 in model.image.pool.head.weight"),
+        ("counter", 2, 4, "stop", r"Distributed.*after step 4: rank 1 differs .* optimizer.*weight/step,"),
+    ],
+)
+def test_a_disturbed_state_is_never_saved(tmp_path, shards, ranks, kind, world_size, after, on_nonfinite, message):
+    changes = {"train__steps": 6, "train__checkpoint_every": 2, "train__keep_checkpoints": 1}
+    tree = run_tree(tmp_path, shards, BUSY_RESIDUAL, **changes)
+    tree["guards"] = {"on_nonfinite": on_nonfinite}
+    errors = ranks(world_size, train_disturbed, tree, str(tmp_path / "cache"), kind, after, init=False)
+    assert all(re.search(message, error, re.DOTALL) for error in errors), errors
+    before = (after - 1) // 2 * 2
+    assert [path.name for path in (tmp_path / "tiny").glob("checkpoints/step-*")] == [f"step-{before:08d}"][
+        : before // 2
+    ]
+    assert not (tmp_path / "tiny" / "tokenizer").exists()
 
 
 def figures(usage, tokens=1000.0):

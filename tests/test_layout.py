@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("arguments", "bounds", "card", "errors", "file_locks", "memory", "progress", "seeds", "stacks"),
     ("files",),
-    ("fingerprint", "inputs", "logs", "precision", "sealed", "signals"),
+    ("fingerprint", "inputs", "logs", "precision", "sealed", "signals", "tensors"),
     ("_config_yaml",),
     ("_config_types",),
     ("config", "dist", "pretrained"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
+from vqclip import dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
@@ -207,6 +211,41 @@ def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
     assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "stopped", STEPS)) < 1e-6
     losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("whole", "stopped")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def train_in_own_folder(trees, cache):
+    """Train with another folder on every rank, as on machines with disks of their own; the final weights."""
+    with watched_steps() as steps:
+        run(trees[dist.rank()], cache)
+    return {name: tensor.clone() for name, tensor in steps[-1].model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def watched_steps():
+    steps, init = [], TrainStep.__init__
+
+    def noting(self, *args, **kwargs):
+        steps.append(self)
+        init(self, *args, **kwargs)
+
+    with mock.patch.object(TrainStep, "__init__", noting):
+        yield steps
+
+
+@pytest.mark.parametrize("disk", ["flipped", "empty"])
+def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks, disk):
+    cache = str(tmp_path / "cache")
+    trees = [run_tree(tmp_path / str(rank), shards, BUSY_RESIDUAL, train__steps=4) for rank in range(2)]
+    ranks(2, train_in_own_folder, trees, cache, init=False)
+    if disk == "flipped":
+        shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
+        with (tmp_path / "1/tiny/checkpoints/step-00000004/model/model.safetensors").open("r+b") as file:
+            file.seek(-9, os.SEEK_END)
+            file.write(bytes([file.read(1)[0] ^ 1]))
+    for tree in trees:
+        tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
+    one, other = ranks(2, train_in_own_folder, trees, cache, init=False)
+    assert all_equal(one, other)
 
 
 def with_drop_path(folder, shards):

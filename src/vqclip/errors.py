@@ -60,6 +60,10 @@ class CheckpointError(VqclipError, RuntimeError):
     """A checkpoint or exported folder that is missing, damaged or does not fit; the message names the file."""
 
 
+class OtherRunError(CheckpointError):
+    """A checkpoint of a run with another configuration or other data; the message lists the differences."""
+
+
 class BackendError(VqclipError, RuntimeError):
     """A runtime of others, such as onnxruntime, that failed at inputs which fit; the message is its own."""
 
@@ -69,7 +73,7 @@ class DistributedError(VqclipError, RuntimeError):
 
 
 class NonFiniteError(VqclipError, FloatingPointError):
-    """A loss or gradient that is NaN or infinite; the message names the step and the term."""
+    """A loss, gradient or tensor to be saved that contains NaN or infinity; the message names it."""
 
 
 class ReplayError(VqclipError, RuntimeError):

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 from torch import nn
 
 from vqclip.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, require_header
+from vqclip.sealed import validated
 from vqclip.temperature import TemperatureConfig
 from vqclip.tokenizer import (
     ImageTokenizer,
@@ -130,11 +131,7 @@ def read_folder(path: Path) -> FolderConfig:
     Raises:
         CheckpointError: when it is missing, not ours, of another version, or not what it should be.
     """
-    try:
-        config = FolderConfig.model_validate(read_config(path))
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise CheckpointError(f"{path / CONFIG_FILE}: " + "; ".join(problems)) from error
+    config = validated(path / CONFIG_FILE, FolderConfig, read_config(path))
     require_header(path, config.parts(), config.shapes())
     return config
 

@@ -88,16 +88,15 @@ class Guards:
             return event
         if bad and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
-                f"step {step}: {bad}; the step was not applied and the last checkpoint is sound. Lower optim.lr, "
-                "lengthen optim.warmup_steps, or use train.precision: bf16 or fp32; guards.on_nonfinite: skip leaves "
-                "such steps out"
+                f"step {step}: {bad}; the step was not applied. Lower optim.lr, lengthen optim.warmup_steps, or use "
+                "train.precision: bf16 or fp32; guards.on_nonfinite: skip leaves such steps out"
             )
         self.skipped += 1
         if self.skipped > self.config.max_skipped:
             raise NonFiniteError(
                 f"step {step}: {event.reason}; it was not applied, nor were {self.config.max_skipped} others, and more "
-                "may not be left out (guards.max_skipped). The last checkpoint is sound; events.jsonl names the "
-                "samples. Lower optim.lr, or look at the data"
+                "may not be left out (guards.max_skipped); events.jsonl names the samples. Lower optim.lr, or look at "
+                "the data"
             )
         return event
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from vqclip.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.pretrained import CONFIG_FILE, load_weights, read_config, require_header, resolve
 from vqclip.reader import ENCODING_KEYS, ENCODING_PARTS, CodeReader, ReadingConfig
+from vqclip.sealed import validated
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -119,11 +120,8 @@ def _read_section(path: Path, modality: Modality) -> StoredReader:
             "3: load both tokenizers with vqclip.model.CLIP.from_pretrained(folder) and save_pretrained them to a new "
             "folder, or give the finished run's command again"
         )
-    try:
-        stored = StoredReader.model_validate({k: v for k, v in section.items() if k not in ENCODING_KEYS})
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, (modality, *e['loc'])))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise CheckpointError(f"{where}: " + "; ".join(problems)) from error
+    reading = {key: value for key, value in section.items() if key not in ENCODING_KEYS}
+    stored = validated(where, StoredReader, reading, section=modality)
     shapes = stored.shapes(f"{modality}.", stored.num_tokens, stored.embed_dim)
     require_header(path, [name for name in _PARTS if config.get(name) is not None], shapes)
     return stored

@@ -13,10 +13,14 @@ from typing import TextIO
 
 from vqclip import dist
 from vqclip.errors import ConfigError
+from vqclip.file_locks import is_at
+from vqclip.files import named
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+_FILES = (LOCK_FILE, f".{LOCK_FILE}")
+"""Two, so that a job that loses one to an ``rm`` still holds the folder."""
 
 
 class RunLock:
@@ -27,7 +31,7 @@ class RunLock:
             lock.take()
             ...
 
-    The file stays behind; what it says counts only while it is locked.
+    The files stay behind; what they say counts only while they are locked. `take` again restores a deleted one.
 
     Args:
         folder: the run's.
@@ -35,37 +39,48 @@ class RunLock:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._file: TextIO | None = None
+        self._held: dict[str, TextIO] = {}
 
     def take(self) -> None:
-        """Lock the folder, making it if need be. A collective: every rank calls it.
+        """Lock the folder, making it if need be, or check that it is still locked. A collective.
 
         Raises:
             ConfigError: another job holds the lock; on every rank.
         """
-        holder = dist.broadcast_json(self._take() if dist.is_main() else None)
+
+        def take() -> str | None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return next((holder for name in _FILES if (holder := self._take(self._folder / name))), None)
+
+        holder = dist.from_main(take)
         if holder is not None:
             raise ConfigError(
                 f"run.name: {self._folder} is in use by another job ({holder}); wait for its end or stop it, or give "
                 "this run another name"
             )
 
-    def _take(self) -> str | None:
+    def _take(self, path: Path) -> str | None:
         """None, or who holds the lock."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115
+        held = self._held.get(path.name)
+        if held is not None:
+            if is_at(held.fileno(), path):
+                return None
+            logger.warning("%s was deleted or replaced while this job held it", path)
+            held.close()
+        self._held[path.name] = file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
             # Not flock, which the data workers would inherit and hold beyond the death of this process.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                self._file.seek(0)
-                return self._file.read(200).strip() or "which has not said who it is"
+                file.seek(0)
+                return file.read(200).strip() or "which has not said who it is"
             logger.warning("%s cannot be locked (%s): see to it that one job uses it", self._folder, error.strerror)
             return None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        with named(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         return None
 
     def __enter__(self) -> RunLock:
@@ -74,6 +89,5 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        while self._held:
+            self._held.popitem()[1].close()

@@ -11,6 +11,7 @@ from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
 from vqclip.evaluation import Attempt, format_results, try_all
+from vqclip.lock import RunLock
 from vqclip.recipe import TrainConfig
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
@@ -30,6 +31,7 @@ class Loop:
     config: TrainConfig
     data: TrainData
     step: TrainStep
+    lock: RunLock
     snapshots: Snapshots
     records: Records
     stop: StopSignals
@@ -119,9 +121,12 @@ class Loop:
             result = self.step(batch, batch.step)
         except NonFiniteError as error:
             events.note("nonfinite", str(error), applied=False, batch=batch)
-            raise
+            self.snapshots.require_finite(batch.step)
+            raise NonFiniteError(f"{error}. {self.snapshots.newest()}") from error
         if result.event is not None:
             events.note(result.event.kind, result.event.reason, not result.event.skip, batch)
+            if result.event.kind == "nonfinite":  # with such weights no later step would be better
+                self.snapshots.require_finite(batch.step)
         return result
 
     def _report(self, done: int, result: StepResult) -> dict[str, float]:
@@ -149,6 +154,7 @@ class Loop:
     def _save(self, done: int) -> None:
         self.clock.pause()
         self.watchdog.at(done, "saving", patient=True)
+        self.lock.take()
         self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
         self.step.agree()

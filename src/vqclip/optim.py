@@ -33,7 +33,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimConfig(Config):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
-    lr: float = Field(default=1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0, le=1000)
     """Highest learning rate, reached after the warm-up."""
     warmup_steps: int = Field(default=100, ge=0)
     """Steps of linear warm-up; fewer than the steps of the run."""
@@ -43,11 +43,11 @@ class OptimConfig(Config):
     """Decay rates of AdamW's two moments."""
     eps: float = Field(default=1e-6, gt=0)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=1000)
     """Decoupled weight decay of matrices and convolutions; biases, norms, embeddings and scalars have none."""
-    image_lr_ratio: float = Field(default=1.0, gt=0)
+    image_lr_ratio: float = Field(default=1.0, gt=0, le=1000)
     """Factor on the learning rate of the whole image tokenizer, from the tower to the embedding (names `image.*`)."""
-    text_lr_ratio: float = Field(default=1.0, gt=0)
+    text_lr_ratio: float = Field(default=1.0, gt=0, le=1000)
     """Factor on the learning rate of the whole text tokenizer, from the tower to the embedding (names `text.*`)."""
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""

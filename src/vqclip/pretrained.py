@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, NonFiniteError
 from vqclip.files import replace_folder, restore_folder, save_file
 from vqclip.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
+from vqclip.tensors import listed, nonfinite, open_tensors, shapes_in
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -79,7 +78,13 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Write ``config`` (JSON-able) and ``state`` to ``folder``, made if missing; `save_folder` loses nothing there."""
+    """Write ``config`` (JSON-able) and ``state`` to ``folder``, made if missing; `save_folder` loses nothing there.
+
+    Raises:
+        NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
+    """
+    if bad := nonfinite(state):
+        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {listed(bad)}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_as_stored(state), folder / WEIGHTS_FILE)
     seal_folder(folder, config)
@@ -173,18 +178,6 @@ def _pickles(folder: Path) -> str:
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
-@contextmanager
-def _weights(path: Path) -> Iterator[Any]:
-    """The open file of weights; what is wrong with it is a CheckpointError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
-
-
 def require_header(folder: Path, parts: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Compare what the weights' header says with the configuration, before memory is taken for what that asks for.
 
@@ -199,17 +192,11 @@ def require_header(folder: Path, parts: Collection[str], shapes: Mapping[str, tu
     path = folder / WEIGHTS_FILE
     modalities = tuple(f"{name}." for name in _MODALITIES if name in parts)
     others = _TEMPERATURE if "temperature" in parts else ()
-    with _weights(path) as file:
+    with open_tensors(path) as file:
         names = list(file.keys())
-        got = {name: tuple(file.get_slice(name).get_shape()) for name in names if name in shapes}
+        got = shapes_in(file, shapes)
     problems = [f"unexpected {name}" for name in names if not name.startswith(modalities) and name not in others]
-    problems += [f"missing {name}" for name in shapes if name not in got]
-    problems += [_misshapen(name, got[name], shapes[name]) for name in got if got[name] != shapes[name]]
-    _require_none(path, problems)
-
-
-def _misshapen(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return f"{name}: got shape {got}, expected {expected}"
+    _require_none(path, problems + misshapen(shapes, got))
 
 
 def _require_none(path: Path, problems: list[str]) -> None:
@@ -232,14 +219,19 @@ def load_weights(
         without: parts under ``prefix`` that ``module`` does not have, such as ``tower``; they are not read.
 
     Raises:
-        CheckpointError: for a missing or damaged file, and for missing, unexpected or wrongly shaped or typed tensors.
+        CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
+            for NaN or infinity in them.
     """
     path = folder / WEIGHTS_FILE
     left_out = tuple(f"{prefix}{part}." for part in without)
-    with _weights(path) as file:
+    expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    with open_tensors(path) as file:
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
         names = [name for name in names if not name.startswith(left_out)]
+        _require_none(path, misshapen(expected, shapes_in(file, names)))  # before memory is taken for them
         state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    if bad := nonfinite(state):
+        raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {listed(bad)}; use an older checkpoint")
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -251,15 +243,20 @@ def load_weights(
 
 def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str = "") -> list[str]:
     """Every way in which ``state`` is not what ``expected`` is: tensors that lack, are too many, or of another kind."""
-    problems = [f"missing {prefix}{name}" for name in expected if name not in state]
-    problems += [f"unexpected {prefix}{name}" for name in state if name not in expected]
-    both = [(name, state[name], expected[name]) for name in expected if name in state]
-    for name, got, want in both:
-        if got.shape != want.shape:
-            problems.append(_misshapen(f"{prefix}{name}", tuple(got.shape), tuple(want.shape)))
-        if got.dtype != want.dtype:  # load_state_dict would round without a word
-            problems.append(f"{prefix}{name}: got dtype {got.dtype}, expected {want.dtype}")
-    return problems
+    shapes, got = ({f"{prefix}{n}": tuple(t.shape) for n, t in tensors.items()} for tensors in (expected, state))
+    return misshapen(shapes, got) + [
+        f"{prefix}{name}: got dtype {state[name].dtype}, expected {want.dtype}"  # load_state_dict would round silently
+        for name, want in expected.items()
+        if name in state and state[name].dtype != want.dtype
+    ]
+
+
+def misshapen(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Differences between two sets of names and shapes, in words."""
+    problems = [f"missing {name}" for name in expected if name not in got]
+    problems += [f"unexpected {name}" for name in got if name not in expected]
+    both = [(name, got[name], expected[name]) for name in expected if name in got]
+    return problems + [f"{name}: got shape {is_}, expected {want}" for name, is_, want in both if is_ != want]
 
 
 def resolve(folder: str | Path, revision: str | None = None) -> Path:

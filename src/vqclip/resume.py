@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, JsonValue
+from torch import Tensor
 
 from vqclip import checkpoint, dist
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.checkpoint import OptimizerState
+from vqclip.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, OtherRunError
 from vqclip.pretrained import load_weights, write_folder
+from vqclip.sealed import Strict, validated
 from vqclip.step import TrainStep
+from vqclip.tensors import checksums, listed, nonfinite
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +45,19 @@ class Kept:
     def keeps(self, step: int, best: int | None) -> bool:
         """Whether the checkpoint of ``step`` stays when it is no longer among the newest."""
         return step == best or (self.every is not None and step % self.every == 0)
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _State(Strict):
+    """``state.json`` of a checkpoint."""
+
+    identity: dict[str, JsonValue]
+    scaler: dict[str, float | int]
+    skipped: _Count
+    guards: dict[str, JsonValue]
+    replaced: dict[str, _Count]
 
 
 class Snapshots:
@@ -63,11 +85,13 @@ class Snapshots:
         self.folder, self.step, self.kept, self.allow, self.in_background = folder, step, kept, allow, in_background
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
+        self._writing: int | None = None
+        self._written: int | None = None
 
     def save(self, done: int, replaced: Mapping[str, int], best: int | None = None) -> None:
-        """Save the state after ``done`` steps; rank 0 does, the others do nothing.
+        """Check the state after ``done`` steps on all ranks, and save it on rank 0. A collective.
 
-        The state is copied now; writing it takes its time in the background, and `wait` waits for that.
+        The state is copied now and written in the background; `wait` waits for that.
 
         Args:
             done: steps done.
@@ -75,8 +99,12 @@ class Snapshots:
             best: a step whose checkpoint is kept as well.
 
         Raises:
+            NonFiniteError: on every rank, when the state of one contains NaN or infinity; nothing is written.
+            DistributedError: on every rank, when their states differ; nothing is written.
             CheckpointError: on rank 0, when this or the former one cannot be written; older checkpoints are untouched.
         """
+        self.require_finite(done)
+        self.require_equal(done)
         if not dist.is_main():
             return
         self.wait()
@@ -102,6 +130,7 @@ class Snapshots:
             keep=functools.partial(self.kept.keeps, best=best),
         )
         self._writer.write(save)
+        self._writing = done
         if not self.in_background:
             self.wait()
 
@@ -120,6 +149,71 @@ class Snapshots:
             CheckpointError: on rank 0, when it cannot be written.
         """
         self._writer.wait()
+        if self._writing is not None:
+            self._writing, self._written = None, self._writing
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a checkpoint would contain, by ``model.`` or ``optimizer.`` and its name there."""
+        state = {f"model.{name}": tensor for name, tensor in self.step.model.state_dict().items()}
+        found = checkpoint.optimizer_tensors(self.step.optimizer)
+        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()}
+
+    def require_finite(self, done: int) -> None:
+        """Check weights, codebooks and optimizer state on all ranks. A collective.
+
+        Raises:
+            NonFiniteError: on every rank, when one holds NaN or infinity; names the tensors and the rank.
+        """
+        found = dist.gather_json(nonfinite(self.tensors()))
+        bad = [f"{listed(names)}{_on(rank)}" for rank, names in enumerate(found) if names]
+        if bad:
+            raise NonFiniteError(
+                f"after step {done}: NaN or infinity in {'; '.join(bad[:3])}. This state is not saved, and no later "
+                f"step could mend it. {self.newest()}. Lower optim.lr, lengthen optim.warmup_steps, or use "
+                "train.precision: bf16 or fp32"
+            )
+
+    def require_equal(self, done: int) -> None:
+        """Compare the bits of model and optimizer over all ranks. A collective.
+
+        Codebooks that are not synchronised must have been made equal before.
+
+        Raises:
+            DistributedError: on every rank, when they differ; names the ranks in the minority, and the tensors.
+        """
+        if not dist.is_distributed():
+            return
+        mine = checksums(self.tensors())
+        prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
+        if len(set(prints)) == 1:
+            return
+        usual = Counter(prints).most_common(1)[0][0]  # of equals that of the lowest rank
+        every = dist.gather_json(mine)
+        reference = every[prints.index(usual)]
+        others = [rank for rank, each in enumerate(prints) if each != usual]
+        names = sorted(
+            name for name in reference if any(every[rank].get(name) != reference[name] for rank in others)
+        ) or ["other tensors"]
+        raise DistributedError(
+            f"after step {done}: rank {', '.join(map(str, others))} differs from rank {prints.index(usual)} in "
+            f"{listed(names)}, so the ranks no longer train one model; memory may be damaged on either. This state is "
+            f"not saved. {self.newest()}. The same command continues from there"
+        )
+
+    def newest(self) -> str:
+        """Name the newest checkpoint that this run has written or resumed from, on every rank. A collective."""
+
+        def find() -> str | None:
+            try:
+                self.wait()
+            except CheckpointError as error:
+                logger.error("%s", error)
+            return None if self._written is None else str(self.path(self._written))
+
+        path = dist.from_main(find)
+        if path is None:
+            return "There is no checkpoint of this run yet"
+        return f"{path} is the newest checkpoint; its tensors were finite when this run wrote or read it"
 
     def __enter__(self) -> Snapshots:
         return self
@@ -134,9 +228,9 @@ class Snapshots:
         return self.folder / f"step-{done:08d}"
 
     def resume(self) -> tuple[int, dict[str, int]]:
-        """Restore the newest good checkpoint, if there is one.
+        """Restore the newest usable checkpoint, if there is one.
 
-        Rank 0 chooses and verifies it, the others follow.
+        Rank 0 alone reads it and sends it to the other ranks, which need not see its disk.
 
         Returns:
             The number of steps done, and that of the bad samples replaced in them, by kind.
@@ -145,21 +239,72 @@ class Snapshots:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
             ConfigError: `allow` names what there is not.
         """
-        found = checkpoint.latest(self.folder) if dist.is_main() else None
-        path = dist.broadcast_json(None if found is None else str(found))
-        if path is None:
-            return 0, {}
-        saved = checkpoint.load(Path(path), check=False)
-        _require_same(saved.path, saved.state["identity"], self.identity, self.allow)
-        load_weights(saved.model_folder, self.step.model)
-        saved.restore_optimizer(self.step.optimizer)
-        self.step.scaler.load_state_dict(saved.state["scaler"])
-        self.step.skipped = saved.state["skipped"]
-        self.step.guards.load_state_dict(saved.state["guards"])
-        if dist.is_main():
+        read: list[OptimizerState] = []
+
+        def restore() -> dict[str, Any] | None:
+            found = checkpoint.use_latest(self.folder, self._restore)
+            if found is None:
+                return None
+            saved, state, optimizer = found
+            read.append(optimizer)
             checkpoint.set_aside_newer(self.folder, saved.step)
-        logger.info("resumed from %s: %d steps done", saved.path, saved.step)
-        return saved.step, saved.state["replaced"]
+            outline = {name: [list(t.shape), str(t.dtype)] for name, t in optimizer.tensors.items()}
+            optimizer_layout = {"kind": optimizer.kind, "groups": optimizer.groups, "tensors": outline}
+            return {
+                "path": str(saved.path),
+                "step": saved.step,
+                "state": state.model_dump(),
+                "optimizer": optimizer_layout,
+            }
+
+        restored = dist.from_main(restore)
+        if restored is None:
+            return 0, {}
+        step, state, layout = restored["step"], _State.model_validate(restored["state"]), restored["optimizer"]
+        optimizer = read[0] if read else _empty(layout)
+        for tensor in (*self.step.model.state_dict().values(), *optimizer.tensors.values()):
+            dist.broadcast_(tensor)
+        if not dist.is_main():
+            checkpoint.restore_optimizer(self.step.optimizer, optimizer)
+            self._restore_state(state)
+        self._written = step
+        self.require_equal(step)
+        logger.info("resumed from %s: %d steps done", restored["path"], step)
+        return step, dict(state.replaced)
+
+    def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState]:
+        """Put a checkpoint into the running model and optimizer, having verified it; raises CheckpointError."""
+        saved = checkpoint.load(path)
+        state = validated(path / "state.json", _State, saved.state, section="state")
+        _require_same(path, state.identity, self.identity, self.allow)
+        load_weights(saved.model_folder, self.step.model)
+        optimizer = saved.restore_optimizer(self.step.optimizer)
+        try:
+            self._restore_state(state)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
+        return saved, state, optimizer
+
+    def _restore_state(self, state: _State) -> None:
+        running = self.step.scaler.state_dict()
+        if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
+            raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
+        self.step.scaler.load_state_dict(dict(state.scaler))
+        self.step.skipped = state.skipped
+        self.step.guards.load_state_dict(state.guards)
+
+
+def _empty(layout: Mapping[str, Any]) -> OptimizerState:
+    """Room for the optimizer state that another rank has read."""
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for name, (shape, dtype) in layout["tensors"].items()
+    }
+    return OptimizerState(layout["kind"], layout["groups"], tensors)
+
+
+def _on(rank: int) -> str:
+    return f" on rank {rank}" if dist.is_distributed() else ""
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:
@@ -177,7 +322,7 @@ def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], 
     refused = [line for key, line in differing.items() if not any(_begins(key, name) for name in allow)]
     if refused:
         shown = "\n".join(refused[:20]) + (f"\n  ... and {len(refused) - 20} more" if len(refused) > 20 else "")
-        raise CheckpointError(
+        raise OtherRunError(
             f"{path} belongs to another run, so going on from it would not be exact:\n{shown}\n"
             "restore these, give this run another name (run.name=...), or name in run.resume_allow what may differ"
         )

@@ -6,14 +6,27 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vqclip.errors import CheckpointError
 from vqclip.files import open_regular, read_bounded
 
 MAX_BYTES = 64 << 20
 """Larger ones are not read; the manifest of a thousand files has 150 kB."""
+MAX_PLAIN_BYTES = 16 << 20
+"""Larger plain JSON files are neither written nor read; the layout of ten thousand parameters takes 2 MB."""
 _CHUNK = 1 << 20
+
+
+class Strict(BaseModel):
+    """Base of the schemas of JSON files: unknown keys, other types, NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+SchemaT = TypeVar("SchemaT", bound=BaseModel)
 
 
 class Facts(NamedTuple):
@@ -118,6 +131,56 @@ def read_versioned(path: Path, versions: Mapping[str, object], remedy: str) -> d
         if body.get(key) != value:
             raise CheckpointError(f"{path}: {key} is {body.get(key)!r}, this vqclip reads {value!r}; {remedy}")
     return {key: value for key, value in unsealed(path, body, data).items() if key not in versions}
+
+
+def write_plain(path: Path, value: object) -> None:
+    """Write a JSON file without a hash of its own, for `read_plain`.
+
+    Raises:
+        CheckpointError: it would be too large to be read.
+    """
+    data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    if len(data) > MAX_PLAIN_BYTES:
+        raise CheckpointError(f"{path}: would have {len(data)} bytes; at most {MAX_PLAIN_BYTES} are read back")
+    path.write_bytes(data)
+
+
+def read_plain(path: Path, schema: type[SchemaT]) -> SchemaT:
+    """Read and check a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, is too large, or does not fit the schema.
+    """
+    try:
+        data = read_bounded(path, MAX_PLAIN_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > MAX_PLAIN_BYTES:
+        raise CheckpointError(f"{path}: more than {MAX_PLAIN_BYTES} bytes, which are not read")
+    return validated(path, schema, data)
+
+
+def validated(path: Path, schema: type[SchemaT], content: bytes | dict[str, Any], section: str = "") -> SchemaT:
+    """Check JSON bytes, or the object in them, against a schema.
+
+    Args:
+        path: whose content it is, for the error.
+        schema: what it must fit.
+        content: JSON text, or what was read from it.
+        section: key of the object in the file, for the error.
+
+    Raises:
+        CheckpointError: it does not fit; the message lists every problem with its key.
+    """
+    try:
+        if isinstance(content, bytes):
+            return schema.model_validate_json(content)
+        return schema.model_validate(content)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)[:10]
+        where = [".".join(map(str, ([section] if section else []) + list(each["loc"]))) for each in found]
+        problems = (f"{at}: {each['msg']}" if at else each["msg"] for at, each in zip(where, found, strict=True))
+        raise CheckpointError(f"{path}: " + "; ".join(problems)) from error
 
 
 def _dump(value: dict[str, Any]) -> bytes:

@@ -163,7 +163,7 @@ class TrainStep:
         if after < 1:
             raise NonFiniteError(
                 f"step {step}: the gradient is not finite even with the loss scaled by {before:g}, after "
-                f"{self.skipped} skipped steps; the last checkpoint is sound. Use train.precision: bf16 or fp32"
+                f"{self.skipped} skipped steps; use train.precision: bf16 or fp32"
             )
 
     def _in_one_pass(self, share: _Share, step: int) -> _Differentiated:

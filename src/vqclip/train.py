@@ -111,7 +111,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
         progress.heard_by(watchdog.beat),
         Records(folder, start, data, bad_before, config.train.keep_best) as records,
     ):
-        loop = Loop(config, data, step, snapshots, records, stop, watchdog)
+        loop = Loop(config, data, step, lock, snapshots, records, stop, watchdog)
         done = loop.run(start)
         if done < config.train.steps:
             raise StopRequested

@@ -12,8 +12,8 @@ read.
 """
 
 from vqclip.checkpoint.background import Staging, Writer
-from vqclip.checkpoint.folders import checkpoints, latest, set_aside_newer, verify
-from vqclip.checkpoint.optimizer import OptimizerState, pack_optimizer, restore_optimizer
+from vqclip.checkpoint.folders import checkpoints, latest, set_aside_newer, use_latest, verify
+from vqclip.checkpoint.optimizer import OptimizerState, optimizer_tensors, pack_optimizer, restore_optimizer
 from vqclip.checkpoint.store import Checkpoint, load, save
 
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "checkpoints",
     "latest",
     "load",
+    "optimizer_tensors",
     "pack_optimizer",
     "restore_optimizer",
     "save",
     "set_aside_newer",
+    "use_latest",
     "verify",
 ]

@@ -7,14 +7,15 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-
-from safetensors import SafetensorError
+from typing import TypeVar
 
 from vqclip.checkpoint import manifest
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.files import REPLACED, TEMPORARY, replace_folder, restore_folder, sync_folder
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
@@ -56,15 +57,35 @@ def latest(folder: Path) -> Path | None:
     Raises:
         CheckpointError: There are checkpoints, but not one is usable. (To start over, name another folder.)
     """
+
+    def verified(path: Path) -> Path:
+        verify(path)
+        return path
+
+    return use_latest(folder, verified)
+
+
+def use_latest(folder: Path, use: Callable[[Path], T]) -> T | None:
+    """Return the result of ``use`` on the newest checkpoint in ``folder`` that it accepts; None if there is none.
+
+    Args:
+        folder: Where the checkpoints are.
+        use: Raises CheckpointError for a checkpoint that cannot be used, which is logged before the next older one is
+            tried; an OtherRunError is raised at once.
+
+    Raises:
+        CheckpointError: There are checkpoints, but none can be used. (To start over, name another folder.)
+        OtherRunError: Raised by ``use``.
+    """
     problems: list[str] = []
     for path in reversed(checkpoints(folder)):
         try:
-            verify(path)
+            return use(path)
+        except OtherRunError:
+            raise
         except CheckpointError as error:
             logger.error("damaged checkpoint, trying the one before it: %s", error)
             problems.append(str(error))
-        else:
-            return path
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(
@@ -116,7 +137,7 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
         _make_folder(folder)
         _clean_up(folder)
         replace_folder(target, fill_and_describe)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{target}: the checkpoint could not be written ({error}); older checkpoints are untouched"
         ) from error

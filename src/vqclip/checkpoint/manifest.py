@@ -6,10 +6,20 @@ import stat
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal
+from vqclip.sealed import Facts, Strict, facts_of, read_versioned, require_facts, seal, validated
 
 MANIFEST = "manifest.json"
 VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
+
+
+class _File(Strict):
+    size: int
+    sha256: str
+
+
+class _Manifest(Strict):
+    step: int
+    files: dict[str, _File]
 
 
 def write_manifest(folder: Path, step: int) -> None:
@@ -47,10 +57,8 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, Facts]]:
         body = read_versioned(path, VERSIONS, "use the vqclip that wrote it")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): not a complete checkpoint") from error
-    try:
-        return int(body["step"]), {name: Facts(int(f["size"]), str(f["sha256"])) for name, f in body["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a manifest of a checkpoint ({error})") from error
+    manifest = validated(path, _Manifest, body)
+    return manifest.step, {name: Facts(file.size, file.sha256) for name, file in manifest.files.items()}
 
 
 def _files(folder: Path) -> dict[str, Path]:

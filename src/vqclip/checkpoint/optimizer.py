@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import JsonValue
 from torch import Tensor
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.background import Staging
 from vqclip.checkpoint.plain import check_plain
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, NonFiniteError
 from vqclip.files import save_file
+from vqclip.sealed import Strict, read_plain, write_plain
+from vqclip.tensors import listed, nonfinite, open_tensors, shapes_in
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,24 @@ _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"}
 # Set anew before every step by the schedule: taken over without comparison.
 _SCHEDULED = frozenset({"lr"})
 _SHOWN = 5
+# What the step of an optimizer expects of the state of a parameter, where it has any.
+_SLOTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}}
+
+
+class _Parameter(Strict):
+    shape: list[int]
+    dtype: str
+    scalars: dict[str, JsonValue]
+
+
+class _Group(Strict):
+    options: dict[str, JsonValue]
+    parameters: dict[str, _Parameter]
+
+
+class _Layout(Strict):
+    kind: str
+    groups: list[_Group]
 
 
 @dataclass(frozen=True)
@@ -57,41 +76,60 @@ def pack_optimizer(optimizer: Optimizer, staging: Staging | None = None) -> Opti
     Raises:
         CheckpointError: A part of the state is neither a tensor nor JSON-able.
     """
-    tensors: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
     for group, named in _named_groups(optimizer):
         parameters: dict[str, Any] = {}
         for name, parameter in named.items():
-            scalars: dict[str, Any] = {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{name}/{key}"] = value
-                else:
-                    check_plain(value, f"optimizer state {key!r} of parameter {name!r}")
-                    scalars[key] = value
+            state = optimizer.state.get(parameter, {})
+            scalars = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            check_plain(scalars, f"optimizer state of parameter {name!r}")
             parameters[name] = {**_outline(parameter), "scalars": scalars}
         groups.append({"options": _options(group), "parameters": parameters})
-    return OptimizerState(type(optimizer).__name__, groups, (staging or Staging()).copy(tensors))
+    return OptimizerState(type(optimizer).__name__, groups, (staging or Staging()).copy(optimizer_tensors(optimizer)))
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every tensor in the state of ``optimizer`` itself, by ``<parameter>/<key>``."""
+    return {
+        f"{name}/{key}": value
+        for _, named in _named_groups(optimizer)
+        for name, parameter in named.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def write_optimizer(state: OptimizerState, folder: Path) -> None:
-    """Write ``state`` into ``folder`` as ``optimizer.json`` and ``optimizer.safetensors``."""
-    save_file(state.tensors, folder / _TENSORS)
-    layout = {"kind": state.kind, "groups": state.groups}
-    (folder / _LAYOUT).write_text(json.dumps(layout, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def read_optimizer(folder: Path) -> OptimizerState:
-    """Read what ``write_optimizer`` wrote.
+    """Write ``state`` into ``folder`` as ``optimizer.json`` and ``optimizer.safetensors``.
 
     Raises:
-        CheckpointError: A file is missing or damaged.
+        NonFiniteError: A tensor contains NaN or infinity, and nothing is written.
     """
-    try:
-        layout = json.loads((folder / _LAYOUT).read_text(encoding="utf-8"))
-        return OptimizerState(layout["kind"], layout["groups"], load_file(folder / _TENSORS))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: the optimizer's state cannot be read ({error})") from error
+    if bad := nonfinite(state.tensors):
+        raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {listed(bad)}")
+    save_file(state.tensors, folder / _TENSORS)
+    write_plain(folder / _LAYOUT, {"kind": state.kind, "groups": state.groups})
+
+
+def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> OptimizerState:
+    """Read what ``write_optimizer`` wrote.
+
+    Args:
+        folder: The checkpoint.
+        optimizer: Whose state it is to become: its sizes are compared before memory is taken.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or its tensors do not fit or contain NaN or infinity.
+    """
+    layout, path = read_plain(folder / _LAYOUT, _Layout), folder / _TENSORS
+    with open_tensors(path) as file:
+        shapes = shapes_in(file)
+        if optimizer is not None and (problems := list(_shape_problems(optimizer, shapes))):
+            raise CheckpointError(f"{path} does not fit the running optimizer: {'; '.join(problems[:_SHOWN])}")
+        tensors = {name: file.get_tensor(name) for name in shapes}
+    if bad := nonfinite(tensors):
+        raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {listed(bad)}")
+    return OptimizerState(layout.kind, [group.model_dump() for group in layout.groups], tensors)
 
 
 def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
@@ -111,7 +149,11 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
     if type(optimizer).__name__ != state.kind:
         raise CheckpointError(f"the checkpoint is of {state.kind}, the running optimizer is {type(optimizer).__name__}")
     running = list(_named_groups(optimizer))
-    problems = [*_parameter_problems(running, state), *_option_problems(running, state)]
+    problems = [
+        *_parameter_problems(running, state),
+        *_option_problems(running, state),
+        *_slot_problems(running, state),
+    ]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"the checkpoint does not fit the running optimizer:\n{listed}")
@@ -129,6 +171,10 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
                 values[key] = _placed(tensor, parameter, torch.device("cpu") if stays else parameter.device)
             if values:
                 optimizer.state[parameter] = values
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
@@ -190,9 +236,9 @@ def _parameter_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]],
     }
     problems = []
     if missing := [name for name in here if name not in there]:
-        problems.append(f"parameters that the checkpoint lacks: {_listed(missing)}")
+        problems.append(f"parameters that the checkpoint lacks: {listed(missing)}")
     if added := [name for name in there if name not in here]:
-        problems.append(f"parameters that only the checkpoint has: {_listed(added)}")
+        problems.append(f"parameters that only the checkpoint has: {listed(added)}")
     if len(running) != len(state.groups):
         problems.append(f"{len(state.groups)} parameter groups in the checkpoint, {len(running)} here")
     for name in (name for name in here if name in there):
@@ -210,7 +256,9 @@ def _option_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], st
     for number, ((group, _), saved) in enumerate(zip(running, state.groups, strict=False)):
         here, there = _options(group), saved["options"]
         for key in sorted(here.keys() | there.keys()):
-            if key in _SCHEDULED or (key in here and key in there and here[key] == there[key]):
+            if key in here and key in there and (here[key] == there[key] or key in _SCHEDULED):
+                if key in _SCHEDULED and not _is_rate(there[key]):
+                    problems.append(f"option {key!r} of group {number}: got {there[key]!r:.40}, expected a number")
                 continue
             change = f"option {key!r} of group {number}: {there.get(key)!r} in the checkpoint, {here.get(key)!r} here"
             if key in _IMPLEMENTATION or key not in here or key not in there:
@@ -220,6 +268,31 @@ def _option_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], st
     return problems
 
 
-def _listed(names: list[str]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _shape_problems(optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Differences in size: a state's tensor is a scalar or has the shape of its parameter."""
+    running = {name: tuple(tensor.shape) for _, named in _named_groups(optimizer) for name, tensor in named.items()}
+    for full_name, shape in shapes.items():
+        name = full_name.rpartition("/")[0]
+        if name not in running:
+            yield f"unexpected {full_name}"
+        elif shape not in ((), running[name]):
+            yield f"{full_name}: got shape {shape}, expected {running[name]}"
+
+
+def _slot_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState) -> Iterator[str]:
+    """Parts of the state that the optimizer's step would stumble over, for a kind whose parts are known."""
+    expected = _SLOTS.get(state.kind)
+    if expected is None:
+        return
+    slots = _slots(state)
+    for (_, named), saved in zip(running, state.groups, strict=False):
+        for name, parameter in named.items():
+            found = slots.pop(name, {})
+            if saved["parameters"].get(name, {}).get("scalars") or found.keys() not in (set(), expected):
+                yield f"parameter {name!r}: its state is not {', '.join(sorted(expected))}"
+            for key, tensor in found.items():
+                shape = () if key == "step" else parameter.shape
+                narrow = parameter.dtype in (torch.float16, torch.bfloat16) or key == "step"
+                if tensor.shape != shape or tensor.dtype not in (parameter.dtype, torch.float32 if narrow else None):
+                    yield f"{name}/{key}: got {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(shape)}"
+    yield from (f"unexpected state of {name!r}" for name in slots)

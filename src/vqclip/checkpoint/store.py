@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
 from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
+from vqclip.sealed import Strict, read_plain, write_plain
 
 _MODEL = "model"
 _STATE = "state.json"
+
+
+class _Content(Strict):
+    step: int
+    state: dict[str, JsonValue]
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,18 @@ class Checkpoint:
         """The folder that ``write_model`` filled."""
         return self.path / _MODEL
 
-    def restore_optimizer(self, optimizer: Optimizer) -> None:
-        """Put the saved state into ``optimizer``; see `vqclip.checkpoint.restore_optimizer`.
+    def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
+        """Put the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
 
         Raises:
             CheckpointError: The state does not fit; the message names the checkpoint and says what differs.
         """
+        state = read_optimizer(self.path, optimizer)
         try:
-            restore_optimizer(optimizer, read_optimizer(self.path))
+            restore_optimizer(optimizer, state)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
+        return state
 
 
 def save(
@@ -85,8 +93,7 @@ def save(
         (aside / _MODEL).mkdir()
         write_model(aside / _MODEL)
         write_optimizer(optimizer, aside)
-        text = json.dumps({"step": step, "state": dict(state)}, indent=1, allow_nan=False) + "\n"
-        (aside / _STATE).write_text(text, encoding="utf-8")
+        write_plain(aside / _STATE, {"step": step, "state": dict(state)})
 
     path = write_folder(Path(folder), step, fill)
     remove_old(Path(folder), path, keep_last, keep)
@@ -106,11 +113,7 @@ def load(path: Path, *, check: bool = True) -> Checkpoint:
     path = Path(path)
     if check:
         verify(path)
-    try:
-        content = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        step, state = content["step"], content["state"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / _STATE}: cannot be read ({error})") from error
-    if step != step_of(path):
-        raise CheckpointError(f"{path / _STATE}: of step {step}: the folder was renamed")
-    return Checkpoint(path, step, state)
+    content = read_plain(path / _STATE, _Content)
+    if content.step != step_of(path):
+        raise CheckpointError(f"{path / _STATE}: of step {content.step}: the folder was renamed")
+    return Checkpoint(path, content.step, dict(content.state))

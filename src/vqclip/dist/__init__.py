@@ -35,7 +35,7 @@ from vqclip.dist._collectives import (
     replicated_sum,
     ring_shift,
 )
-from vqclip.dist._control import any_rank, any_rank_each, barrier, broadcast_json, gather_json, shared_seed
+from vqclip.dist._control import any_rank, any_rank_each, barrier, broadcast_json, from_main, gather_json, shared_seed
 from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._state import (
@@ -62,6 +62,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "broadcast_json",
+    "from_main",
     "gather_json",
     "gather_sizes",
     "group_name",

@@ -253,7 +253,10 @@ def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
         raise DistributedError(f"broadcast_: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
     if is_distributed(group) and x.numel():
         dense = x.detach().contiguous()
-        run_collective("broadcast_", c10d.broadcast, dense, _global_rank(src, group), group=group)
+        # As bytes, since gloo does not support every dtype.
+        run_collective(
+            "broadcast_", c10d.broadcast, dense.reshape(-1).view(torch.uint8), _global_rank(src, group), group=group
+        )
         if dense.data_ptr() != x.data_ptr():
             x.detach().copy_(dense)
     return x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from vqclip.dist._collectives import all_gather, reduce_
-from vqclip.dist._state import Group, control_device, is_distributed, run_collective, world_size
-from vqclip.errors import DistributedError
+from vqclip import errors
+from vqclip.dist._state import Group, control_device, is_distributed, is_main, run_collective, world_size
+from vqclip.errors import DistributedError, VqclipError
 
 
 def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
@@ -63,6 +64,31 @@ def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
     data = _to_tensor(payload, group) if sends else torch.empty(int(length), dtype=torch.uint8, device=length.device)
     run_collective("broadcast_json", c10d.broadcast, data, source, group=group)
     return _decode(_to_bytes(data))
+
+
+def from_main(work: Callable[[], Any], group: Group = None) -> Any:
+    """Run `work` on rank 0 alone and give every rank its result.
+
+    Args:
+        work: Returns what JSON can hold; uses no collective.
+        group: The ranks that take part; all of them by default.
+
+    Raises:
+        VqclipError: What `work` raised, on every rank; errors of the system too.
+    """
+    result, failure = None, None
+    if is_main(group):
+        try:
+            result = work()
+        except (VqclipError, OSError) as error:
+            failure = error
+    kind = type(failure).__name__
+    result, kind, message = broadcast_json([result, failure and kind, failure and str(failure)], group=group)
+    if failure is not None:
+        raise failure
+    if kind is not None:
+        raise getattr(errors, kind, VqclipError)(message)
+    return result
 
 
 def gather_json(value: Any, group: Group = None) -> list[Any]:

@@ -10,9 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from vqclip.bounds import MAX_CODEBOOKS, NumTokens
@@ -22,9 +20,10 @@ from vqclip.files import replace_folder, require_replaceable, save_file
 from vqclip.fingerprint import fingerprint
 from vqclip.inputs import require_ids
 from vqclip.pretrained import ID_LAYOUT_VERSION
-from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal
+from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal, validated
 from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
+from vqclip.tensors import open_tensors
 from vqclip.tokenizer import Tokenizer
 
 __all__ = ["CodeIndex", "Origin"]
@@ -184,9 +183,10 @@ class CodeIndex:
         path = folder / CODES_FILE
         try:
             require_facts(path, Facts(**header.codes), INDEX_FILE)
-            tensors = load_file(path)
-        except (TypeError, SafetensorError, OSError) as error:
+        except TypeError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        with open_tensors(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         packing = Packing(header.num_tokens, header.codebook_sizes, header.absent)
         _require_tensors(path, tensors, packing, header.items)
         return CodeIndex(
@@ -217,11 +217,7 @@ def _read_header(folder: Path) -> _Header:
         body = read_versioned(path, _VERSIONS, "build the index anew (`vqclip search build`)")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
-    try:
-        return _Header.model_validate(body)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise CheckpointError(f"{path}: " + "; ".join(problems)) from error
+    return validated(path, _Header, body)
 
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.pretrained import misfits
+from vqclip.tensors import nonfinite
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:
@@ -34,7 +35,7 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
         for name, tensor in _read(path).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
-    problems = misfits(expected, state)
+    problems = misfits(expected, state) or [f"{name}: contains NaN or infinity" for name in nonfinite(state)]
     if problems:
         raise ConfigError(f"tower.checkpoint: {path} does not fit the model: " + "; ".join(problems[:10]))
     model.load_state_dict(state, strict=True)

@@ -1,0 +1,159 @@
+"""Checkpoints whose hashes are right and whose content is not: each is refused with a CheckpointError, or works."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vqclip
+from tests.models import BUSY_VQ, FSQ, tiny_model
+from vqclip.checkpoint import manifest
+from vqclip.errors import CheckpointError
+from vqclip.guards import GuardConfig
+from vqclip.losses import ContrastiveLoss
+from vqclip.model import CLIP
+from vqclip.optim import OptimConfig
+from vqclip.resume import Kept, Snapshots
+from vqclip.sealed import facts_of, seal
+from vqclip.step import ComputeConfig, TrainStep
+
+EACH = 30
+DEEP: Any = []
+for _ in range(150):
+    DEEP = [DEEP]
+VALUES = (None, True, -1, 0, 7, 0.5, 1e308, 2**70, "x", "", [], {}, [1], {"a": 1}, DEEP, float("nan"), float("inf"))
+
+
+def training_step() -> TrainStep:
+    model, optim = tiny_model(BUSY_VQ, FSQ).build(), OptimConfig(warmup_steps=1)
+    optimizer = optim.build(model)
+    return TrainStep(
+        model, ContrastiveLoss(), optimizer, optim.schedule(9), ComputeConfig(), None, 0, GuardConfig().build()
+    )
+
+
+def update(step: TrainStep) -> None:
+    """Change everything that a checkpoint holds."""
+    for parameter in step.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    step.scaler.step(step.optimizer)
+    step.guards.look(5, {"total": 1.0})
+
+
+def snapshots(folder: Path, step: TrainStep) -> Snapshots:
+    return Snapshots(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, Kept(2), in_background=False)
+
+
+def resealed(folder: Path) -> None:
+    """Give a changed checkpoint the hashes that fit."""
+    config = json.loads((folder / "model/config.json").read_text())
+    config["weights"] = facts_of(folder / "model/model.safetensors")._asdict()
+    (folder / "model/config.json").write_bytes(seal({k: v for k, v in config.items() if k != "sha256"}))
+    manifest.write_manifest(folder, int(folder.name.removeprefix("step-")))
+
+
+def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key in range(len(tree)) if isinstance(tree, list) else list(tree):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from places(tree[key])
+
+
+def mutated(tree: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    tree = copy.deepcopy(tree)
+    where, key = draw.choice(list(places(tree)))
+    how = draw.randrange(4)
+    if how == 0:
+        del where[key]
+    elif how == 1 and isinstance(where, dict):
+        where["surplus"] = where.pop(key)
+    elif how == 2:
+        where[key] = [where[key]]
+    else:
+        where[key] = draw.choice(VALUES)
+    return tree
+
+
+def forge(file: Path, draw: random.Random) -> None:
+    """Change one place in a file of JSON, or in the header of one of tensors, or one of its numbers."""
+    data = file.read_bytes()
+    if file.suffix == ".json":
+        file.write_text(json.dumps(mutated(json.loads(data), draw)))
+        return
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
+    if draw.random() < 0.3:
+        start = draw.randrange(len(body) // 4) * 4
+        body[start : start + 4] = draw.choice([b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff\xff\xff\xff"])
+    else:
+        header = mutated(header, draw)
+    packed = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(packed)) + packed + body)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, step = tmp_path_factory.mktemp("forged"), training_step()
+    for done in (1, 2):
+        update(step)
+        snapshots(folder, step).save(done, {"damaged image": 3})
+    return folder
+
+
+def load(path: Path) -> None:
+    vqclip.load_tokenizer(path / "model", modality="image")
+    CLIP.from_pretrained(path / "model")
+
+
+@pytest.mark.parametrize(
+    "name", ["state.json", "optimizer.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"]
+)
+def test_forged_checkpoints_end_in_checkpoint_errors(
+    tmp_path: Path, saved: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, refused = training_step(), 0
+    path = tmp_path / "step-00000002"
+
+    def resume() -> None:
+        snapshots(tmp_path, step).resume()
+        update(step)
+
+    for number in range(EACH):
+        shutil.copytree(saved / path.name, path)
+        forge(path / name, random.Random(f"{name}-{number}"))
+        resealed(path)
+        use: Callable[[], None] = (lambda: load(path)) if name == "model/config.json" else resume
+        try:
+            use()
+        except CheckpointError:
+            refused += 1
+        shutil.rmtree(path)
+    assert refused > EACH // 2
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_poisoned_checkpoint_is_set_aside_on_resume(
+    tmp_path: Path, saved: Path, name: str, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(saved, tmp_path / "all")
+    path = tmp_path / "all" / "step-00000002"
+    with (path / name).open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        start = next(e["data_offsets"][0] for n, e in header.items() if n != "__metadata__" and e["dtype"] == "F32")
+        file.seek(8 + length + start)
+        file.write(struct.pack("<f", value))
+    resealed(path)
+    assert snapshots(tmp_path / "all", training_step()).resume()[0] == 1
+    assert "contain NaN or infinity" in caplog.text
+    assert {each.name for each in (tmp_path / "all").iterdir()} == {"step-00000001", "set-aside-step-00000002"}
