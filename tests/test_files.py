@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from tests.models import tiny_model
 from vqclip import files
 from vqclip.evaluation.codes import save_ids
+from vqclip.evaluation.results import write_json
 from vqclip.files import replace_folder
+from vqclip.report.lines import Lines
 from vqclip.search import CodeIndex
 from vqclip.tokenize.aside import put
 
@@ -23,6 +25,7 @@ import os, sys
 from pathlib import Path
 from vqclip import files
 from vqclip.files import replace_folder
+from vqclip.report.lines import Lines
 
 rename, left, after = Path.rename, int(sys.argv[2]), sys.argv[3] == "after"
 
@@ -113,6 +116,19 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("safetensors.torch.save_file", refuse)
     with pytest.raises(OSError, match="a.safetensors: cannot be written: I/O error: No space"):
         files.save_file({}, tmp_path / "a.safetensors")
+
+
+def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / ".tmp-page.html")  # what is written first
+    with pytest.raises(OSError, match="No space left on device: '.*page.html'"):
+        files.write_text(tmp_path / "page.html", "x")
+    lines = Lines(tmp_path / "metrics.jsonl")
+    os.symlink("/dev/full", tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
+        lines.write(1, {"a": 1})
+    os.symlink("/dev/full", tmp_path / ".tmp-result.json")
+    with pytest.raises(OSError, match="No space left on device: '.*result.json'"):
+        write_json(tmp_path / "result.json", [])
 
 
 def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

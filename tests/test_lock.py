@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,6 +71,28 @@ def test_the_end_of_the_context_frees_the_folder(tmp_path):
             lock.take()
             assert "in use" in pool.apply(take, (tmp_path,))
         assert pool.apply(take, (tmp_path,)) is None
+
+
+def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, caplog):
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError, match=f"process {holder.pid}"):
+        lock.take()
+    with RunLock(tmp_path / "own") as lock:
+        lock.take()
+        (tmp_path / "own" / LOCK_FILE).unlink()
+        lock.take()
+        assert f"{LOCK_FILE} was deleted or replaced while this job held it" in caplog.text
+        assert str(os.getpid()) in (tmp_path / "own" / LOCK_FILE).read_text()
+
+
+def test_a_job_whose_lock_another_has_taken_says_so(tmp_path, holder):
+    """As after the whole folder was deleted and another job began in it."""
+    with RunLock(tmp_path / "mine") as lock:
+        lock.take()
+        shutil.rmtree(tmp_path / "mine")
+        (tmp_path / "run").rename(tmp_path / "mine")
+        with pytest.raises(ConfigError, match=f"in use by another job .process {holder.pid}"):
+            lock.take()
 
 
 def test_every_rank_is_refused(tmp_path, ranks, holder):

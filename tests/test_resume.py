@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +21,6 @@ import torch
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
-from vqclip import dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.errors import CheckpointError, ConfigError
@@ -213,10 +213,17 @@ def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def train_in_own_folder(trees, cache):
-    """Train with another folder on every rank, as on machines with disks of their own; the final weights."""
-    with watched_steps() as steps:
-        run(trees[dist.rank()], cache)
+def train_in_own_folder(tree, folder, cache):
+    """Train in a folder of one name and another place on every rank, as on disks of their own; the final weights."""
+    own = folder / os.environ["RANK"]
+    own.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(own)
+    try:
+        with watched_steps() as steps:
+            run(tree, cache)
+    finally:
+        os.chdir(before)
     return {name: tensor.clone() for name, tensor in steps[-1].model.state_dict().items()}
 
 
@@ -235,16 +242,17 @@ def watched_steps():
 @pytest.mark.parametrize("disk", ["flipped", "empty"])
 def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks, disk):
     cache = str(tmp_path / "cache")
-    trees = [run_tree(tmp_path / str(rank), shards, BUSY_RESIDUAL, train__steps=4) for rank in range(2)]
-    ranks(2, train_in_own_folder, trees, cache, init=False)
+    tree = run_tree(Path("runs"), shards, BUSY_RESIDUAL, train__steps=4)
+    ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
     if disk == "flipped":
         shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
-        with (tmp_path / "1/tiny/checkpoints/step-00000004/model/model.safetensors").open("r+b") as file:
-            file.seek(-9, os.SEEK_END)
-            file.write(bytes([file.read(1)[0] ^ 1]))
-    for tree in trees:
-        tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
-    one, other = ranks(2, train_in_own_folder, trees, cache, init=False)
+        with (tmp_path / "1/runs/tiny/checkpoints/step-00000004/model/model.safetensors").open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
+    one, other = ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
     assert all_equal(one, other)
 
 

@@ -80,9 +80,10 @@ def write_text(path: Path, text: str) -> None:
     """Put `text` into the file `path` in one stroke."""
     aside = path.with_name(f"{TEMPORARY}{path.name}")
     try:
-        aside.write_text(text, encoding="utf-8")
-        sync(aside)
-        os.replace(aside, path)
+        with named(path):
+            aside.write_text(text, encoding="utf-8")
+            sync(aside)
+            os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -11,6 +11,7 @@ from typing import Any
 from vqclip.data import masked
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Encoded, Mode
+from vqclip.files import write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Result:
 def write_json(path: Path, results: Sequence[Result]) -> None:
     """Write results as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(masked([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(masked([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n")
 
 
 def three_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:

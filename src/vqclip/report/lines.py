@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vqclip.data import masked
-from vqclip.files import sync_folder
+from vqclip.files import named, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,11 @@ class Lines:
         self.check(step)
         assert "step" not in values
         line = {"step": step, **{name: spelt(value) for name, value in values.items()}}
-        if self._file is None:
-            self._file = self.path.open("ab")
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with named(self.path):
+            if self._file is None:
+                self._file = self.path.open("ab")
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
         self._last_step = step
 
     def check(self, step: int) -> None:
@@ -59,14 +60,15 @@ class Lines:
     def flush(self) -> None:
         """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with named(self.path):
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
         file, self._file = self._file, None
         if file is not None:
-            with file:
+            with named(self.path), file:
                 file.flush()
                 os.fsync(file.fileno())
 
