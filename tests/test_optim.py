@@ -196,3 +196,9 @@ def test_resume_in_the_middle_of_the_schedule_changes_no_bit(tmp_path, implement
     assert expected.groups == got.groups
     assert expected.tensors.keys() == got.tensors.keys()
     assert all(torch.equal(tensor, got.tensors[key]) for key, tensor in expected.tensors.items())
+
+
+@pytest.mark.parametrize("key", ["lr", "image_lr_ratio", "text_lr_ratio", "weight_decay"])
+def test_rates_that_overflow_weights_are_refused(key):
+    with pytest.raises(ValueError, match="less than or equal to 1000"):
+        OptimConfig(**{key: 1e39})
