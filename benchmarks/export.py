@@ -87,7 +87,7 @@ def main() -> None:
     report("bfloat16 weights", tokenizer, rounded(tokenizer), inputs)
     report("bfloat16 autocast", tokenizer, under_autocast(tokenizer), inputs)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = export_onnx(tokenizer, Path(temporary) / "onnx", exact=False)
+        folder = export_onnx(tokenizer, Path(temporary) / "onnx")
         report("int8, all layers", tokenizer, int8(folder), inputs)
         report("int8, matrix products", tokenizer, int8(folder, op_types_to_quantize=["MatMul", "Gemm"]), inputs)
 

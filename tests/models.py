@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vqclip.exact import in_float64
 from vqclip.model import ModelConfig
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
 LFQ = {"kind": "lfq", "bits": 6}
@@ -51,10 +53,28 @@ def tiny_model(
     return ModelConfig.model_validate(tree | changes)
 
 
+def on_the_border(tower: str) -> tuple[ImageTokenizer | TextTokenizer, Tensor]:
+    """A tokenizer of 32 bits with the tower ``vit``, ``convolutional`` or ``text``, and a batch of 8 on its borders."""
+    torch.manual_seed(0)
+    config = tiny_model(WIDE_LFQ, WIDE_LFQ)
+    if tower == "convolutional":
+        layers = {"kind": tower, "image_size": 16, "channels": [8, 8, 16, 16], "channels_per_group": 4}
+        config = tiny_model(WIDE_LFQ, WIDE_LFQ, image={**config.image.model_dump(), "tower": layers})
+    model = config.build().eval()
+    if tower == "text":
+        words = ["a red star", "two small blue circles on a grey background", "x", "", "seven", "one of many", "7", "#"]
+        batch = model.text.preprocess(words)
+        put_on_the_border(model.text, batch)
+        return model.text, batch
+    batch = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
+    put_on_the_border(model.image, batch)
+    return model.image, batch
+
+
 @torch.no_grad()
-def put_on_the_border(tokenizer, batch):
+def put_on_the_border(tokenizer: ImageTokenizer | TextTokenizer, batch: Tensor) -> None:
     """Move the bias so that each channel of a tokenizer with LFQ is 0 up to rounding in some token of the batch."""
-    features, mask = in_float64(tokenizer).features(batch)
+    features, mask = copy.deepcopy(tokenizer).double().features(batch)
     real = features.flatten(0, 1) if mask is None else features[mask]
     channels = torch.arange(features.shape[-1])
     tokenizer.project_in[1].bias -= real[channels % len(real), channels].float()

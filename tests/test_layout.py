@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "dist", "pretrained"),
     ("attention", "hub"),
     ("data", "towers", "quantizers", "pooling", "projection", "temperature", "vocabulary"),
-    ("reader", "collapse", "exact"),
+    ("reader", "collapse"),
     ("tokenizer",),
     ("folder", "guards"),
     ("loading", "model"),

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, tiny_model
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.fingerprint import fingerprint
 from vqclip.vocabulary import DelayedCodes, Vocabulary
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
@@ -24,8 +27,9 @@ def pictures(count=3):
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("training", [True, False])
-def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training):
-    model = built(quantizer).train(training)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training, dtype):
+    model = built(quantizer).train(training).to(dtype)
     tokens, images = model.text.preprocess(CAPTIONS), pictures()
     for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
         out = tokenizer(inputs)
@@ -35,7 +39,21 @@ def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training)
         assert torch.equal(ids, out.ids)
         assert ids.is_contiguous()
         assert torch.equal(tokenizer.embed(ids), out.embedding)
-        torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3))
+        assert tokenizer.features(inputs)[0].dtype == tokenizer.decode(ids).dtype == out.embedding.dtype == dtype
+        torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("tower", ["vit", "convolutional", "text"])
+def test_in_float64_the_rounding_of_float32_decides_no_id(tower):
+    """Features lie within the last bits of float32 of a border, so a step in float32 would change ids."""
+    tokenizer, batch = on_the_border(tower)
+    wide = copy.deepcopy(tokenizer).double()
+    expected = wide.encode(batch)
+    assert not torch.equal(tokenizer.encode(batch), expected)
+    for size in (1, 3, 8):
+        with torch.backends.mkldnn.flags(enabled=size == 3):
+            assert torch.equal(torch.cat([wide.encode(part) for part in batch.split(size)]), expected)
+    assert fingerprint(wide) == fingerprint(tokenizer)
 
 
 def test_dropped_stages_are_absent_in_the_training_embedding():

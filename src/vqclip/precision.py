@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
 
 import torch
 
 from vqclip.errors import ConfigError
 
-__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision", "without_tf32"]
+__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 """fp32 and fp64: in the type of the weights. bf16 and fp16: under autocast, with the weights in fp32."""
@@ -41,53 +39,3 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-@contextmanager
-def without_tf32(device: torch.device) -> Iterator[None]:
-    """`full_precision`, and float32 with all its digits in matrix products and convolutions on that kind of device.
-
-    How many digits is a setting of the process: as long as any thread is within, all compute so, and torch's older
-    names for it, such as ``torch.backends.cudnn.allow_tf32``, cannot be read. After that it is as it was before.
-    """
-    settings = _SETTINGS.get(device.type)
-    with full_precision(device), nullcontext() if settings is None else settings.wide():
-        yield
-
-
-class _Settings:
-    """Some of torch's settings of what float32 is computed in. Those that are wide already are not touched."""
-
-    def __init__(self, *owners: Any):
-        self._owners = owners
-        self._former: list[tuple[Any, str]] = []
-        self._within = 0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def wide(self) -> Iterator[None]:
-        with self._lock:
-            if self._within == 0:
-                every = ((owner, owner.fp32_precision) for owner in self._owners)
-                self._former = [(owner, precision) for owner, precision in every if precision not in _WIDE]
-                for owner, _ in self._former:
-                    owner.fp32_precision = "ieee"
-            self._within += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._within -= 1
-                if self._within == 0:
-                    for owner, precision in self._former:
-                        owner.fp32_precision = "none"  # as a setting above it says: what it says may be what was found
-                        if owner.fp32_precision != precision:
-                            owner.fp32_precision = precision
-
-
-_WIDE = ("ieee", "none")
-_BACKENDS: Any = torch.backends  # its stubs lack some of these
-_SETTINGS = {
-    "cuda": _Settings(_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv),
-    "cpu": _Settings(_BACKENDS.mkldnn.matmul, _BACKENDS.mkldnn.conv),
-}

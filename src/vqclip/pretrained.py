@@ -121,6 +121,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        if (folder / "tokenizer" / CONFIG_FILE).is_file():
+            found = f"a run's folder; name its tokenizer: {folder / 'tokenizer'}"
         raise CheckpointError(
             f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}"
             + _pickles(folder)

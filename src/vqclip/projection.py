@@ -95,17 +95,3 @@ def normalized(x: Tensor, how: Normalization) -> Tensor:
     x = x if x.dtype == torch.float64 else x.float()
     width = x.shape[-1]
     return F.layer_norm(x, (width,)) if how == "layer" else F.normalize(x, dim=-1) * width**0.5
-
-
-def gain(x: Tensor, how: Normalization) -> Tensor | float:
-    """How many times larger `normalized` makes a small change of a token's channels, at most; ``(..., D)`` or a number.
-
-    Besides the factor that all channels have, the other channels' changes move one through the mean that is taken off,
-    by as much as its own, and through the length that is divided by, by as much as that channel's value says.
-    """
-    if how == "none":
-        return 1.0
-    size = normalized(x, how).abs()
-    if how == "layer":
-        return (x.var(dim=-1, correction=0, keepdim=True) + 1e-5).rsqrt() * (2 + size)
-    return x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) * (1 + size)

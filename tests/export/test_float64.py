@@ -92,6 +92,6 @@ def test_numbers_keep_their_digits():
     x = drawn(8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scaled.onnx"
-        translate(torch.export.export(Scaled(), (x,)), "encode_float64", path)
+        translate(torch.export.export(Scaled(), (x,)), "encode", "fp64", path)
         (got,) = runtime.InferenceSession(str(path)).run(None, {"inputs": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), Scaled()(x), rtol=1e-15, atol=1e-15)

@@ -190,15 +190,6 @@ class TestOutput:
         with pytest.raises(ShapeError, match=r"Identity has no codebook.*use FSQ or LFQ"):
             quantizer.decode(quantizer(vectors_for(quantizer, 2, 3)).ids)
 
-    def test_channels_meet_or_not_as_it_says(self, discrete: Quantizer) -> None:
-        """A residual quantizer that says nothing may be either."""
-        x = vectors_for(whole(discrete), 400, dtype=torch.float64)
-        other = x.clone()
-        other[:, 0] = x[:, 0].roll(1)
-        alike = torch.equal(discrete(x).vectors[:, 1:], discrete(other).vectors[:, 1:])
-        assert alike or not discrete.channelwise
-        assert alike is discrete.channelwise or any(isinstance(part, Residual) for part in discrete.parts())
-
     def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
         whole(quantizer)

@@ -19,9 +19,9 @@ from tests.tokenize.making import BATCH, COUNTS, hashes, run, shards, tokenizer_
 from vqclip import load_tokenizer
 from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
 from vqclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from vqclip.exact import in_float64
 from vqclip.fingerprint import fingerprint
 from vqclip.model import CLIP
+from vqclip.precision import AUTOCAST_DTYPES
 from vqclip.pretrained import read_config, seal_folder
 from vqclip.tokenize.command import main
 
@@ -56,28 +56,42 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storag
     assert (data[0].text_ids < 0).any()
 
 
-def test_exact_ids_are_the_same_in_every_batch(tmp_path: Path) -> None:
-    """With features that lie on a border, where batches of other sizes would round otherwise."""
-    folder = tokenizer_folder(tmp_path / "plain", WIDE_LFQ, WIDE_LFQ)
+def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:
+    """Features lie on a border, so in float32 other batch sizes give other ids."""
+    model = CLIP.from_pretrained(tokenizer_folder(tmp_path / "first", WIDE_LFQ, WIDE_LFQ))
     source = CaptionShardsData(path=str(shards(tmp_path / "in")))
-    model, raw = CLIP.from_pretrained(folder), [source.build().read(index) for index in range(sum(COUNTS))]
+    raw = [source.build().read(index) for index in range(sum(COUNTS))]
     pixels = torch.stack([model.image.transform(decode_image(each.image)) for each in raw])
     tokens = model.text.preprocess([each.captions[0] for each in raw])
     put_on_the_border(model.image, pixels)
     put_on_the_border(model.text, tokens)
-    tokenizer = tmp_path / "tokenizer"
-    model.save_pretrained(tokenizer)
-    expected = in_float64(model.image).encode(pixels), in_float64(model.text).encode(tokens)
-    for size in (1, 3, 8):
-        out = tmp_path / f"out{size}"
-        done = run(str(tokenizer), source, out, batch_size=size)
-        assert done.manifest is not None
-        assert done.manifest.settings.precision == "exact"
+    model.save_pretrained(tmp_path / "tokenizer")
+    facts = fingerprint(model.image)
+    model.double()
+    expected = model.image.encode(pixels), model.text.encode(tokens)
+
+    def ids(precision: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = tmp_path / f"{precision}{size}"
+        run(str(tmp_path / "tokenizer"), source, out, batch_size=size, precision=precision)
         data = TokenDataset(out)
-        assert torch.equal(torch.stack([item.image_ids for item in data]), expected[0])
-        assert torch.equal(torch.stack([item.text_ids for item in data]), expected[1])
-    run(str(tokenizer), source, tmp_path / "fp32", precision="fp32", batch_size=1)
-    assert not torch.equal(torch.stack([item.image_ids for item in TokenDataset(tmp_path / "fp32")]), expected[0])
+        assert data.tokenizer_sha256["image"] == facts
+        return torch.stack([item.image_ids for item in data]), torch.stack([item.text_ids for item in data])
+
+    for size in (1, 3, 8):
+        assert all(map(torch.equal, ids("fp64", size), expected))
+    assert not any(map(torch.equal, ids("fp32", 1), expected))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str, precision: str) -> None:
+    source = CaptionShardsData(path=str(shards(tmp_path / "in", (BATCH,))))
+    done = run(tokenizer, source, tmp_path / "out", precision=precision)
+    assert done.manifest is not None
+    assert done.manifest.settings.precision == precision
+    image, raw = load_tokenizer(tokenizer, "image"), [source.build().read(index) for index in range(BATCH)]
+    with torch.autocast("cpu", AUTOCAST_DTYPES[precision]):
+        expected = image.encode(torch.stack([image.transform(decode_image(each.image)) for each in raw]))
+    assert torch.equal(torch.stack([item.image_ids for item in TokenDataset(tmp_path / "out")]), expected)
 
 
 def test_captions_of_a_class_folder_are_all_there(tmp_path: Path, tokenizer: str) -> None:
@@ -346,13 +360,8 @@ def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "secret" not in shown
 
 
-def test_narrow_weights_make_no_exact_ids(tmp_path: Path) -> None:
-    model = CLIP.from_pretrained(tokenizer_folder(tmp_path / "wide", WIDE_LFQ, WIDE_LFQ))
-    model.bfloat16().save_pretrained(tmp_path / "narrow")
-    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
-    with pytest.raises(
-        ConfigError, match=r"exact ids: got weights in torch.bfloat16 .*; or another precision: fp32 co"
-    ):
-        run(str(tmp_path / "narrow"), source, tmp_path / "out")
-    done = run(str(tmp_path / "narrow"), source, tmp_path / "out", precision="fp32")
-    assert done.manifest is not None
+def test_the_tokenizer_of_a_run_is_named(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's folder is given in place of the tokenizer's."""
+    home = str(Path(tokenizer).parent)
+    assert main(["--tokenizer", home, "--data", str(shards(tmp_path / "in")), "--out", str(tmp_path / "out")]) == 1
+    assert f"got: a run's folder; name its tokenizer: {tokenizer}" in capsys.readouterr().err

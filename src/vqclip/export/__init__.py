@@ -1,7 +1,7 @@
 """A tokenizer without this library: as a `torch.export` program, and as ONNX files for onnxruntime.
 
     program = export_program(tokenizer, "embed")       # torch.export.ExportedProgram, any batch size
-    export_onnx(tokenizer, "onnx")                     # encode_*.onnx, decode.onnx, embed.onnx, export.json
+    export_onnx(tokenizer, "onnx")                     # encode.onnx, decode.onnx, embed.onnx, export.json
     runtime = OnnxTokenizer("onnx")                    # numpy in, numpy out; needs onnxruntime
     verify("onnx", tokenizer, batches)                 # how often the ids are equal, and how far embeddings differ
 
@@ -9,13 +9,12 @@ The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``vqcli
 """
 
 from vqclip.export.agreement import Agreement, verify, verify_program
-from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, Part, export_program
+from vqclip.export.program import PARTS, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
 
 __all__ = [
-    "EXACT_PARTS",
-    "PLAIN_PARTS",
+    "PARTS",
     "Agreement",
     "OnnxTokenizer",
     "Part",

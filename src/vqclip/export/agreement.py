@@ -1,9 +1,8 @@
 """How far an exported tokenizer agrees with the one it was made from.
 
-Floating-point sums come in another order in another runtime, or in another batch, so features differ in their last
-bits. With exact ids (`vqclip.exact`) that changes none. Without, a feature that lies within them of the border between
-two codes gets the other one; `Agreement.between_batches` says how often that happens between two batch sizes of the
-tokenizer itself.
+Another runtime, or another batch size, adds numbers in another order, so features differ in their last bits. A feature
+that close to the border between two codes gets the other code. `Agreement.between_batches` says how often that happens
+between two batch sizes of the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -11,20 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.exact import exactness, is_exact, settled
-from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, export_program
+from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
 from vqclip.fingerprint import fingerprint
-from vqclip.precision import without_tf32
 
 __all__ = ["Agreement", "verify", "verify_program"]
 
@@ -65,7 +60,7 @@ class Agreement:
 
 
 def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from: exact ids, or both without.
+    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
 
     Args:
         folder: what `export_onnx` wrote.
@@ -89,28 +84,16 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, runtime.exact, batches, {part: method(part) for part in ("encode", "decode", "embed")})
+    return _compare(tokenizer, batches, {part: method(part) for part in PARTS})
 
 
 def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """`verify` for the programs of `export_program`, made for it: exact ones where the tokenizer's ids are exact."""
-    exact = is_exact(tokenizer)
-    parts = EXACT_PARTS if exact else PLAIN_PARTS
-    run: dict[Part, Any] = {part: export_program(tokenizer, part).module() for part in parts}
-    if exact:
-        run["encode"] = partial(settled, run["encode_doubting"], run["encode_float64"])
-    return _compare(tokenizer, exact, batches, run)
+    """`verify` for the programs of `export_program`, made for it."""
+    return _compare(tokenizer, batches, {part: export_program(tokenizer, part).module() for part in PARTS})
 
 
 @torch.no_grad()
-def _compare(
-    tokenizer: AnyTokenizer, exact: bool, batches: Iterable[Tensor], other: Mapping[Part, Method]
-) -> Agreement:
-    with exactness(tokenizer, exact), without_tf32(tokenizer.device):
-        return _compare_each(tokenizer, batches, other)
-
-
-def _compare_each(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
+def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
     samples = ids = differing_ids = differing_samples = between = 0
     vectors = embeddings = 0.0
     for batch in batches:

@@ -12,25 +12,20 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vqclip.errors import ConfigError
-from vqclip.exact import Doubting, in_float64
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["EXACT_PARTS", "PLAIN_PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
+__all__ = ["PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
 
 AnyTokenizer = ImageTokenizer | TextTokenizer
-Part = Literal["encode", "encode_doubting", "encode_float64", "decode", "embed"]
-"""What is exported.
+Part = Literal["encode", "decode", "embed"]
+"""Exported methods of a tokenizer.
 
-- encode_doubting: what `preprocess` makes → ids, and which samples rounding could decide otherwise (`vqclip.exact`).
-- encode_float64: the same → ids, for those samples; `vqclip.exact.settled` puts the two together.
-- encode: the same → ids that are not exact, as with ``tokenizer.exact = False``.
+- encode: what `preprocess` makes → ids.
 - decode: ids → vectors.
 - embed: ids → joint embedding.
 """
-EXACT_PARTS: tuple[Part, ...] = ("encode_doubting", "encode_float64", "decode", "embed")
-"""Of an export with exact ids."""
-PLAIN_PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
-"""Of one without."""
+PARTS: tuple[Part, ...] = get_args(Part)
+"""Every part, in the order in which they are exported."""
 
 _EXAMPLES = 3
 """Not 1, which a graph could take for a constant."""
@@ -51,14 +46,6 @@ class _Method(nn.Module):
         return method(inputs)
 
 
-def _module(tokenizer: AnyTokenizer, part: Part) -> nn.Module:
-    if part == "encode_doubting":
-        return Doubting(tokenizer)
-    if part == "encode_float64":
-        return _Method(in_float64(tokenizer), "encode")
-    return _Method(tokenizer, part)
-
-
 def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     """A part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
 
@@ -68,9 +55,6 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     - pixels ``(B, 3, H, W)`` must be uint8;
     - token numbers ``(B, N)`` and ids ``(B, N, C)`` int64 must have all N positions, padding included.
 
-    On a GPU ``encode_doubting`` is to be run without TF32, which its tolerance does not cover: see
-    `vqclip.precision.without_tf32`.
-
     Values are not looked at: a number outside the vocabulary or an id outside its codebook gives no clear error.
 
     Args:
@@ -78,10 +62,10 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
         part: which part.
 
     Raises:
-        ConfigError: there is no such part, or the tokenizer has no codes, or for exact ids no weights in float32.
+        ConfigError: there is no such part, or the tokenizer has no codes.
     """
-    if part not in get_args(Part):
-        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(get_args(Part))}")
+    if part not in PARTS:
+        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
     if not tokenizer.codebook_sizes:
         raise ConfigError(
             f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
@@ -93,7 +77,7 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
         with torch.no_grad():
             batch = Dim("batch", min=1, max=_MOST)
             inputs = example_inputs(tokenizer, part)
-            return torch.export.export(_module(tokenizer, part), (inputs,), dynamic_shapes=({0: batch},), strict=False)
+            return torch.export.export(_Method(tokenizer, part), (inputs,), dynamic_shapes=({0: batch},), strict=False)
     finally:
         tokenizer.train(training)
 

@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
-from vqclip.exact import settled
-from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, Part
+from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
 from vqclip.sealed import Facts, read_versioned, require_facts
 
 __all__ = ["OnnxTokenizer"]
-
-_EXACT_PROVIDERS = ("CPUExecutionProvider",)
 
 
 class OnnxTokenizer:
@@ -24,16 +21,15 @@ class OnnxTokenizer:
     Args:
         folder: what `export_onnx` wrote.
         threads: of onnxruntime within an operator; None for its default.
-        providers: onnxruntime's, the first that is there for an operator counts. Exact ids are those of the CPU's.
+        providers: onnxruntime's, the first that is there for an operator counts.
 
     Attributes:
         info: what ``export.json`` holds besides format and versions.
-        exact: whether ids are those of the tokenizer that the files were made from (`vqclip.exact`), of VQ and SimVQ
-            nearly all.
+        precision: ``"fp32"`` or ``"fp64"``: what the graphs compute in.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
-        ConfigError: onnxruntime is not installed, or exact ids are asked of another provider.
+        ConfigError: onnxruntime is not installed, or has no such provider.
     """
 
     def __init__(
@@ -42,27 +38,21 @@ class OnnxTokenizer:
         folder = Path(folder)
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
-        self.exact = "encode_doubting" in (self.info.get("parts") or ())
+        self.precision = self.info.get("precision", "fp32")  # earlier exports do not say
         available = runtime.get_available_providers()
         if unknown := [name for name in providers if name not in available]:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads: got {threads}, expected at least 1")
-        if self.exact and tuple(providers) != _EXACT_PROVIDERS:
-            raise ConfigError(
-                f"providers: got {', '.join(providers)}, expected CPUExecutionProvider alone: {folder} is to give "
-                "exact ids, for which the float32 of others may be too coarse"
-            )
-        parts = EXACT_PARTS if self.exact else PLAIN_PARTS
-        self._inputs = {part: _input(folder, self.info, part) for part in parts}
+        self._inputs = {part: _input(folder, self.info, part) for part in PARTS}
         self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
         self._sessions: dict[Part, Any] = {}
-        for part in parts:
+        for part in PARTS:
             path = folder / f"{part}.onnx"
             require_facts(path, _facts(folder, self.info, part), INFO_FILE)
             try:
                 self._sessions[part] = runtime.InferenceSession(
-                    str(path), _options(runtime, part, threads), providers=list(providers)
+                    str(path), _options(runtime, self.precision, threads), providers=list(providers)
                 )
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
@@ -76,35 +66,25 @@ class OnnxTokenizer:
             ShapeError: inputs of another shape or dtype than ``export.json`` says, or without a sample.
             BackendError: onnxruntime fails.
         """
-        if not self.exact:
-            return self._one("encode", inputs)
-        return settled(self._doubting, lambda batch: self._one("encode_float64", batch), inputs)
+        return self._run("encode", inputs)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)`` float32.
+        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)``, float32 or float64.
 
         Raises:
             ShapeError, BackendError: as `encode`; the former for ids outside of their codebook, too.
         """
-        return self._one("decode", ids)
+        return self._run("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)`` float32, unit-norm.
+        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)``, float32 or float64, unit-norm.
 
         Raises:
             ShapeError, BackendError: as `decode`.
         """
-        return self._one("embed", ids)
+        return self._run("embed", ids)
 
-    def _doubting(self, batch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids, doubtful = self._run("encode_doubting", batch)
-        return ids, doubtful
-
-    def _one(self, part: Part, value: np.ndarray) -> np.ndarray:
-        (output,) = self._run(part, value)
-        return output
-
-    def _run(self, part: Part, value: np.ndarray) -> list[np.ndarray]:
+    def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
         name, shape, dtype = self._inputs[part]
         wanted = f"({', '.join(map(str, ('B', *shape)))}) {dtype}"
         if not isinstance(value, np.ndarray):
@@ -116,10 +96,10 @@ class OnnxTokenizer:
         if part in ("decode", "embed"):
             self._require_ids(name, part, value)
         try:
-            outputs: list[np.ndarray] = self._sessions[part].run(None, {name: value})
+            (output,) = self._sessions[part].run(None, {name: value})
         except Exception as error:  # its exceptions have no root of their own
             raise BackendError(f"{part}.onnx: onnxruntime failed on {name} of shape {value.shape}: {error}") from error
-        return outputs
+        return output
 
     def _require_ids(self, name: str, part: Part, ids: np.ndarray) -> None:
         outside = (ids < -1) | (ids >= self._codebook_sizes)
@@ -130,11 +110,11 @@ class OnnxTokenizer:
             )
 
 
-def _options(runtime: Any, part: Part, threads: int | None) -> Any:
+def _options(runtime: Any, precision: str, threads: int | None) -> Any:
     options = runtime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    if part == "encode_float64":  # operators would be fused into some with attributes, which are float32
+    if precision == "fp64":  # operators would be fused into some with attributes, which are float32
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
@@ -158,7 +138,9 @@ def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[i
             raise ValueError(f"shape {shape!r}, dtype {dtype!r}")
         return name, tuple(shape[1:]), dtype
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: does not say what goes into {part}.onnx ({error!r})") from error
+        raise CheckpointError(
+            f"{folder / INFO_FILE}: does not say what goes into {part}.onnx ({error!r}); export it anew"
+        ) from error
 
 
 def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -184,9 +166,9 @@ def _require_inputs(path: Path, session: Any, stated: tuple[str, tuple[int, ...]
 
 def _require_outputs(path: Path, session: Any, part: Part) -> None:
     """Raises CheckpointError for a graph that gives something else than its part should."""
-    found = tuple(each.name for each in session.get_outputs())
-    if found != OUTPUTS[part]:
-        raise CheckpointError(f"{path}: gives {found}, expected {OUTPUTS[part]}; export it anew")
+    found = [each.name for each in session.get_outputs()]
+    if found != [OUTPUTS[part]]:
+        raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it anew")
 
 
 def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
-from vqclip.export.program import EXACT_PARTS, PLAIN_PARTS, AnyTokenizer, Part, example_inputs, export_program
+from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
 from vqclip.files import replace_folder, require_replaceable
 from vqclip.fingerprint import fingerprint
 from vqclip.pretrained import ID_LAYOUT_VERSION
@@ -24,58 +24,48 @@ __all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
 
 INFO_FILE = "export.json"
 VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
+_PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64"}
 _OPSET = 18
 """The first with bitwise operators, which read binary codes."""
-OUTPUTS: dict[Part, tuple[str, ...]] = {
-    "encode": ("ids",),
-    "encode_doubting": ("ids", "doubtful"),
-    "encode_float64": ("ids",),
-    "decode": ("vectors",),
-    "embed": ("joint_embedding",),
-}
+OUTPUTS: dict[Part, str] = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
 """None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
 
 
-def export_onnx(tokenizer: AnyTokenizer, folder: str | Path, exact: bool | None = None) -> Path:
-    """Write the encoder, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
-
-    The encoder is ``encode_doubting.onnx`` and ``encode_float64.onnx``: the ids of the first, of the samples that it
-    says are in doubt those of the second, are those of ``tokenizer.encode`` (`vqclip.exact`). Without ``exact`` it is
-    one ``encode.onnx``.
+def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
+    """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
     Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
     renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
     call puts that back first (`vqclip.files.replace_folder`).
 
     Args:
-        tokenizer: on the CPU, with weights in float32.
+        tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.
         folder: where to.
-        exact: whether all ids are to be those of torch, not all but one in some hundred thousand; None: whether
-            ``tokenizer.exact``.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are not in
-            float32 on the CPU, or the folder holds something else.
+        ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are neither in
+            float32 nor in float64 on the CPU, or the folder holds something else.
     """
-    folder, exact = Path(folder), tokenizer.exact if exact is None else exact
+    folder = Path(folder)
     require_replaceable(folder, INFO_FILE)
     for package in ("onnx", "onnxscript"):
         require(package)
     weights = next(tokenizer.parameters())
-    if weights.dtype != torch.float32 or weights.device.type != "cpu":
+    if weights.dtype not in _PRECISIONS or weights.device.type != "cpu":
         raise ConfigError(
-            f"export: got weights in {weights.dtype} on {weights.device}, expected float32 on the CPU: "
+            f"export: got weights in {weights.dtype} on {weights.device}, expected float32 or float64 on the CPU: "
             "tokenizer.float().cpu()"
         )
-    programs = {part: export_program(tokenizer, part) for part in (EXACT_PARTS if exact else PLAIN_PARTS)}
+    precision = _PRECISIONS[weights.dtype]
+    programs = {part: export_program(tokenizer, part) for part in PARTS}
 
     def fill(aside: Path) -> None:
         for part, program in programs.items():
-            _translate(program, part, aside / f"{part}.onnx")
-        (aside / INFO_FILE).write_bytes(seal(_info(tokenizer, aside, programs)))
+            _translate(program, part, precision, aside / f"{part}.onnx")
+        (aside / INFO_FILE).write_bytes(seal({"precision": precision, **_info(tokenizer, aside, programs)}))
 
     replace_folder(folder, fill)
     return folder
@@ -93,14 +83,14 @@ def require(package: str) -> Any:
         raise ConfigError(f"{package}: not installed ({error}); pip install 'vqclip[onnx]'") from error
 
 
-def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
+def _translate(program: ExportedProgram, part: Part, precision: str, path: Path) -> None:
     table: dict[Any, Any] = {torch.ops.aten.median.dim: _median}
-    if part == "encode_float64":
+    if precision == "fp64":
         table |= DECOMPOSITIONS
     translated = torch.onnx.export(
         program.run_decompositions(table),
         input_names=[_input(part)],
-        output_names=list(OUTPUTS[part]),
+        output_names=[OUTPUTS[part]],
         opset_version=_OPSET,
         dynamo=True,
         custom_translation_table={
@@ -114,7 +104,7 @@ def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
 
 
 def _input(part: Part) -> str:
-    return "ids" if part in ("decode", "embed") else "inputs"
+    return "inputs" if part == "encode" else "ids"
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -164,12 +154,10 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
 
 
 def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
-    outputs = program.module()(inputs)
-    named = zip(OUTPUTS[part], [outputs] if isinstance(outputs, Tensor) else outputs, strict=True)
     return {
         "file": facts_of(path)._asdict(),
         "inputs": {_input(part): _tensor_info(inputs)},
-        "outputs": {name: _tensor_info(output) for name, output in named},
+        "outputs": {OUTPUTS[part]: _tensor_info(program.module()(inputs))},
     }
 
 

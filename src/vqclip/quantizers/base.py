@@ -48,8 +48,8 @@ class Quantizer(nn.Module, ABC):
     - NaN in the input gives NaN vectors, never an id out of range.
 
     A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`; `_bound`, `_pass_gradient`,
-    `_statistics`, `losses`, `metrics`, `update`, `spawn`, `refinement` and `channelwise` where it differs from what is
-    here. All of them see ``(T, G, D)``.
+    `_statistics`, `losses`, `metrics`, `update`, `spawn` and `refinement` where it differs from what is here. All of
+    them see ``(T, G, D)``.
 
     Args:
         dim: D, the width of the vectors.
@@ -216,11 +216,6 @@ class Quantizer(nn.Module, ABC):
         None: no scaling of its codes refines what it leaves, so that it cannot be a stage of `Residual`.
         """
         return None
-
-    @property
-    def channelwise(self) -> bool:
-        """Whether each channel of the vectors depends on the same channel of the input alone."""
-        return False
 
     @property
     def started(self) -> bool:

@@ -63,11 +63,6 @@ class BinaryQuantizer(Quantizer):
         """A bit's next stage halves its step."""
         return 2.0
 
-    @property
-    def channelwise(self) -> bool:
-        """Always."""
-        return True
-
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, over all ranks' tokens; 0 without tokens."""
         stats = stats.synced()

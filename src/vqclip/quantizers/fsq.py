@@ -65,11 +65,6 @@ class FSQ(Quantizer):
         """``(D,)``: what rounding leaves is that much smaller than the range; None where it does not fit the levels."""
         return self.levels if self.layout == "uniform" else None
 
-    @property
-    def channelwise(self) -> bool:
-        """Always."""
-        return True
-
     def _bound(self, x: Tensor) -> Tensor:
         return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))
 

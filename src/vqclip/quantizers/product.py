@@ -72,11 +72,6 @@ class Product(Quantizer):
         ratio = self.layer.refinement
         return ratio.repeat(self.codebooks) if isinstance(ratio, Tensor) else ratio
 
-    @property
-    def channelwise(self) -> bool:
-        """The layer's."""
-        return self.layer.channelwise
-
     def spawn(self, groups: int = 1) -> Product:
         """See `Quantizer.spawn`."""
         return Product(self.layer, self.codebooks, groups)

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
+from vqclip.precision import Precision
 from vqclip.tokenize.job import Done, Options, tokenize
 
 __all__ = ["command_line", "main"]
@@ -80,10 +82,10 @@ def command_line() -> argparse.ArgumentParser:
     add("--workers", type=types.workers, default=0, help="processes that decode, for each process of the job")
     add(
         "--precision",
-        choices=("exact", "fp32", "bf16"),
-        default="exact",
-        help="what the towers compute in; exact: fp32, and float64 where rounding could decide an id, so that ids are "
-        "the same on any machine (of vq and simvq nearly all)",
+        choices=get_args(Precision),
+        default="fp32",
+        help="fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times "
+        "slower; batch sizes, threads and machines then change ids about a billion times less often",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,16 +11,12 @@ from torch import Tensor
 
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
-from vqclip.errors import ConfigError, NonFiniteError
-from vqclip.exact import exactness, require_exact
+from vqclip.errors import NonFiniteError
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 
-__all__ = ["Arithmetic", "Collected", "Encoders"]
-
-Arithmetic = Literal["exact", "fp32", "bf16"]
-"""What towers compute in; exact: fp32, and float64 where rounding could decide an id (`vqclip.exact`)."""
+__all__ = ["Collected", "Encoders"]
 
 
 class Encoders:
@@ -31,25 +26,22 @@ class Encoders:
         image: the image tokenizer, or None.
         text: the text tokenizer, or None.
         batch_size: B.
-        precision: what they compute in.
+        precision: fp32: in the type of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
+            tokenizers are converted.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, so that ids would mean nothing.
-        ConfigError: ``exact``, and the weights are not in float32.
     """
 
-    def __init__(
-        self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Arithmetic
-    ):
+    def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
         self.image, self.text = image, text
         self._batch_size = batch_size
-        self._exact = precision == "exact"
-        self._precision: Precision = "fp32" if precision == "exact" else precision
+        self._precision = precision
         for tokenizer in (image, text):
             if tokenizer is not None:
                 _require_finite(tokenizer)
-                if precision == "exact":
-                    _require_exact(tokenizer)
+                if precision == "fp64":
+                    tokenizer.double()
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
         """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
@@ -72,7 +64,7 @@ class Encoders:
 
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """``(B, N, C)`` int64."""
-        with torch.no_grad(), autocast(tokenizer.device, self._precision), exactness(tokenizer, self._exact):
+        with torch.inference_mode(), autocast(tokenizer.device, self._precision):
             ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
         return ids
 
@@ -110,13 +102,6 @@ class Collected:
         for sample, image in self._samples:
             ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
             yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)
-
-
-def _require_exact(tokenizer: Tokenizer) -> None:
-    try:
-        require_exact(tokenizer)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; or another precision: fp32 computes in the type of the weights") from None
 
 
 def _require_finite(tokenizer: Tokenizer) -> None:

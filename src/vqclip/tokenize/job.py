@@ -24,11 +24,12 @@ from vqclip.errors import CheckpointError, ConfigError
 from vqclip.fingerprint import fingerprint
 from vqclip.loading import load_tokenizer
 from vqclip.memory import keep_freed_memory
+from vqclip.precision import Precision
 from vqclip.pretrained import CONFIG_FILE, read_config, resolve
 from vqclip.report.bar import Bar
 from vqclip.sealed import read_json
 from vqclip.tokenize.batches import DecodedBatch, ShardBatches
-from vqclip.tokenize.encode import Arithmetic, Collected, Encoders
+from vqclip.tokenize.encode import Collected, Encoders
 from vqclip.tokenize.folder import TokenFolder, require_few_bad
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
@@ -55,7 +56,7 @@ class Options:
     """Samples at once."""
     workers: int = 0
     """Processes that decode, for each process of the job."""
-    precision: Arithmetic = "exact"
+    precision: Precision = "fp32"
     """What the tokenizers compute in."""
     device: str = "auto"
     """auto, cpu or cuda."""

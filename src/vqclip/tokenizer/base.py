@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.exact import Tolerance, arithmetic, exact_features, is_exact
 from vqclip.hub import push_saved
 from vqclip.pooling import isometric_
 from vqclip.pretrained import save_folder
@@ -56,18 +55,8 @@ class Tokenizer(ReadingHalf, ABC):
         tower: `ImageTower` or `TextTower`.
         embed_dim: E, width of the joint embedding.
         fewest_tokens: how few of the N positions a batch may come with.
-
-    Attributes:
-        exact: whether ids are those of float64 where rounding in float32 could decide them, so that the same inputs
-            have the same ids in every batch, on every device and in every runtime; True at first. See `vqclip.exact`,
-            and `vqclip.exact.is_exact` for whether it is so now: it takes evaluation mode, weights in float32 and a
-            device that has float64; under autocast and in graphs that are compiled, exported or traced ids are what
-            that arithmetic gives. False saves time, and memory for a tower in float64. It is needed for towers that
-            cannot be copied, and within transforms of `torch.func`. Hooks of the tower see what is computed again, too.
-        tolerance: how far rounding moves features, as exact ids take it.
     """
 
-    exact: bool
     config: Any
     tower: ImageTower | TextTower
     project_in: Projection
@@ -85,58 +74,39 @@ class Tokenizer(ReadingHalf, ABC):
         super().__init__(quantizer, project_out, pool, fewest_tokens, {"tower": tower, "project_in": project_in})
         self.config = config
         self.normalize = config.normalize
-        self.exact = True
-        self.tolerance = Tolerance()
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
         """``(B, N)`` bool, True at real tokens, or None where every token is real."""
 
-    @abstractmethod
-    def drawn_inputs(self, count: int) -> Tensor:
-        """As many inputs as `preprocess` makes them, drawn from seed 0."""
-
     def forward(self, inputs: Tensor) -> TokenizerOutput:
         """The training path: a batch as `preprocess` makes it → embedding, ids, statistics. Holds no collective."""
-        return self._quantized(inputs, *self.projected(inputs))
+        return self._quantized(*self.features(inputs))
 
     def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is quantized: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
-        projected, mask = self.projected(inputs)
-        return normalized(projected, self.normalize), mask
-
-    def projected(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`features` before they are normalized."""
         mask = self.mask(inputs)
-        with arithmetic(self):
-            return self.project_in(self.tower(inputs), mask), mask
+        return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""
-        return self._continuous(*self.projected(inputs))
+        return self._continuous(*self.features(inputs))
 
     def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
         """`forward` and `continuous` from one pass of the tower."""
-        projected, mask = self.projected(inputs)
-        return self._quantized(inputs, projected, mask), self._continuous(projected, mask)
+        features, mask = self.features(inputs)
+        return self._quantized(features, mask), self._continuous(features, mask)
 
-    def _quantized(self, inputs: Tensor, projected: Tensor, mask: Tensor | None) -> TokenizerOutput:
-        out = self.quantizer(self._to_quantize(inputs, projected, mask), mask)
+    def _quantized(self, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
+        out = self.quantizer(features, mask)
         return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
 
-    def _continuous(self, projected: Tensor, mask: Tensor | None) -> Tensor:
-        return self._embed(self.quantizer.continuous(normalized(projected, self.normalize), mask), mask)
-
-    def _to_quantize(self, inputs: Tensor, projected: Tensor, mask: Tensor | None) -> Tensor:
-        if is_exact(self):
-            return exact_features(self, inputs, projected, mask)
-        return normalized(projected, self.normalize)
+    def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
+        return self._embed(self.quantizer.continuous(features, mask), mask)
 
     @torch.no_grad()
     def _encode(self, inputs: Tensor) -> Tensor:
-        projected, mask = self.projected(inputs)
-        ids = self.quantizer.encode(self._to_quantize(inputs, projected, mask), mask)
-        return ids.contiguous()  # as safetensors wants what it stores
+        return self.quantizer.encode(*self.features(inputs)).contiguous()  # as safetensors wants what it stores
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads.

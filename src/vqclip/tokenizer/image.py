@@ -39,11 +39,6 @@ class ImageTokenizer(Tokenizer):
     def mask(self, inputs: Tensor) -> None:
         """Every patch is real."""
 
-    def drawn_inputs(self, count: int) -> Tensor:
-        """Noise, ``(count, 3, H, W)`` uint8, drawn from seed 0."""
-        size, generator = self.tower.image_size, torch.Generator("cpu").manual_seed(0)
-        return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator, device="cpu")
-
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
         require_picture(image)

@@ -11,8 +11,6 @@ from torch import Tensor
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import TextTower, TextTowerConfig
 
-_WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
-
 
 class TextTokenizer(Tokenizer):
     """Captions → ids → vectors and embeddings. Built by `TextTokenizerConfig.build`.
@@ -33,12 +31,6 @@ class TextTokenizer(Tokenizer):
     def mask(self, inputs: Tensor) -> Tensor:
         """``(B, N)`` bool, True at real tokens."""
         return self.tower.mask(inputs)
-
-    def drawn_inputs(self, count: int) -> Tensor:
-        """Captions of six words, ``(count, N)`` int64, drawn from seed 0."""
-        generator = torch.Generator("cpu").manual_seed(0)
-        picks = torch.randint(0, len(_WORDS), (count, 6), generator=generator, device="cpu").tolist()
-        return self.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])
 
     def needed_tokens(self, tokens: Tensor) -> int:
         """How many columns of ``(B, N)`` token numbers hold a caption's; the others change nothing but the time.

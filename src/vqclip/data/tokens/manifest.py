@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
 from vqclip.errors import CheckpointError, DataError
+from vqclip.precision import Precision
 from vqclip.sealed import read_versioned, seal
 
 __all__ = [
@@ -87,8 +88,8 @@ class Settings(Config):
     """The ids of texts; None where they were not tokenized."""
     batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
-    precision: Literal["fp32", "bf16", "exact"]
-    """What the tokenizer computed in; exact: fp32, and float64 where rounding could decide an id."""
+    precision: Precision
+    """Floating-point type that the tokenizer computed in."""
     device: str
     """Kind of device that it computed on."""
     threads: int = Field(ge=1)

@@ -1,0 +1,65 @@
+"""Ids that rounding decides: how many of a million differ between batch sizes, threads, kernels and runtimes.
+
+    python benchmarks/ids.py --tokenizer runs/eurosat/tokenizer --modality image --data DATA/cls_eurosat --split test
+
+Compares each way of encoding with batches of 64 in torch, one thread, oneDNN on. --precision fp64 does it in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vqclip import load_tokenizer
+from vqclip.data.pictures import open_pictures
+from vqclip.export import OnnxTokenizer, export_onnx, export_program
+from vqclip.export.command import batches
+
+Encode = Callable[[Tensor], Tensor]
+
+
+def encoded(encode: Encode, inputs: Tensor, size: int = 64, threads: int = 1, onednn: bool = True) -> Tensor:
+    """Ids of all inputs, ``(n, N, C)``."""
+    torch.set_num_threads(threads)
+    with torch.backends.mkldnn.flags(enabled=onednn), torch.inference_mode():
+        return torch.cat([encode(part) for part in inputs.split(size)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--modality", choices=("image", "text"), required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--split")
+    parser.add_argument("--limit", type=int, help="use only so many samples, evenly spread")
+    parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.tokenizer, options.modality)
+    if options.precision == "fp64":
+        tokenizer.double()
+    source = open_pictures(options.data, options.split)
+    inputs = torch.cat(list(batches(tokenizer, source, 256, options.limit)))
+    expected = encoded(tokenizer.encode, inputs)
+    count = int((expected >= 0).sum())
+    print(f"{options.data}, {options.modality}, {options.precision}: {len(inputs):,} samples, {count:,} ids")
+
+    def report(name: str, ids: Tensor) -> None:
+        differing = int((ids != expected).sum())
+        print(f"| {name} | {differing} of {count:,} | {1e6 * differing / count:.2f} per million |", flush=True)
+
+    for size in (1, 7, 256):
+        report(f"batches of {size}", encoded(tokenizer.encode, inputs, size))
+    report("2 threads", encoded(tokenizer.encode, inputs, threads=2))
+    report("without oneDNN", encoded(tokenizer.encode, inputs, onednn=False))
+    report("torch.export", encoded(export_program(tokenizer, "encode").module(), inputs))
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = OnnxTokenizer(export_onnx(tokenizer, f"{folder}/onnx"), threads=1)
+        report("onnxruntime", encoded(lambda part: torch.from_numpy(runtime.encode(part.numpy())), inputs))
+
+
+if __name__ == "__main__":
+    main()
