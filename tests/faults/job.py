@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+import vqclip.train as training
 from vqclip import dist
 from vqclip.checkpoint import store
 from vqclip.data import prepare
 from vqclip.data.loader import BatchMaker
 from vqclip.evaluation.encode import Encoder
+from vqclip.resume import Snapshots
 from vqclip.step import TrainStep
 from vqclip.tokenizer import Tokenizer
-from vqclip.train import main
+from vqclip.train import torch  # which is not imported before vqclip, as in the command itself
 
 
 def loop_for_ever() -> None:
@@ -106,6 +106,9 @@ def inject(fault: dict[str, Any]) -> None:
         time.sleep(fault.get("each_step_s", 0))
         if first_life and fault.get("do") in FAULTS and (rank, number) == (fault.get("rank"), fault.get("step")):
             FAULTS[fault["do"]]()
+        if (rank, number) == (fault.get("rank"), fault.get("flip_in_step")):
+            weight = next(self.model.parameters()).detach()
+            weight.view(torch.uint8).flatten()[0] ^= 1
 
     def in_worker(self: Any, number: int) -> None:
         if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
@@ -129,6 +132,12 @@ def inject(fault: dict[str, Any]) -> None:
         if first_life and fault.get("in") == "saving":
             FAULTS[fault["do"]]()
 
+    for owner, name, phase in (
+        (Snapshots, "resume", "resume"),
+        (training, "export_tokenizer", "export"),
+        (training, "write_summary", "summary"),
+    ):
+        before(owner, name, lambda *args, phase=phase: mark(phase))
     before(TrainStep, "__call__", in_step)
     before(BatchMaker, "__call__", in_worker)
     before(Encoder, "__call__", in_evaluation)
@@ -139,4 +148,4 @@ def inject(fault: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     inject(json.loads(Path(sys.argv[2]).read_text()))
-    sys.exit(main(["--config", sys.argv[1]]))
+    sys.exit(training.main(["--config", sys.argv[1]]))

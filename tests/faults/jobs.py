@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +30,9 @@ class Job:
         *options: str,
         processes: int = 2,
         shell: str = "",
+        output: str = "",
     ):
-        self.folder = folder
+        self.folder, self.begun = folder, time.time()
         self.records = folder / "records.jsonl"
         self.run = Path(tree["run"]["folder"]) / tree["run"]["name"]
         self.marks = folder / "marks"
@@ -52,30 +54,49 @@ class Job:
             command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
         settings = {"OMP_NUM_THREADS": "1", "VQCLIP_CACHE": str(folder / "cache"), "MARKS": str(self.marks)}
         settings["RECORDS"] = str(self.records)
-        with (folder / "output").open("ab") as output:
+        self._name = f"JOB={uuid.uuid4()}"
+        settings["JOB"] = self._name[4:]
+        with (folder / "output").open("ab") as log, contextlib.ExitStack() as stack:
+            sink: Any = log
+            if output.startswith("/"):
+                sink = stack.enter_context(open(output, "wb"))
+            elif output:  # a command that reads it, and may end before the job does
+                reader = subprocess.Popen(output.split(), stdin=subprocess.PIPE, stdout=log)
+                sink = stack.enter_context(reader.stdin or log)
+                self._reader = reader
             self.process = subprocess.Popen(
-                command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=os.environ | settings, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     @property
     def output(self) -> str:
         return (self.folder / "output").read_text(errors="replace")
 
+    def left(self) -> list[int]:
+        """All its processes that live, whoever is their parent now."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended
+                if self._name.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
     def ranks(self) -> list[int]:
         """The ranks' processes, by rank; none where it has ended."""
         found = {}
-        for pid in self._children():
+        for pid in children(self.process.pid):
             with contextlib.suppress(OSError):  # it has ended
                 settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 found |= {int(each[5:]): pid for each in settings if each.startswith(b"RANK=")}
         return [found[rank] for rank in sorted(found)]
 
-    def _children(self) -> list[int]:
-        pid = self.process.pid
-        try:
-            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        except OSError:
-            return []
+    def phase(self) -> str:
+        """What its ranks last began to do, or "save" while a checkpoint is being written."""
+        if any((self.run / "checkpoints").glob(".*")):
+            return "save"
+        marks = sorted((path.stat().st_mtime_ns, path.name.split("-")[0]) for path in self.marks.iterdir())
+        names = {"indexing": "index", "step": "train", "evaluation": "evaluate"}
+        return ["start", *(names.get(name, name) for _, name in marks if name != "saving")][-1]
 
     def steps(self, rank: int) -> list[int]:
         """Numbers of the steps that a rank has begun."""
@@ -108,14 +129,22 @@ class Job:
         return status, time.monotonic() - start
 
     def kill(self) -> None:
-        """End all that is left of it, at once; the ranks have process groups of their own."""
+        """End all that is left of it, at once."""
         with contextlib.suppress(OSError):  # it has ended
             os.kill(self.process.pid, signal.SIGSTOP)  # so that it starts no more
-        for pid in (*self._children(), self.process.pid):
-            for end in (os.killpg, os.kill):
+        while left := self.left():
+            for pid in left:
                 with contextlib.suppress(OSError):
-                    end(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
