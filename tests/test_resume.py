@@ -111,6 +111,8 @@ OUTSIDE = {
     ".clock",  # speed of this process
     ".stop",  # signals it got
     ".watchdog",
+    ".lock",
+    ".step.parallel",  # process group and buffers of DDP; the model is that of `.step.model`
     ".snapshots",  # threads and buffers of saving
     ".records",
     ".data",
@@ -118,9 +120,9 @@ OUTSIDE = {
 """Parts of the loop that hold nothing which a step depends on."""
 
 
-def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, monkeypatch):
-    """Nothing that later steps depend on lives outside of the checkpoint."""
-    loops, compared = [], []
+def differences_after_a_resume(tree, cache):
+    """Attributes of the training loop, on this rank, that a resumed run has other than the run that saved."""
+    loops, compared, run_loop = [], [], Loop.run
 
     def recording(self, start):
         loops.append(self)
@@ -128,14 +130,20 @@ def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, sh
             compared.extend(differences(*loops, OUTSIDE))
         return run_loop(self, start)
 
-    run_loop = Loop.run
-    monkeypatch.setattr(Loop, "run", recording)
-    tree = busy_tree(tmp_path, shards, train__steps=9, data__workers=0, guards={"spikes": {"window": 10}})
-    for _ in range(2):
-        run(tree, str(tmp_path / "cache"))
+    with mock.patch.object(Loop, "run", recording):
+        for _ in range(2):
+            run(tree, cache)
     assert len(loops) == 2
     assert loops[1].step.guards._losses
-    assert compared == []
+    return compared
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, ranks, processes):
+    """Nothing that later steps depend on lives outside of the checkpoint, on any rank."""
+    tree = busy_tree(tmp_path, shards, train__steps=9, data__workers=0, guards={"spikes": {"window": 10}})
+    cache = str(tmp_path / "cache")
+    assert ranks(processes, differences_after_a_resume, tree, cache, init=False) == [[]] * processes
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)])

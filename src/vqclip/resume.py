@@ -265,6 +265,7 @@ class Snapshots:
         for tensor in (*self.step.model.state_dict().values(), *optimizer.tensors.values()):
             dist.broadcast_(tensor)
         if not dist.is_main():
+            self.step.model.load_state_dict(self.step.model.state_dict())  # so that hooks derive attributes from it
             checkpoint.restore_optimizer(self.step.optimizer, optimizer)
             self._restore_state(state)
         self._written = step
