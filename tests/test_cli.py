@@ -27,6 +27,21 @@ def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--lr=3"], '--lr=3: expected section.key=value; did you mean "optim.lr=3"?'),
+        (["--config", "x.yaml", "--batch-size", "64"], 'did you mean "train.batch_size=64"?'),
+        (["--optim.lr=3", "train.steps=3"], 'did you mean "optim.lr=3"?'),
+        (["--nonsense"], "--nonsense: expected section.key=value; --print-config lists all keys"),
+    ],
+)
+def test_an_option_that_is_a_key_is_named(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *given])
+    assert meant in capsys.readouterr().err
+
+
 def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     tokenizer = tokenizer_folder(tmp_path / "tokenizer")

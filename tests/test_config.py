@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from vqclip.config import Config, json_schema, load_config, to_yaml
+from vqclip.config import Config, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.errors import ConfigError
 
 
@@ -411,6 +411,59 @@ def test_override_with_the_same_kind_keeps_the_default():
     assert load_config(Tree, None, ["layer.kind=grid"]) == Tree()
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "line"),
+    [
+        (
+            "optim: {learning_rate: 1}",
+            ["name=x", "optim.betas=[0.9, 0.1]"],
+            'override "optim.betas=[0.9, 0.1]": optim: b',
+        ),
+        (
+            "optim: {learning_rate: 1, betas: [0.1, 0.9]}",
+            ["optim.betas[0]=1"],
+            'override "optim.betas[0]=1": optim: be',
+        ),
+        (
+            "optim: {learning_rate: 1, betas: [0.5, 0.9]}",
+            ["optim.betas[0]=0.4", "optim.betas[1]=0.3", "name=x"],
+            'override "optim.betas[1]=0.3": optim: betas',
+        ),
+        (
+            "layer: {kind: bits}",
+            ["name=x", "layer.kind=several"],
+            'override "layer.kind=several": layer.layer: missing',
+        ),
+        ("optim: {learning_rate: 1, betas: [0.9, 0.1]}", ["name=x"], "c.yaml:1: optim: betas must not fall"),
+        ("optim: {betas: [0.9, 0.1]}", ["optim.fused=true"], "c.yaml:1: optim.learning_rate: missing"),
+    ],
+)
+def test_a_problem_is_blamed_on_what_brought_it(problems, text, overrides, line):
+    (said,) = problems(text, *overrides)
+    assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("word", "paths"),
+    [
+        ("learning-rate", ["optim.learning_rate"]),
+        ("optim.fused", ["optim.fused"]),
+        ("learnin_rate", ["optim.learning_rate"]),
+        ("bits", ["layer.bits", "needed.bits"]),
+        ("nonsense", []),
+        ("-", []),
+        ("", []),
+    ],
+)
+def test_keys_that_a_word_may_stand_for(word, paths):
+    assert suggest_keys(Tree, word) == paths
+
+
+def test_an_override_without_its_section_names_it(problems):
+    (line,) = problems("", "fused=true")
+    assert line == 'override "fused=true": fused: unknown key; did you mean "optim.fused"?'
+
+
 def test_override_of_kind_over_keys_of_the_file_says_what_to_do(problems):
     (line,) = problems("layer:\n  kind: grid\n  levels: [2]\n", "layer.kind=bits")
     assert line.startswith("c.yaml:3: layer.levels: unknown key")
@@ -452,16 +505,20 @@ def test_bad_override(problems, override, message):
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 layers = st.recursive(
-    st.builds(Grid, levels=st.lists(st.integers(2, 2**70), min_size=1, max_size=5).map(tuple))
+    st.builds(Grid, levels=st.lists(st.integers(2, 2**63 - 1), min_size=1, max_size=5).map(tuple))
     | st.builds(Bits, bits=st.integers(1, 62)),
-    lambda inner: st.builds(Several, layer=inner, codebooks=st.integers()),
+    lambda inner: st.builds(Several, layer=inner, codebooks=st.integers(-(2**63), 2**63 - 1)),
     max_leaves=3,
 )
 finite = st.floats(allow_nan=False, allow_infinity=False)
 tricky = st.text() | st.sampled_from(["1e-4", "no", "null", "~", "", "12:30", "0x1F", "1_0", ".inf", "=", "<<", "true"])
 trees = st.builds(
     Tree,
-    optim=st.builds(Optim, learning_rate=finite.filter(lambda x: x > 0), warmup=st.integers().map(lambda n: 2 * n)),
+    optim=st.builds(
+        Optim,
+        learning_rate=finite.filter(lambda x: x > 0),
+        warmup=st.integers(-(2**62), 2**62 - 1).map(lambda n: 2 * n),
+    ),
     layer=layers,
     path=st.none() | st.just(Path("a b/c")) | st.just((Path("x"), Path("1e-4"))),
     name=tricky,

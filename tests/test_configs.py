@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,44 @@ def test_begins_with_a_comment_that_says_what_it_is(file):
 def test_a_wait_that_overflows_is_refused():
     with pytest.raises(ConfigError, match=r"run.timeout_s: got 1e\+30 \(float\); expected a number > 0 and <= 604800"):
         load_config(TrainConfig, FOLDER / "base.yaml", ["run.timeout_s=1.0e+30"])
+
+
+def numbers(tree: object, path: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of a resolved configuration, with its key path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from numbers(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from numbers(value, f"{path}[{index}]")
+    elif isinstance(tree, (int, float)) and not isinstance(tree, bool):
+        yield path, tree
+
+
+def test_any_number_in_any_place_is_accepted_or_refused_by_its_key():
+    file, huge = FOLDER / "base.yaml", "1" + "0" * 30
+    for path, number in numbers(load_config(TrainConfig, file).model_dump()):
+        for value in (huge, "-1", "1000000000", ".nan"):
+            said, began = "", time.monotonic()
+            try:
+                load_config(TrainConfig, file, [f"{path}={value}"])
+            except ConfigError as error:
+                said = str(error)
+            assert said.startswith(f'override "{path}={value}": ' if said else ""), said
+            assert said or (value != ".nan" and (value != huge or isinstance(number, float))), path
+            assert time.monotonic() - began < 10, path
+
+
+def test_integers_of_every_section_are_bounded():
+    def bare(schema: Any) -> Iterator[Any]:
+        if isinstance(schema, dict):
+            if schema.get("type") == "int" and not ({"le", "lt"} & schema.keys() and {"ge", "gt"} & schema.keys()):
+                yield schema
+            schema = schema.values()
+        for each in schema if not isinstance(schema, str) and isinstance(schema, Iterable) else ():
+            yield from bare(each)
+
+    assert list(bare(TrainConfig.__pydantic_core_schema__)) == []
 
 
 def test_every_field_of_every_section_has_a_docstring():

@@ -11,16 +11,29 @@ at once:
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, to_jsonable_python
 
-from vqclip._config_types import Place, describe, kinds_of, locate, members, model_of, quoted, show, step
+from vqclip._config_types import (
+    Place,
+    describe,
+    is_model,
+    kinds_of,
+    locate,
+    members,
+    model_of,
+    quoted,
+    show,
+    step,
+    unwrap,
+)
 from vqclip._config_yaml import MAX_BYTES, Node, Origin, Problem, dump_yaml, node_from_plain, path_text, read_yaml
 from vqclip.errors import ConfigError
 from vqclip.files import read_bounded
@@ -32,6 +45,8 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 _MAX_PROBLEMS = 200
 _MAX_SHOWN = 120
 """Characters of an override in a message, and of a word that another one is suggested for."""
+_INT64 = {"ge": -(2**63), "le": 2**63 - 1}
+"""Range of an integer whose field sets no bound of its own; torch and numpy take no others."""
 
 
 def _make_scalars_strict(schema: Any) -> None:
@@ -41,6 +56,10 @@ def _make_scalars_strict(schema: Any) -> None:
     elif isinstance(schema, dict):
         if schema.get("type") in ("int", "float", "str", "bool"):
             schema["strict"] = True
+        if schema.get("type") == "int":
+            lower = {} if "gt" in schema else {"ge": _INT64["ge"]}
+            upper = {} if "lt" in schema else {"le": _INT64["le"]}
+            schema.update(lower | upper | schema)
         for key, item in schema.items():
             if key not in ("default", "metadata", "expected"):
                 _make_scalars_strict(item)
@@ -86,17 +105,9 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
         ConfigError: one line for every problem found in the file and the overrides.
     """
     problems: list[Problem] = []
-    root = _read_file(Path(path), problems) if path is not None else Node({}, Origin(""))
-    for override in overrides:
-        try:
-            _apply(schema, root, override, problems)
-        except ConfigError as error:
-            problems.append(Problem(Origin("", is_override=True), (), str(error)))
-    config = None
-    try:
-        config = schema.model_validate(root.plain())
-    except ValidationError as error:
-        problems += _problems(schema, root, error)
+    file = _read_file(Path(path), problems) if path is not None else Node({}, Origin(""))
+    config, found = _validated(schema, file, overrides)
+    problems += _blamed_on_overrides(schema, file, overrides, found)
     if problems or config is None:
         # In the order of the file, then the overrides.
         problems.sort(key=lambda p: (p.origin.is_override, p.origin.line or 0))
@@ -104,6 +115,63 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
         more = [f"... and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
         raise ConfigError("\n".join(lines + more))
     return config
+
+
+def _validated(schema: type[ConfigT], file: Node, overrides: Sequence[str]) -> tuple[ConfigT | None, list[Problem]]:
+    """Applies overrides to what a file holds, and validates the result."""
+    root, problems = copy.deepcopy(file), list[Problem]()
+    for override in overrides:
+        try:
+            _apply(schema, root, override, problems)
+        except ConfigError as error:
+            problems.append(Problem(Origin("", is_override=True), (), str(error)))
+    try:
+        return schema.model_validate(root.plain()), problems
+    except ValidationError as error:
+        return None, problems + _problems(schema, root, error)
+
+
+def _blamed_on_overrides(
+    schema: type[Config], file: Node, overrides: Sequence[str], found: list[Problem]
+) -> list[Problem]:
+    """Names the overrides without which a problem of a whole section would not exist, in place of the file."""
+    if all(problem.origin.is_override for problem in found):
+        return found
+    without = [_validated(schema, file, [*overrides[:n], *overrides[n + 1 :]])[1] for n in range(len(overrides))]
+    for problem in found:
+        causes = [each for each, left in zip(overrides, without, strict=True) if problem not in left]
+        # An unknown key is a line of the file; its message tells of an override of `kind`.
+        if causes and not problem.origin.is_override and not problem.message.startswith("unknown key"):
+            problem.origin = Origin(", ".join(map(_label, causes)), is_override=True)
+    return found
+
+
+def suggest_keys(schema: type[BaseModel], name: str) -> list[str]:
+    """Finds the key paths, outside of lists, that a word such as ``lr`` or ``batch-size`` may stand for.
+
+    Returns:
+        The shortest paths that end in the word, else in a word like it; empty for none.
+    """
+    word = name.replace("-", "_")
+    if not word or len(word) > _MAX_SHOWN:
+        return []
+    paths = list(dict.fromkeys(_key_paths(schema)))
+    found = [path for path in paths if f".{path}".endswith(f".{word}")]
+    if not found:
+        close = difflib.get_close_matches(
+            word.rpartition(".")[2], {path.rpartition(".")[2] for path in paths}, n=1, cutoff=0.75
+        )
+        found = [path for path in paths if path.rpartition(".")[2] in close]
+    least = min((path.count(".") for path in found), default=0)
+    return [path for path in found if path.count(".") == least][:3]
+
+
+def _key_paths(model: type[BaseModel], prefix: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for member in members(unwrap(field.annotation)[0]):
+            if is_model(member) and member not in above:
+                yield from _key_paths(member, f"{prefix}{name}.", (*above, model))
 
 
 def to_yaml(config: Config, change: Callable[[Any], Any] | None = None) -> str:
@@ -151,9 +219,13 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 _OVERRIDE = re.compile(rf"({_KEY}(?:\.{_KEY}|\[{_INDEX.pattern}\])*)=(.*)", re.DOTALL)
 
 
+def _label(override: str) -> str:
+    return f'override "{override if len(override) <= _MAX_SHOWN else override[: _MAX_SHOWN - 3] + "..."}"'
+
+
 def _apply(schema: type[Config], root: Node, override: str, problems: list[Problem]) -> None:
     """Sets one value in the tree."""
-    label = f'override "{override if len(override) <= _MAX_SHOWN else override[: _MAX_SHOWN - 3] + "..."}"'
+    label = _label(override)
     match = _OVERRIDE.fullmatch(override.strip())
     if match is None:
         raise ConfigError(f"{label}: expected section.key=value or section.list[0]=value")
@@ -273,14 +345,21 @@ def _expected(place: Place, kind: str, error: ErrorDetails | None = None) -> str
     words = describe(place.annotation, place.metadata)
     if error is not None and words in ("Any", "object"):
         return error["msg"]
+    limit = error.get("ctx", {}).get("le") if error is not None else None
+    if limit == _INT64["le"]:
+        words += f"{' and' if '=' in words or '>' in words else ''} <= {limit}"
     return words.rstrip(",")
+
+
+def did_you_mean(words: Sequence[str]) -> str:
+    """The end of a message that suggests some words; empty for none."""
+    return f"; did you mean {quoted(words, 'or')}?" if words else ""
 
 
 def _closest(word: str, allowed: Sequence[Any]) -> str:
     if len(word) > _MAX_SHOWN:
         return ""
-    close = difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1)
-    return f'; did you mean "{close[0]}"?' if close else ""
+    return did_you_mean(difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1))
 
 
 def _did_you_mean(place: Place, node: Node) -> str:
@@ -294,7 +373,10 @@ def _did_you_mean(place: Place, node: Node) -> str:
 
 def _unknown_key(place: Place, owner: Node, node: Node) -> str:
     allowed = list(place.owner.model_fields) if place.owner else []
-    message = "unknown key" + (_closest(str(place.path[-1]), allowed) or f"; expected one of {', '.join(allowed)}")
+    close = _closest(str(place.path[-1]), allowed)
+    if not close and place.owner and len(place.path) == 1:
+        close = did_you_mean(suggest_keys(place.owner, str(place.path[0])))
+    message = "unknown key" + (close or f"; expected one of {', '.join(allowed)}")
     kind = owner.child("kind")
     if kind is not None and kind.origin.is_override and not node.origin.is_override:
         section = path_text(place.path[:-1])

@@ -52,7 +52,7 @@ class ScheduleConfig(ComputeConfig):
 
     steps: int = Field(1000, ge=1)
     """Optimizer steps of the run."""
-    batch_size: int = Field(256, ge=2)
+    batch_size: int = Field(256, ge=2, le=2**24)
     """G, samples of one optimizer step over all ranks."""
     report_every: int = Field(20, ge=1)
     """Steps between two lines of metrics."""

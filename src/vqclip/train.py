@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vqclip import checkpoint, dist, progress
-from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.data import masked
 from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare
@@ -209,6 +209,16 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def _unknown_option(option: str, given: Sequence[str]) -> str:
+    """Name the keys that an option may stand for: ``--lr=3`` and ``--lr 3`` are ``optim.lr=3`` here."""
+    name, is_assigned, value = option.partition("=")
+    if not is_assigned and option in given:
+        value = next((each for each in given[given.index(option) + 1 :][:1] if not each.startswith("-")), "")
+    meant = [f"{path}={value or '...'}" for path in suggest_keys(TrainConfig, name.lstrip("-"))]
+    hint = did_you_mean(meant) or "; --print-config lists all keys"
+    return f"unknown option {option}: expected section.key=value{hint}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
@@ -217,7 +227,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         its folder then says; 1 for an error, 2 for a configuration that cannot be used, 3 for a run that hung (see
         `vqclip.watchdog`), 130 for Ctrl-C pressed twice, or before the ranks have met.
     """
-    options = command_line().parse_intermixed_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = command_line()
+    options, unknown = parser.parse_known_intermixed_args(given)
+    if unknown:
+        parser.error(_unknown_option(unknown[0], given))
     if options.json_schema:
         print(json.dumps(json_schema(TrainConfig), indent=2))
         return 0

@@ -14,6 +14,7 @@ from vqclip.data.loader import LoaderOptions, TrainData
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
+from vqclip.errors import ConfigError
 
 __all__ = ["DataConfig"]
 
@@ -49,9 +50,10 @@ class DataConfig(Config):
 
         Raises:
             DataError: on every rank, if a source cannot be used on one of them; says what to do.
+            ConfigError: an epoch has fewer samples than a global batch.
         """
         prepare_sources(self.sources)
-        return TrainData(
+        data = TrainData(
             sources=[source.build() for source in self.sources],
             weights=[source.weight for source in self.sources],
             transform=self.transform.build(image_size),
@@ -61,3 +63,9 @@ class DataConfig(Config):
             max_pixels=self.max_pixels,
             options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
         )
+        if batch_size > data.epoch_size:  # a sample would be its own negative
+            raise ConfigError(
+                f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "
+                f"data.sources; expected at most {data.epoch_size}"
+            )
+        return data

@@ -26,7 +26,7 @@ class ImagesConfig(Config):
     """How results are titled."""
     data: Any
     """The images."""
-    batch_size: int = Field(256, ge=1)
+    batch_size: int = Field(256, ge=1, le=2**16)
     """Images, or texts, at once on each rank. The figures do not depend on it, up to rounding."""
     workers: int = Field(0, ge=0, le=512)
     """Processes per rank that decode images; 0 does it in the evaluating process."""

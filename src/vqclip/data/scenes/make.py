@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STAMP = "scenes.json"
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**8)]
 
 
 class ScenesConfig(Config):

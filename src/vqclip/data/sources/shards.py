@@ -19,7 +19,7 @@ from vqclip.errors import DataError
 
 __all__ = ["CaptionShards", "CaptionShardsConfig", "CaptionShardsData"]
 
-Weight = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class CaptionShardsData(Config):
