@@ -12,20 +12,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
+from vqclip.cli import main
+from vqclip.config import load_config
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.evaluation import Attempt
+from vqclip.evaluation import try_all
 from vqclip.loop import Loop
+from vqclip.report.summary import render
 from vqclip.step import TrainStep, towers_draw
 from vqclip.train import TrainConfig, train
 
@@ -339,21 +342,110 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
     rates = {1: 0.1, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.2, 6: 0.7, 7: 0.3, 8: 0.3}
     done = []
 
-    def rated(model, *args, **kwargs):
-        return Attempt([SimpleNamespace(scalars=lambda: {"pairs/rate": rates[done[-1]]})], None)
+    def rated(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        result.figures["codes_only"]["i2t_r1"] = rates[done[-1]]
+        return attempt
 
     call = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
     monkeypatch.setattr("vqclip.loop.try_all", rated)
-    monkeypatch.setattr("vqclip.train.summarise", lambda *args: None)
-    monkeypatch.setattr("vqclip.train.write_summary", lambda *args: None)
-    best = {"train__keep_best": "eval/pairs/rate", "train__evaluate_every": 1, "train__checkpoint_every": 1}
-    tree = run_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1, **best)
-    train(TrainConfig.model_validate(tree))
+    tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
+    summary = train(TrainConfig.model_validate(tree))
     assert kept(tmp_path) == [2, 5]
+    assert summary.best == {"step": 2, "figure": FIGURE, "value": 0.6}
+    folder = tmp_path / "tiny"
+    known = folder / "best.json"
+    assert json.loads(known.read_text()) == summary.best | {"checkpoint": "checkpoints/step-00000002"}
+    for each in ("5", "2"):  # a crash lost the last line, or lines since a step that was best once
+        metrics_file = folder / "metrics.jsonl"
+        lines = metrics_file.read_text().splitlines(keepends=True)
+        metrics_file.write_text("".join(line for line in lines if FIGURE not in line or f'"step": {each},' not in line))
+        known.write_text('{"step": 5}')
+        assert train(TrainConfig.model_validate(tree)).best["step"] == (2 if each == "5" else 4)
+    metrics_file.write_text("".join(lines))
     tree["train"]["steps"], tree["run"]["resume_allow"] = 8, ["train.steps"]
     train(TrainConfig.model_validate(tree))
     assert kept(tmp_path) == [6, 8]
+    assert json.loads(known.read_text())["step"] == 6
+
+
+FIGURE = "eval/pairs/codes_only/i2t_r1"
+
+
+def best_tree(folder, shards, **changes):
+    """A run that evaluates and saves after every step, and keeps the best."""
+    every = {"train__keep_best": FIGURE, "train__evaluate_every": 1, "train__checkpoint_every": 1}
+    tasks = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    return run_tree(folder, shards, **({"evaluation": tasks} | every | changes))
+
+
+def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, caplog, capsys):
+    """The learning rate spoils the later steps, so that the best one is not the last."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    changes = {"train__export": "best", "train__steps": 4, "train__precision": "fp32"}
+    tree, evaluated = best_tree(tmp_path, shards, **changes), []
+
+    def falling(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        evaluated.append(dict(result.figures["codes_only"]))
+        result.figures["codes_only"]["i2t_r1"] = 1 / (1 + abs(len(evaluated) - 2))
+        return attempt
+
+    monkeypatch.setattr("vqclip.loop.try_all", falling)
+    with caplog.at_level("INFO"):
+        summary = train(TrainConfig.model_validate(tree))
+    lines = [each for each in caplog.messages if each.startswith("step 2: pairs: codes only: image to text R@1 100.0")]
+    assert len(lines) == 1
+    assert "(chance 3." in lines[0]
+    folder = tmp_path / "tiny"
+    stored = json.loads((folder / "summary.json").read_text())
+    assert (summary.step, stored["step"], stored["best"]["step"]) == (2, 2, 2)
+    assert stored["results"][0]["figures"]["codes_only"] == evaluated[1]
+    assert f"{FIGURE} was best after step 2: 100.0%; exported and measured here: step 2" in render(summary)
+    exported, best = folder / "tokenizer", folder / "checkpoints" / "step-00000002" / "model"
+    assert all_equal(load_file(exported / "model.safetensors"), load_file(best / "model.safetensors"))
+    assert "step 2" in (exported / "README.md").read_text()
+
+    assert main(["export-tokenizer", str(folder), "--best"]) == 0
+    assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "newest")]) == 0
+    assert all_equal(
+        load_file(folder / "tokenizer-step-2" / "model.safetensors"), load_file(exported / "model.safetensors")
+    )
+    assert all_equal(load_file(tmp_path / "newest" / "model.safetensors"), weights(tmp_path, 4))
+    assert f"- {FIGURE}: 100.0%" in (folder / "tokenizer-step-2" / "README.md").read_text()
+    assert main(["export-tokenizer", str(folder), "--step", "1"]) == 2
+    assert "no checkpoint of step 1; expected one of 2, 3, 4" in capsys.readouterr().err
+    assert main(["export-tokenizer", str(tmp_path / "newest")]) == 2
+    assert "newest/checkpoints: no checkpoints; expected the folder of a run" in capsys.readouterr().err
+    damaged = best / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    before = (exported / "model.safetensors").read_bytes()
+    assert main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]) == 2
+    assert str(damaged) in capsys.readouterr().err
+    assert (exported / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train__keep_best": "eval/pairs/codes_only/top1"},
+            "train.keep_best: got .*; expected one of eval/pairs/contin",
+        ),
+        ({"train__keep_best": None, "train__export": "best"}, "got export 'best' and keep_best null"),
+        (
+            {"evaluation": []},
+            "train.keep_best: got 'eval/pairs/codes_only/i2t_r1'; expected null, as evaluation is empty",
+        ),
+        ({"model__text__quantizer": {"kind": "identity", "dim": 8}}, "expected one of .*quantized/t2i_r10$"),
+    ],
+)
+def test_a_best_that_cannot_be_is_refused_at_the_start(tmp_path, changes, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(best_tree(tmp_path, tmp_path, **changes)))
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, path)
 
 
 @pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])

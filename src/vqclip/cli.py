@@ -31,6 +31,7 @@ COMMANDS = {
     "train": Command("vqclip.train", "train image and text tokenizers together"),
     "tokenize": Command("vqclip.tokenize.command", "turn image-text shards into token shards"),
     "export": Command("vqclip.export.command", "write a tokenizer as ONNX files, and compare their ids with its own"),
+    "export-tokenizer": Command("vqclip.report.export", "write the tokenizer folder of any checkpoint of a run"),
     "search": Command("vqclip.search.command", "index pictures by their codes, and search them by words"),
 }
 

@@ -10,7 +10,7 @@ from vqclip import dist
 from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
-from vqclip.evaluation import Attempt, format_results, try_all
+from vqclip.evaluation import Attempt, format_line, format_results, try_all
 from vqclip.lock import RunLock
 from vqclip.recipe import TrainConfig
 from vqclip.report.bar import Bar
@@ -59,6 +59,9 @@ class Loop:
         attempt = try_all(self.step.model, self.config.evaluation, precision=self.config.train.precision)
         figures = {key: value for result in attempt.results for key, value in result.scalars().items()}
         self.records.evaluated(done, figures)
+        if done < self.config.train.steps:  # of the last one, a table is printed
+            for result in attempt.results:
+                logger.info("step %d: %s", done, format_line(result))
         return attempt
 
     def _run(self, start: int) -> int:
@@ -158,7 +161,7 @@ class Loop:
         self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
         self.step.agree()
-        self.snapshots.save(done, self.records.bad.counts, self.records.best_step)
+        self.snapshots.save(done, self.records.bad.counts, (self.records.best or {}).get("step"))
 
     def _evaluate_between(self, done: int, saved: bool) -> bool:
         """Evaluate in the course of the training; returns whether to stop."""

@@ -10,11 +10,12 @@ from pydantic import Field, model_validator
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import DataConfig
-from vqclip.evaluation import Evaluations
+from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.guards import GuardConfig
 from vqclip.losses import LossConfig
 from vqclip.model import ModelConfig
 from vqclip.optim import OptimConfig
+from vqclip.report.best import PREFIX
 from vqclip.step import ComputeConfig
 
 
@@ -69,6 +70,8 @@ class ScheduleConfig(ComputeConfig):
     `eval/unseen pictures/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
+    export: Literal["last", "best"] = "last"
+    """Which step the run's `tokenizer` folder and summary are of at the end; best: that of `keep_best`."""
 
     @model_validator(mode="after")
     def _what_is_kept_is_saved(self) -> ScheduleConfig:
@@ -78,6 +81,8 @@ class ScheduleConfig(ComputeConfig):
                 raise ValueError(f"got {name} {every}; expected a multiple of checkpoint_every {self.checkpoint_every}")
         if self.keep_best is not None and self.evaluate_every is None:
             raise ValueError(f"got keep_best {self.keep_best!r} and evaluate_every null; expected a number of steps")
+        if self.export == "best" and self.keep_best is None:
+            raise ValueError("got export 'best' and keep_best null; expected keep_best to name a figure")
         return self
 
 
@@ -118,6 +123,15 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
         self.optim.schedule(self.train.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_a_figure(self) -> TrainConfig:
+        codes = "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
+        names = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes)]
+        if self.train.keep_best not in (None, *names):
+            expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
+            raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
         return self
 
     def identity(self, samples: dict[str, Any], *, towers_draw: bool) -> dict[str, object]:

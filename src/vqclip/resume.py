@@ -225,7 +225,15 @@ class Snapshots:
 
     def path(self, done: int) -> Path:
         """The folder of the checkpoint after ``done`` steps."""
-        return self.folder / f"step-{done:08d}"
+        return self.folder / checkpoint.checkpoint_name(done)
+
+    def load_model(self, done: int) -> None:
+        """Load the weights of the checkpoint after ``done`` steps, verified on every rank, and nothing else.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model)
 
     def resume(self) -> tuple[int, dict[str, int]]:
         """Restore the newest usable checkpoint, if there is one.

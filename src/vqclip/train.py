@@ -6,6 +6,7 @@ Reads top to bottom in the order of the data: configuration, samples, model, ste
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ from vqclip import checkpoint, dist, progress
 from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.data import masked
 from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
-from vqclip.evaluation import prepare
+from vqclip.evaluation import prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
 from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
@@ -119,14 +120,22 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
         attempt = loop.evaluate(done)
+        best = dist.broadcast_json(records.best)
+        exported = best["step"] if config.train.export == "best" and best else done
+        if exported != done and attempt.failure is None:
+            snapshots.load_model(exported)
+            attempt = try_all(model, config.evaluation, precision=config.train.precision)
+            if dist.is_main():
+                export_tokenizer(model, folder / "tokenizer")
 
     speed, processes = loop.clock.overall, dist.world_size()
     if not speed:  # nothing was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
-    paths = {"folder": folder, "checkpoint": snapshots.path(done), "tokenizer": folder / "tokenizer"}
+    paths = {"folder": folder, "checkpoint": snapshots.path(exported), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
     replaced = records.bad.counts.total()
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
+    summary = dataclasses.replace(summary, step=exported, best=best)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config)
     require_success(attempt)

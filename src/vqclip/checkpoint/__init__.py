@@ -12,7 +12,15 @@ read.
 """
 
 from vqclip.checkpoint.background import Staging, Writer
-from vqclip.checkpoint.folders import checkpoints, latest, set_aside_newer, use_latest, verify
+from vqclip.checkpoint.folders import (
+    checkpoint_name,
+    checkpoints,
+    latest,
+    set_aside_newer,
+    step_of,
+    use_latest,
+    verify,
+)
 from vqclip.checkpoint.optimizer import OptimizerState, optimizer_tensors, pack_optimizer, restore_optimizer
 from vqclip.checkpoint.store import Checkpoint, load, save
 
@@ -21,6 +29,7 @@ __all__ = [
     "OptimizerState",
     "Staging",
     "Writer",
+    "checkpoint_name",
     "checkpoints",
     "latest",
     "load",
@@ -29,6 +38,7 @@ __all__ = [
     "restore_optimizer",
     "save",
     "set_aside_newer",
+    "step_of",
     "use_latest",
     "verify",
 ]

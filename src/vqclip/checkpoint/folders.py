@@ -30,6 +30,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
+def checkpoint_name(step: int) -> str:
+    """The name of the folder of the checkpoint after ``step`` steps."""
+    return f"step-{step:08d}"
+
+
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint folder."""
     match = _STEP.fullmatch(path.name)
@@ -127,7 +132,7 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
     Raises:
         CheckpointError: The folder could not be written (disk full, ...). Older checkpoints are untouched.
     """
-    target = folder / f"step-{step:08d}"
+    target = folder / checkpoint_name(step)
 
     def fill_and_describe(aside: Path) -> None:
         fill(aside)

@@ -19,8 +19,16 @@ from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.suite import Attempt, EvaluationConfig, Evaluations, evaluate, prepare, try_all
-from vqclip.evaluation.tables import format_results
+from vqclip.evaluation.suite import (
+    Attempt,
+    EvaluationConfig,
+    Evaluations,
+    evaluate,
+    prepare,
+    scalar_names,
+    try_all,
+)
+from vqclip.evaluation.tables import format_line, format_results
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [
@@ -42,10 +50,12 @@ __all__ = [
     "evaluate",
     "evaluate_depths",
     "format_depths",
+    "format_line",
     "format_results",
     "load_ids",
     "prepare",
     "save_ids",
+    "scalar_names",
     "try_all",
     "write_json",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 class ImagesConfig(Config):
     """A task on a set of images."""
+
+    figures: ClassVar[tuple[str, ...]]
+    """Names of the figures that it finds in each mode."""
 
     kind: str
     """Kind of the task."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ _DEPTHS = (1, 5, 10)
 
 class RetrievalConfig(ImagesConfig):
     """R@1, R@5 and R@10 of retrieval, both ways."""
+
+    figures: ClassVar[tuple[str, ...]] = tuple(f"{direction}_r{k}" for direction in ("i2t", "t2i") for k in _DEPTHS)
 
     kind: Literal["retrieval"] = "retrieval"
     name: str = "retrieval"
@@ -92,5 +94,4 @@ def chance(counts: Tensor) -> dict[str, float]:
 
 
 def _named(to_text: list[float], to_image: list[float]) -> dict[str, float]:
-    names = [f"{direction}_r{k}" for direction in ("i2t", "t2i") for k in _DEPTHS]
-    return dict(zip(names, to_text + to_image, strict=True))
+    return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))

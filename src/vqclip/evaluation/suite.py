@@ -16,7 +16,7 @@ from torch import nn
 from vqclip import dist
 from vqclip.data.workers import named_deaths
 from vqclip.errors import VqclipError
-from vqclip.evaluation.encode import Encoder, evaluating
+from vqclip.evaluation.encode import MODES, Encoder, evaluating
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.share import Share
@@ -40,6 +40,12 @@ def _distinct(tasks: tuple[EvaluationConfig, ...]) -> tuple[EvaluationConfig, ..
 
 Evaluations = Annotated[tuple[EvaluationConfig, ...], AfterValidator(_distinct)]
 """Several evaluations, told apart by their names."""
+
+
+def scalar_names(tasks: Sequence[EvaluationConfig], *, codes: bool = True) -> list[str]:
+    """The keys of `Result.scalars` of all tasks, without those of codes where ``codes`` is False."""
+    modes = MODES if codes else MODES[:2]
+    return [f"{task.name}/{mode}/{figure}" for task in tasks for mode in modes for figure in task.figures]
 
 
 def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> None:

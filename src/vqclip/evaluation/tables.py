@@ -27,6 +27,17 @@ def format_results(results: Sequence[Result]) -> str:
     return "\n\n".join([text, "\n".join(notes)]) if notes else text
 
 
+def format_line(result: Result) -> str:
+    """The figures of one result on a line: of the codes, or of the quantized path where there are none."""
+    mode = max(number for number, mode in enumerate(MODES) if result.figures[mode] is not None)
+    figures = result.figures[MODES[mode]] or {}
+    shown = (
+        f"{figure_title(key)} {percent(rate)} % (chance {percent(result.chance[key])} %)"
+        for key, rate in figures.items()
+    )
+    return printable(f"{result.name}: {_MODE_TITLES[mode]}: {', '.join(shown)}", one_line=True)
+
+
 def _figure_rows(result: Result) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for figure, chance in result.chance.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ def _has_class(template: str) -> str:
 
 class ZeroShotConfig(ImagesConfig):
     """Top-1 and top-5 of zero-shot classification."""
+
+    figures: ClassVar[tuple[str, ...]] = tuple(f"top{k}" for k in _DEPTHS)
 
     kind: Literal["zero_shot"] = "zero_shot"
     name: str = "zero-shot"
@@ -72,7 +74,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
             classes = class_embeddings(text.embeddings[mode], len(templates))
             rows = image.embeddings[mode]
             groups = right.to(rows.device), torch.arange(len(classes), device=rows.device)
-            found[mode] = dict(zip(_names(), hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
+            found[mode] = dict(zip(config.figures, hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
     count = len(source.classnames)
     return Result(
         name=config.name,
@@ -97,7 +99,3 @@ def _notes(source: Source) -> list[str]:
     twice = [name for name, count in Counter(source.classnames).items() if count > 1]
     known = [f"class names that occur more than once, so that their order is chance: {', '.join(twice)}"]
     return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])
-
-
-def _names() -> list[str]:
-    return [f"top{k}" for k in _DEPTHS]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from vqclip import dist
 from vqclip.data import TrainData
@@ -49,19 +50,16 @@ class Records:
         self._best: Best | None = None
         if keep_best is not None:
             path = folder / "metrics.jsonl"
-            self._best = Best(keep_best, read_metrics(path) if writes and path.exists() else ())
+            history = read_metrics(path) if writes and path.exists() else ()
+            self._best = Best(keep_best, history, folder if writes else None)
 
     @property
-    def best_step(self) -> int | None:
-        """Which step's evaluation was the best of the run, for rank 0; None without one, or where none is asked for."""
-        return None if self._best is None else self._best.step
+    def best(self) -> dict[str, Any] | None:
+        """The run's best step, its figure and that one's value, for rank 0; None where there is none."""
+        return None if self._best is None else self._best.facts()
 
     def evaluated(self, done: int, figures: Mapping[str, float]) -> None:
-        """Take down what an evaluation after ``done`` steps found, if anything; on every rank.
-
-        Raises:
-            ConfigError: the figure by which a step is best is none of them.
-        """
+        """Take down what an evaluation after ``done`` steps found, if anything; on every rank."""
         figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
         if self.metrics and figures:
             self.metrics.write(done, figures)

@@ -51,6 +51,10 @@ class RunSummary:
     folder: str
     checkpoint: str
     tokenizer: str
+    step: int = 0
+    """Steps after which the model was measured and exported."""
+    best: dict[str, Any] | None = None
+    """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
 
     def to_json(self) -> str:
         """The whole summary as JSON."""
@@ -108,6 +112,9 @@ def facts(summary: RunSummary) -> str:
         f"  tokens      {_tokens(summary)}",
         f"  speed       {_speed(summary)}",
     ]
+    if summary.best:
+        found = "{figure} was best after step {step}: {value:.1%}".format(**summary.best)
+        lines.append(f"  best        {found}; exported and measured here: step {summary.step}")
     if summary.results:
         lines += ["", format_results(summary.results)]
     return "\n".join(lines)
