@@ -39,6 +39,7 @@ from vqclip.report import read_metrics
 from vqclip.report.summary import render
 from vqclip.resume import Snapshots
 from vqclip.step import TrainStep
+from vqclip.tokenize.command import main as tokenize_command
 from vqclip.train import TrainConfig, command_line, main, train
 
 ROOT = Path(__file__).parent.parent
@@ -209,6 +210,45 @@ def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
     assert ranks(2, replaced_on_this_rank, tree, init=False) == [2, 2]
     assert metrics(tmp_path)[-1]["data/replaced"] == 2
     assert [bad["sample_id"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == [29, 29]
+
+
+def captions_on_this_rank(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    return train(TrainConfig.model_validate(tree)).captions
+
+
+def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, monkeypatch, caplog, capsys):
+    """Of "caption 0" to "caption 29" those of two digits have five tokens."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    changes = {"train__steps": 10, "train__report_every": 4, "model__text__tower__context_length": 4}
+    changes |= {"evaluation": retrieval(shards)}
+    with caplog.at_level("WARNING"):
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path / "one", shards, **changes)))
+    found = "66.7 % of captions (80 of 120) are longer than model.text.tower.context_length 4 and were cut; "
+    assert summary.captions == {
+        "shown": 120, "cut": 80, "context_length": 4, "holds_95": 5, "holds_99": 5,
+        "told": found + "5 would hold 100 % of them",
+    }  # fmt: skip
+    assert len([line for line in caplog.messages if "context_length 4 and were cut" in line]) == 1
+    assert f"  captions    {found}" in render(summary)
+    assert "pairs: 66.7 % of captions (20 of 30) are longer than the text tower's context_length 4" in render(summary)
+    assert json.loads((tmp_path / "one" / "tiny" / "summary.json").read_text())["captions"]["cut"] == 80
+
+    two = run_tree(tmp_path / "two", shards, **changes) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, captions_on_this_rank, two, init=False) == [summary.captions] * 2
+    parts = run_tree(tmp_path / "parts", shards, **(changes | {"train__steps": 7}))
+    train(TrainConfig.model_validate(parts))
+    parts["train"]["steps"], parts["run"]["resume_allow"] = 10, ["train.steps"]
+    assert train(TrainConfig.model_validate(parts)).captions == summary.captions
+
+    tokenizer = tmp_path / "one" / "tiny" / "tokenizer"
+    with pytest.warns(UserWarning, match="captions longer than 4 tokens, the text tower's context_length, are cut"):
+        vqclip.load_tokenizer(tokenizer, modality="text").encode(["caption 3", "caption 13"])
+    options = ["--tokenizer", str(tokenizer), "--data", str(shards), "--out", str(tmp_path / "tokens")]
+    options += ["--device", "cpu", "--precision", "fp32"]
+    assert tokenize_command(options) == 0
+    said = capsys.readouterr().out
+    assert said.count("66.7 % of captions (20 of 30) are longer than the text tower's context_length 4") == 1
 
 
 def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):

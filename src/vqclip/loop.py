@@ -38,6 +38,7 @@ class Loop:
     watchdog: Watchdog
     clock: Clock = field(default_factory=Clock)
     """The time of the steps alone."""
+    _told_of_cuts: bool = False
 
     def run(self, start: int) -> int:
         """Train from step ``start``; returns the number of steps done, fewer than asked for after a signal.
@@ -88,6 +89,7 @@ class Loop:
                 replaced = self.records.bad.collect() if reporting or saving else 0
                 if reporting and self.records.metrics:
                     bar.show(self._report(done, result))
+                    self._tell_of_cut_captions()
                 if saving:  # before the evaluation, so that one that fails costs nothing
                     self._save(done)
                 self.snapshots.look()
@@ -113,6 +115,14 @@ class Loop:
         self.records.bad.collect()
         for rank, (replaced, seen) in enumerate(dist.gather_json([self.data.replaced, self.data.seen])):
             self._require_few_bad(replaced, seen, f" on rank {rank}" if dist.is_distributed() else "")
+
+    def _tell_of_cut_captions(self) -> None:
+        """Warn once of captions that are longer than the text tower takes."""
+        length = self.step.model.text.num_tokens
+        told = None if self._told_of_cuts else self.records.bad.lengths.told(length, "model.text.tower.context_length")
+        if told:
+            logger.warning("captions: %s", told)
+            self._told_of_cuts = True
 
     def _require_few_bad(self, replaced: int, seen: int, where: str = "") -> None:
         self.data.require_few_bad(replaced, seen, self.records.bad.last, where)
@@ -161,7 +171,7 @@ class Loop:
         self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
         self.step.agree()
-        self.snapshots.save(done, self.records.bad.counts, (self.records.best or {}).get("step"))
+        self.snapshots.save(done, self.records.bad.saved(), (self.records.best or {}).get("step"))
 
     def _evaluate_between(self, done: int, saved: bool) -> bool:
         """Evaluate in the course of the training; returns whether to stop."""

@@ -58,6 +58,7 @@ class _State(Strict):
     skipped: _Count
     guards: dict[str, JsonValue]
     replaced: dict[str, _Count]
+    caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count] = {}
 
 
 class Snapshots:
@@ -88,14 +89,14 @@ class Snapshots:
         self._writing: int | None = None
         self._written: int | None = None
 
-    def save(self, done: int, replaced: Mapping[str, int], best: int | None = None) -> None:
+    def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: int | None = None) -> None:
         """Check the state after ``done`` steps on all ranks, and save it on rank 0. A collective.
 
         The state is copied now and written in the background; `wait` waits for that.
 
         Args:
             done: steps done.
-            replaced: bad samples replaced so far, over all ranks: kind → number.
+            counts: ``replaced``, bad samples so far by kind, and ``caption_lengths``, over all ranks.
             best: a step whose checkpoint is kept as well.
 
         Raises:
@@ -123,7 +124,7 @@ class Snapshots:
                     "scaler": step.scaler.state_dict(),
                     "skipped": step.skipped,
                     "guards": step.guards.state_dict(),
-                    "replaced": dict(replaced),
+                    **counts,
                 }
             ),
             keep_last=self.kept.newest,
@@ -228,20 +229,22 @@ class Snapshots:
         return self.folder / checkpoint.checkpoint_name(done)
 
     def load_model(self, done: int) -> None:
-        """Load the weights of the checkpoint after ``done`` steps, verified on every rank, and nothing else.
+        """Load the weights of the checkpoint after ``done`` steps: rank 0 verifies and reads it. A collective.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: on every rank, if it is missing or damaged.
         """
-        load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model)
+        dist.from_main(lambda: load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model))
+        for tensor in self.step.model.state_dict().values():
+            dist.broadcast_(tensor)
 
-    def resume(self) -> tuple[int, dict[str, int]]:
+    def resume(self) -> tuple[int, dict[str, dict[str, int]]]:
         """Restore the newest usable checkpoint, if there is one.
 
         Rank 0 alone reads it and sends it to the other ranks, which need not see its disk.
 
         Returns:
-            The number of steps done, and that of the bad samples replaced in them, by kind.
+            The number of steps done, and the counts that `save` was given for them.
 
         Raises:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
@@ -279,7 +282,7 @@ class Snapshots:
         self._written = step
         self.require_equal(step)
         logger.info("resumed from %s: %d steps done", restored["path"], step)
-        return step, dict(state.replaced)
+        return step, {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
 
     def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState]:
         """Put a checkpoint into the running model and optimizer, having verified it; raises CheckpointError."""

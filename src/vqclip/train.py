@@ -31,7 +31,7 @@ from vqclip.recipe import TrainConfig
 from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.report.records import Records
 from vqclip.report.stopped import remove_stopped, write_stopped
-from vqclip.report.summary import RunSummary, render, summarise
+from vqclip.report.summary import RunSummary, caption_facts, render, summarise
 from vqclip.resume import Kept, Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals
@@ -76,7 +76,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
     _require_going_on(stop)
     data = config.data.build(
-        model.image.tower.image_size, model.text.preprocess, config.train.batch_size, config.run.seed
+        model.image.tower.image_size, model.text.preprocess.with_lengths, config.train.batch_size, config.run.seed
     )
     _require_going_on(stop)
     prepare(config.evaluation)  # so that a wrong path is found now, not at the end
@@ -135,7 +135,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     coverage = data.coverage(done)
     replaced = records.bad.counts.total()
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
-    summary = dataclasses.replace(summary, step=exported, best=best)
+    captions = caption_facts(records.bad.lengths, model.text.num_tokens)
+    summary = dataclasses.replace(summary, step=exported, best=best, captions=captions)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config)
     require_success(attempt)
@@ -168,7 +169,7 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
         print(f"stopped after step {done} of {config.train.steps}; the same command goes on from there", flush=True)
 
 
-def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, int]]:
+def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, dict[str, int]]]:
     if config.run.resume == "never" and checkpoint.checkpoints(snapshots.folder):
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"

@@ -12,13 +12,13 @@ SIZE = 16
 G = 10
 
 
-def tokenize(captions: list[str]) -> torch.Tensor:
-    """Bytes of the caption, (B, 40) int64, 0-padded."""
+def tokenize(captions: list[str]) -> tuple[torch.Tensor, list[int]]:
+    """Bytes of the caption, (B, 40) int64, 0-padded; and their number."""
     rows = torch.zeros(len(captions), 40, dtype=torch.int64)
     for row, caption in zip(rows, captions, strict=True):
         data = torch.tensor(list(caption.encode()), dtype=torch.int64)
         row[: len(data)] = data
-    return rows
+    return rows, [len(caption) for caption in captions]
 
 
 def text(row: torch.Tensor) -> str:

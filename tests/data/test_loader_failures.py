@@ -18,7 +18,7 @@ from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
 from vqclip.data.workers import named_deaths
-from vqclip.errors import DataError, DistributedError
+from vqclip.errors import ConfigError, DataError, DistributedError
 
 
 @pytest.fixture
@@ -80,7 +80,12 @@ def test_nothing_but_bad_samples(tmp_path: Path) -> None:
     members = {f"{n}.{kind}": b"x" for n in range(5) for kind in ("jpg", "txt")}
     write_tar(tmp_path / "0.tar", members)
     with pytest.raises(DataError, match="31 substitutes for it cannot be used either"):
-        list(spoilt_data(tmp_path).batches(0, 1))
+        list(spoilt_data(tmp_path, batch_size=5).batches(0, 1))
+
+
+def test_a_batch_of_more_than_an_epoch_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="train.batch_size: got 18, more than the 17 samples of an epoch of data.sou"):
+        open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),), batch_size=18)
 
 
 # ---- failures of the machinery

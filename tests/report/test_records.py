@@ -12,6 +12,9 @@ class NoData:
     def newly_replaced(self):
         return []
 
+    def new_lengths(self):
+        return {}
+
 
 def write_on_a_disk_that_is_full_at_the_end(folder, monkeypatch):
     def full(file):

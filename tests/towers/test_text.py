@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.text import BPE, OpenCLIPTextTowerConfig, TransformerTowerConfig, _bpe
+from vqclip.towers.text import BPE, CaptionLengths, OpenCLIPTextTowerConfig, TransformerTowerConfig, _bpe
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
@@ -165,3 +165,21 @@ def test_the_vocabulary_forgets(monkeypatch):
     assert torch.equal(BPE(32)(captions), theirs)
     assert len(_bpe().cache) <= 10
     assert max(map(len, _bpe().cache)) <= 64
+
+
+def test_captions_that_are_cut_are_counted_and_told():
+    captions = ["a b", "a b c d", "a " * 9, "word " * 5000, "a b"]
+    tokens, lengths = BPE(6).with_lengths(captions)
+    assert lengths == [4, 6, 11, 4097, 4]
+    assert torch.equal(tokens, BPE(6)(captions))
+    assert tokens[:, -1].tolist() == [0, 49407, 49407, 49407, 0]
+    counts = CaptionLengths({4: 900, 6: 60, 11: 38, 4097: 2})
+    assert [counts.holding(percent) for percent in (90, 95, 99, 100)] == [4, 6, 11, 4097]
+    assert counts.told(6, "model.text.tower.context_length") == (
+        "4.0 % of captions (40 of 1,000) are longer than model.text.tower.context_length 6 and were cut; "
+        "11 would hold 99 % and more than 4096 would hold 100 % of them"
+    )
+    assert "10.0 % of captions (100 of 1,000)" in counts.told(5)
+    assert "and were cut; 6 would hold 95 % and 11 would hold 99 % of them" in counts.told(5)
+    assert counts.told(4097) is None
+    assert CaptionLengths().told(4) is None

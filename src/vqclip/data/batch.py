@@ -46,6 +46,8 @@ class Batch:
     """G, the samples of the global batch."""
     bad: tuple[BadSample, ...] = ()
     """Samples that were replaced."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each caption before it was cut."""
 
     def __len__(self) -> int:
         return len(self.images)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.loader import LoaderOptions, TrainData
+from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
@@ -39,12 +37,12 @@ class DataConfig(Config):
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels count as bad; they are not decoded."""
 
-    def build(self, image_size: int, tokenize: Callable[[list[str]], Tensor], batch_size: int, seed: int) -> TrainData:
+    def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
         """Finds, draws or indexes the data, sharing the work over ranks; every rank must call it.
 
         Args:
             image_size: side of the images in pixels.
-            tokenize: captions → ``(B, T)`` int64, 0-padded; runs in the workers.
+            tokenize: captions → ``(B, T)`` int64, 0-padded, and their lengths before they are cut; runs in the workers.
             batch_size: G, samples of a global batch over all ranks.
             seed: the run's seed.
 

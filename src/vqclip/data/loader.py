@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,8 @@ __all__ = ["BatchMaker", "Coverage", "LoaderOptions", "TrainData"]
 
 logger = logging.getLogger("vqclip.data")
 
-Tokenize = Callable[[list[str]], Tensor]
+Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
+"""Captions to ``(B, T)`` int64, 0-padded, and the length of each before it was cut; for any B >= 1."""
 
 _FEW = 1000
 """Bad samples are judged as a share of at least so many."""
@@ -70,7 +71,7 @@ class BatchMaker:
     Args:
         samples: makes samples.
         order: which sample stands where.
-        tokenize: captions → ``(B, T)`` int64, for any B >= 1.
+        tokenize: captions → ``(B, T)`` int64 and their lengths, for any B >= 1.
         image_size: side of the images in pixels.
         batch_size: G.
         rank: this rank.
@@ -108,16 +109,18 @@ class BatchMaker:
             ids.append(sample.sample_id)
             labels.append(sample.label)
             bad += replaced
+        texts, lengths = self._tokenize(captions or [""])
         return Batch(
             step=step,
             epoch=step * self._batch_size // self._order.epoch_size,
             images=images,
-            texts=self._tokenize(captions) if captions else self._tokenize([""])[:0],
+            texts=texts[:count],
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             labels=torch.tensor(labels, dtype=torch.int64),
             places=torch.arange(self._batch_size)[self._rank :: self._world_size],
             global_size=self._batch_size,
             bad=tuple(bad),
+            lengths=tuple(lengths[:count]),
         )
 
 
@@ -131,7 +134,7 @@ class TrainData:
         sources: where samples come from.
         weights: how often a sample of each source appears in an epoch.
         transform: random augmentation.
-        tokenize: captions → ``(B, T)`` int64.
+        tokenize: captions → ``(B, T)`` int64 and their lengths.
         batch_size: G, samples of a global batch over all ranks.
         seed: the run's seed.
         max_pixels: larger images are bad samples.
@@ -159,6 +162,7 @@ class TrainData:
         self.last_replaced: deque[BadSample] = deque(maxlen=100)
         """The last of them, in the order of the batches."""
         self._untold: list[tuple[int, BadSample]] = []
+        self._lengths: Counter[int] = Counter()
         self._weights = tuple(weights)
         self._tokenize = tokenize
         self._image_size = transform.image_size
@@ -241,10 +245,16 @@ class TrainData:
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
         self._untold += [(batch.step, bad) for bad in batch.bad]
+        self._lengths.update(batch.lengths)
 
     def newly_replaced(self) -> list[tuple[int, BadSample]]:
         """Step and sample of what this rank has replaced since it was last asked."""
         found, self._untold = self._untold, []
+        return found
+
+    def new_lengths(self) -> Counter[int]:
+        """Lengths in tokens of the captions that this rank has met since it was last asked → their number."""
+        found, self._lengths = self._lengths, Counter()
         return found
 
     @property

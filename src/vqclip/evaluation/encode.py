@@ -20,6 +20,7 @@ from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype
 from vqclip.evaluation.share import Share
 from vqclip.precision import Precision, autocast
 from vqclip.tokenizer import TextTokenizer, Tokenizer
+from vqclip.towers import CaptionLengths
 
 Mode = Literal["continuous", "quantized", "codes_only"]
 
@@ -35,6 +36,8 @@ class Encoded:
     """Mode → ``(n, E)`` unit-norm, in the order of the set; without `codes_only` where the tokenizer has no codes."""
     usage: CodeUsage | None
     """What the set uses of the codebooks; None without codes."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What a reader must know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +57,19 @@ class Encoder:
 
     def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
         """Encode ``captions``, which are the same on every rank; each rank takes its share of them."""
-        mine = [captions[index] for index in self.share.of(len(captions))]
-        starts = range(0, len(mine), batch_size)
-        return self(tokenizer, (tokenizer.preprocess(mine[start : start + batch_size]) for start in starts), name)
+        mine, found = [captions[index] for index in self.share.of(len(captions))], list[int]()
+
+        def batches() -> Iterator[Tensor]:
+            for start in range(0, len(mine), batch_size):
+                tokens, lengths = tokenizer.preprocess.with_lengths(mine[start : start + batch_size])
+                found.extend(lengths)
+                yield tokens
+
+        encoded = self(tokenizer, batches(), name)
+        told = CaptionLengths(self.share.gather_items(found)).told(
+            tokenizer.num_tokens, "the text tower's context_length"
+        )
+        return dataclasses.replace(encoded, notes=[told] if told else [])
 
     def __call__(self, tokenizer: Tokenizer, batches: Iterable[Tensor], name: str) -> Encoded:
         """Encode this rank's ``batches`` and put the parts of all ranks together.

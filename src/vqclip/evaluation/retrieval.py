@@ -67,7 +67,7 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
         classes=None,
         captions=int(counts.sum()),
         usage={"image": image.usage, "text": text.usage},
-        notes=left_out + notes,
+        notes=left_out + text.notes + notes,
     )
 
 

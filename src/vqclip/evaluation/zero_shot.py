@@ -85,7 +85,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         classes=count,
         captions=len(prompts),
         usage={"image": image.usage, "text": text.usage},
-        notes=_notes(source) + left_out + notes,
+        notes=_notes(source) + left_out + text.notes + notes,
     )
 
 

@@ -9,28 +9,39 @@ from typing import Any
 from vqclip import dist
 from vqclip.data import TrainData
 from vqclip.report.lines import Lines
+from vqclip.towers import CaptionLengths
 
 
 class BadSamples:
-    """The bad samples of the whole run, over all ranks.
+    """The bad samples of the whole run, and the lengths of its captions, over all ranks.
 
     Args:
         data: what this rank reads.
-        counts: kind → number in the steps before, as in `counts`.
+        before: counts of the steps before, as in `saved`.
         lines: where to write them down; None on all ranks but one.
     """
 
-    def __init__(self, data: TrainData, counts: Mapping[str, int], lines: Lines | None):
-        self.counts = Counter(counts)
+    def __init__(self, data: TrainData, before: Mapping[str, Mapping[str, int]], lines: Lines | None):
+        self.counts = Counter(before.get("replaced", {}))
         """Kind → how often such a sample was replaced, as of the last `collect`."""
+        self.lengths = CaptionLengths({int(length): n for length, n in before.get("caption_lengths", {}).items()})
+        """The captions shown, as of the last `collect`."""
         self.last: deque[str] = deque(maxlen=5)
         """What was wrong with the last of them; the same on every rank after a `collect`."""
         self._data, self._lines = data, lines
 
     def collect(self) -> int:
         """Write down and count what was replaced since the last time; returns the run's total. A collective."""
-        self._take([bad for part in dist.gather_json(self._mine()) for bad in part])
+        parts = dist.gather_json([self._mine(), list(self._data.new_lengths().items())])
+        self._take([bad for found, _ in parts for bad in found])
+        for _, lengths in parts:
+            self.lengths.update(dict(lengths))
         return self.counts.total()
+
+    def saved(self) -> dict[str, dict[str, int]]:
+        """What a checkpoint holds of them: bad samples by kind, captions by their length."""
+        lengths = {str(length): n for length, n in sorted(self.lengths.items())}
+        return {"replaced": dict(self.counts), "caption_lengths": lengths}
 
     def write_own(self) -> None:
         """Write down what this rank has replaced, without waiting for the others: for a run that ends."""

@@ -29,12 +29,17 @@ class Records:
         folder: The run's folder.
         start_step: Number of steps done.
         data: What this rank reads.
-        bad_before: Bad samples in the steps done: kind → number.
+        bad_before: Counts of the steps done, as `BadSamples.saved` gives them.
         keep_best: Figure by which a step is best; None for none.
     """
 
     def __init__(
-        self, folder: Path, start_step: int, data: TrainData, bad_before: Mapping[str, int], keep_best: str | None
+        self,
+        folder: Path,
+        start_step: int,
+        data: TrainData,
+        bad_before: Mapping[str, Mapping[str, int]],
+        keep_best: str | None,
     ):
         writes = dist.is_main()
         self.metrics = MetricsLog(folder, start_step=start_step) if writes else None

@@ -16,6 +16,7 @@ from vqclip.data import Coverage, masked
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_results
 from vqclip.model import CLIP
+from vqclip.towers import CaptionLengths
 
 if TYPE_CHECKING:
     from vqclip.recipe import TrainConfig
@@ -53,6 +54,8 @@ class RunSummary:
     tokenizer: str
     step: int = 0
     """Steps after which the model was measured and exported."""
+    captions: dict[str, Any] | None = None
+    """Captions shown, how many were cut, and the lengths that hold 95 and 99 % of them; see `caption_facts`."""
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
 
@@ -91,6 +94,18 @@ def summarise(
     )
 
 
+def caption_facts(lengths: CaptionLengths, context_length: int) -> dict[str, Any]:
+    """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
+    return {
+        "shown": lengths.total(),
+        "cut": lengths.cut(context_length),
+        "context_length": context_length,
+        "holds_95": lengths.holding(95),
+        "holds_99": lengths.holding(99),
+        "told": lengths.told(context_length, "model.text.tower.context_length"),
+    }
+
+
 def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
     lines = [
@@ -108,6 +123,7 @@ def facts(summary: RunSummary) -> str:
     """Data, sizes, speed and figures as text, without a path of this machine."""
     lines = [
         f"  data        {_data(summary)}",
+        *([f"  captions    {summary.captions['told']}"] if summary.captions and summary.captions["told"] else []),
         f"  model       {_sizes(summary.parameters)} trained weights",
         f"  tokens      {_tokens(summary)}",
         f"  speed       {_speed(summary)}",

@@ -148,7 +148,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
 def _told(done: Done, out: Path) -> str:
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     rate = f", {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
-    text = f"{who}{done.made} shards made{rate}, {done.found} were there"
+    text = f"{who}{done.made} shards made{rate}, {done.found} were there" + (f"\n{who}{done.cut}" if done.cut else "")
     if done.manifest is None:
         return f"{text}; {done.missing} are left to other processes, or to the same command run again"
     left_out = sum(done.manifest.bad.values())

@@ -15,6 +15,7 @@ from vqclip.errors import NonFiniteError
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
+from vqclip.towers import CaptionLengths
 
 __all__ = ["Collected", "Encoders"]
 
@@ -35,6 +36,8 @@ class Encoders:
 
     def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
         self.image, self.text = image, text
+        self.lengths = CaptionLengths()
+        """The captions encoded so far."""
         self._batch_size = batch_size
         self._precision = precision
         for tokenizer in (image, text):
@@ -53,11 +56,14 @@ class Encoders:
     def captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
         """Ids of each different caption, ``(n, C)``, in batches that are filled up with empty captions."""
         assert self.text is not None
-        different = list(dict.fromkeys(captions))
+        counts = Counter(captions)
+        different = list(counts)
         known: dict[str, np.ndarray] = {}
         for start in range(0, len(different), self._batch_size):
             some = different[start : start + self._batch_size]
-            tokens = self.text.preprocess([*some, *[""] * (self._batch_size - len(some))])
+            tokens, lengths = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
+            for caption, length in zip(some, lengths, strict=False):
+                self.lengths[length] += counts[caption]
             for caption, ids in zip(some, self._ids(self.text, tokens), strict=False):
                 known[caption] = without_padding(ids, self.text.codebook_sizes)
         return known

@@ -86,6 +86,8 @@ class Done:
     """Shards of the data set that other processes have yet to make."""
     manifest: Manifest | None
     """The manifest, if all shards are there."""
+    cut: str | None = None
+    """How many of the captions that it encoded were cut, in words; None for none."""
 
 
 def tokenize(options: Options) -> Done:
@@ -144,7 +146,8 @@ def _tokenize(
             bad += len(collected.bad)
             folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)
     manifest = folder.finish(allowed)
-    return Done(len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest)
+    told = encoders.text and encoders.lengths.told(encoders.text.num_tokens, "the text tower's context_length")
+    return Done(len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None)
 
 
 def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, Iterator[DecodedBatch]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,8 @@ class TextTokenizer(Tokenizer):
 
     Attributes:
         config: what it was built from.
-        preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded.
+        preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded; longer captions are
+            cut. `preprocess.with_lengths` also gives their lengths before.
     """
 
     modality = "text"
@@ -61,7 +63,13 @@ class TextTokenizer(Tokenizer):
             if not torch.compiler.is_compiling():
                 self.tower.require_captions(tokens)
         else:
-            tokens = self.preprocess(captions)
+            tokens, lengths = self.preprocess.with_lengths(captions)
+            if max(lengths, default=0) > self.num_tokens:  # the same words each time, so that Python says it once
+                warnings.warn(
+                    f"captions longer than {self.num_tokens} tokens, the text tower's context_length, are cut; "
+                    "tokenizer.preprocess.with_lengths(captions) gives their lengths",
+                    stacklevel=3,
+                )
         return tokens.to(self.device)
 
 

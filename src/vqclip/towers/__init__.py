@@ -9,11 +9,11 @@ from pydantic import Field
 
 from vqclip.towers.convolutional import ConvolutionalTowerConfig
 from vqclip.towers.image import ImageTower, OpenCLIPImageTowerConfig, TimmTowerConfig
-from vqclip.towers.text import OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig, Vocabulary
+from vqclip.towers.text import BPE, CaptionLengths, OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig
 
 ImageTowerConfig = Annotated[
     TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig, Field(discriminator="kind")
 ]
 TextTowerConfig = Annotated[TransformerTowerConfig | OpenCLIPTextTowerConfig, Field(discriminator="kind")]
 
-__all__ = ["ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig", "Vocabulary"]
+__all__ = ["BPE", "CaptionLengths", "ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -17,8 +18,8 @@ from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.inputs import require_captions
 
-Vocabulary = Callable[[Sequence[str]], Tensor]
-"""Captions to token numbers ``(B, N)`` int64: an end mark after the last token, then zeros."""
+MAX_CONTEXT = 4096
+"""Largest context length."""
 _CACHED_WORDS = 100_000
 _LONG_WORD = 64
 """Characters of a word that is not worth remembering."""
@@ -132,7 +133,7 @@ class TransformerTowerConfig(Config):
     """What to change to build the same network without fetching weights."""
 
     kind: Literal["transformer"] = "transformer"
-    context_length: int = Field(32, ge=4, le=4096)
+    context_length: int = Field(32, ge=4, le=MAX_CONTEXT)
     """Token positions a caption, start and end marks included; longer captions are cut."""
     width: int = Field(512, ge=8, le=MAX_WIDTH)
     """Features a token."""
@@ -166,7 +167,7 @@ class TransformerTowerConfig(Config):
         nn.init.normal_(transformer.token_embedding.weight, std=self.token_std)
         return TextTower(transformer)
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> BPE:
         """What turns captions into this tower's token numbers."""
         return BPE(self.context_length)
 
@@ -197,7 +198,7 @@ class OpenCLIPTextTowerConfig(Config):
             )
         return TextTower(text)
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> BPE:
         """What turns captions into this tower's token numbers."""
         import open_clip
 
@@ -223,7 +224,51 @@ class BPE:
         Raises:
             ShapeError: for anything but a list or tuple of str.
         """
-        return _bpe()(require_captions(captions), context_length=self.context_length)
+        return self.with_lengths(captions)[0]
+
+    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """Tokenize captions as a call does, and return the length of each before it was cut.
+
+        A length is in tokens, start and end marks included; of captions longer than `MAX_CONTEXT` it is one more.
+        """
+        bpe = _bpe()
+        rows = [[bpe.sot_token_id, *bpe.encode(text), bpe.eot_token_id] for text in require_captions(captions)]
+        tokens = torch.zeros(len(rows), self.context_length, dtype=torch.int64)
+        for row, numbers in zip(tokens, rows, strict=True):
+            if len(numbers) > self.context_length:
+                numbers = [*numbers[: self.context_length - 1], bpe.eot_token_id]
+            row[: len(numbers)] = torch.tensor(numbers)
+        return tokens, [min(len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+
+
+class CaptionLengths(Counter[int]):
+    """Counts captions by their length in tokens, as `BPE.with_lengths` gives it."""
+
+    def cut(self, context_length: int) -> int:
+        """Number of captions that are longer than ``context_length``."""
+        return sum(count for length, count in self.items() if length > context_length)
+
+    def holding(self, percent: int) -> int:
+        """The smallest context length that cuts at most ``100 - percent`` of 100 captions."""
+        held = 0
+        for length in sorted(self):
+            held += self[length]
+            if 100 * held >= percent * self.total():
+                return length
+        return 0
+
+    def told(self, context_length: int, key: str = "context_length") -> str | None:
+        """Say how many captions are cut, and which lengths would hold more of them; None where none is cut."""
+        cut, total = self.cut(context_length), self.total()
+        if not cut:
+            return None
+        wanted = {self.holding(percent): f"{percent} %" for percent in (95, 99, 100)}
+        better = [f"{length} would hold {share}" for length, share in wanted.items() if length > context_length]
+        better = [each.replace(f"{MAX_CONTEXT + 1}", f"more than {MAX_CONTEXT}") for each in better[:2]]
+        return (
+            f"{100 * cut / total:.1f} % of captions ({cut:,} of {total:,}) are longer than {key} {context_length} "
+            f"and were cut; {' and '.join(better)} of them"
+        )
 
 
 class _Bounded(dict[str, str]):
