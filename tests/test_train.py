@@ -263,7 +263,7 @@ def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
 
 def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
     monkeypatch.setattr(
-        Snapshots, "resume", lambda self: (0, {"no caption": 11})
+        Snapshots, "resume", lambda self: (0, {"replaced": {"no caption": 11}})
     )  # none is added, and 10 in a thousand may be bad
     with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
