@@ -237,6 +237,7 @@ class Snapshots:
         dist.from_main(lambda: load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model))
         for tensor in self.step.model.state_dict().values():
             dist.broadcast_(tensor)
+        self.step.model.load_state_dict(self.step.model.state_dict())  # so that hooks derive attributes from it
 
     def resume(self) -> tuple[int, dict[str, dict[str, int]]]:
         """Restore the newest usable checkpoint, if there is one.
