@@ -32,7 +32,8 @@ def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch, cap
     monkeypatch.undo()
     names = ("metrics", "bad_samples", "events")
     assert sorted(caplog.messages) == sorted(
-        f"{tmp_path}/{name}.jsonl: may lack its last lines: [Errno 28] No space left on device" for name in names
+        f"{tmp_path}/{name}.jsonl: may lack its last lines: [Errno 28] No space left on device: '{tmp_path}/{name}.jsonl'"
+        for name in names
     )
     held = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()}
     assert not {each for each in held if each.startswith(str(tmp_path))}
