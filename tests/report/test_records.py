@@ -30,10 +30,8 @@ def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch, cap
     with pytest.raises(OSError, match="No space left"):
         write_on_a_disk_that_is_full_at_the_end(tmp_path, monkeypatch)
     monkeypatch.undo()
-    names = ("metrics", "bad_samples", "events")
-    assert sorted(caplog.messages) == sorted(
-        f"{tmp_path}/{name}.jsonl: may lack its last lines: [Errno 28] No space left on device: '{tmp_path}/{name}.jsonl'"
-        for name in names
-    )
+    paths = [f"{tmp_path}/{name}.jsonl" for name in ("metrics", "bad_samples", "events")]
+    lost = "may lack its last lines: [Errno 28] No space left on device"
+    assert sorted(caplog.messages) == sorted(f"{path}: {lost}: '{path}'" for path in paths)
     held = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()}
     assert not {each for each in held if each.startswith(str(tmp_path))}
