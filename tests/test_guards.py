@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_RESIDUAL, BUSY_VQ
+from tests.models import BUSY_RESIDUAL
 from tests.training import metrics, run_tree, weights
 from vqclip import dist
 from vqclip.collapse import CollapseConfig
 from vqclip.errors import DistributedError, NonFiniteError
 from vqclip.guards import GuardConfig, SpikeConfig
-from vqclip.quantizers import ProductConfig, VQConfig
+from vqclip.losses import ContrastiveLoss, SigmoidLoss
+from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfig
 from vqclip.report import read_metrics
+from vqclip.report.summary import render
 from vqclip.step import TrainStep
 from vqclip.train import TrainConfig, train
 
@@ -197,56 +199,124 @@ def test_a_disturbed_state_is_never_saved(tmp_path, shards, ranks, kind, world_s
     assert not (tmp_path / "tiny" / "tokenizer").exists()
 
 
-def figures(usage, tokens=1000.0):
-    return {"usage": usage, "tokens": tokens}
+class Watched:
+    """A watch and one quantizer for image and text, whose steps are reports; everything else is as in a healthy run."""
+
+    def __init__(self, quantizer, **collapse):
+        self.quantizer, self.watch, self.done = quantizer, CollapseConfig(**collapse).build(), 0
+        self.figures = {}
+
+    def step(self, x, loss=1.0, chance=5.0, **others):
+        """Messages after a step with the tokens ``x``; ``others`` are figures that are not those of a healthy run."""
+        stats = self.quantizer(x).stats.local()
+        self.watch.count({"image": stats})
+        self.done += 1
+        metrics = self.quantizer.metrics(self.watch.window("image", stats))
+        self.figures = {f"image/{name}": float(value) for name, value in metrics.items()}
+        self.figures |= {"grad_norm": 1.0, "image/embedding_cosine": 0.5, "text/embedding_cosine": 0.5, **others}
+        return self.watch.look(self.done, self.figures, {"image": self.quantizer.codebook_sizes}, loss, chance)
 
 
-def test_a_collapsed_codebook_is_told_of_once():
-    quantizer = VQConfig(dim=4, codebook_size=100).build()
-    watch = CollapseConfig(usage=0.1, steps=50).build()
-    told = [watch.look(done, "image", quantizer, figures(0.09)) for done in range(20, 201, 10)]
-    assert [message is not None for message in told] == [False] * 5 + [True] + [False] * 13
-    assert told[5].startswith(
-        "image: since step 20 or before, a step of 1,000 tokens uses 9.00% of the codes, where 100%"
-    )
-    assert watch.look(210, "image", quantizer, figures(0.11)) is None
-    assert [watch.look(done, "image", quantizer, figures(0.09)) is None for done in (220, 260, 270)] == [
-        True,
-        True,
-        False,
-    ]
+def tokens(count, quantizer, seed=0):
+    return torch.randn(count, quantizer.dim, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_collapse_is_remembered_over_a_resume():
-    quantizer = VQConfig(dim=4, codebook_size=100).build()
-    config = GuardConfig(collapse=CollapseConfig(usage=0.1, steps=50))
-    before, after, later = (config.build() for _ in range(3))
-    for done in (20, 60):
-        assert before.collapse.look(done, "image", quantizer, figures(0.09)) is None
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.collapse.look(70, "image", quantizer, figures(0.09)).startswith("image: since step 20 or before")
-    later.load_state_dict(json.loads(json.dumps(after.state_dict())))
-    assert later.collapse.look(80, "image", quantizer, figures(0.09)) is None  # told already
-    older = {"skipped": 1, "losses": []}
-    later.load_state_dict(older)
-    assert later.skipped == 1
+def test_usage_is_that_of_a_window_whatever_the_step():
+    """1,024 tokens a step of 4,096 codes that are all used alike: not 22 % but nearly all of them."""
+    watched = Watched(LFQConfig(bits=12).build())
+    for seed in range(40):
+        assert watched.step(tokens(1024, watched.quantizer, seed)) == []
+        if seed == 0:
+            assert watched.figures["image/usage"] == pytest.approx(0.221, abs=0.01)
+        assert watched.figures["image/usage"] == pytest.approx(watched.figures["image/usage_if_uniform"], abs=0.02)
+        assert watched.figures["image/tokens"] == 1024 * (seed + 1 if seed < 32 else seed - 15)
+    assert watched.figures["image/usage"] > 0.99
+    assert watched.watch.health()["verdict"] == "no sign of collapse"
 
 
-def test_no_more_codes_are_expected_than_there_are_tokens():
-    quantizer = ProductConfig(layer=VQConfig(dim=4, codebook_size=1000), codebooks=2).build()
-    watch = CollapseConfig(usage=0.5, steps=1).build()
-    for done in (1, 9):
-        assert watch.look(done, "text", quantizer, figures(0.06, tokens=100.0)) is None
-    assert watch.look(10, "text", quantizer, figures(0.04, tokens=100.0)) is None
-    assert "4.00% of the codes, where 10% could be" in watch.look(11, "text", quantizer, figures(0.04, tokens=100.0))
+def test_codebooks_that_collapse_are_named_one_by_one():
+    """Thirteen of sixteen, whose mean usage is far above any threshold."""
+    watched = Watched(ProductConfig(layer=FSQConfig(levels=(8, 8, 8)), codebooks=16).build(), steps=3)
+    dead = [number for number in range(16) if number not in (2, 7, 9)]
+    said = []
+    for seed in range(6):
+        x = tokens(1024, watched.quantizer, seed).view(1024, 16, 3)
+        x[:, dead] = 1.0
+        said.append(watched.step(x.flatten(1)))
+    assert [len(messages) for messages in said] == [0, 0, 0, 1, 0, 0]
+    names = "0, 1, 3, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15"
+    start = f"image: codebooks {names} of 16 have collapsed since step 1 or before: 1 of 512 codes in use over"
+    assert said[3][0].startswith(f"{start} 4,096 tokens, where evenly used codes would be 512. What may help: model.")
+    health = watched.watch.health()
+    assert health["verdict"].startswith(f"COLLAPSED: {start}")
+    assert health["warnings"] == [{"step": 4, "text": said[3][0]}]
+    assert [round(each["usage"] * each["codes"]) == 1 for each in health["codebooks"]] == [n in dead for n in range(16)]
+    assert [each["name"] for each in health["codebooks"]] == [f"image/{number}" for number in range(16)]
 
 
-def test_the_loop_looks_at_its_codebooks(tmp_path, shards, caplog, monkeypatch):
+def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_as_before():
+    watched = Watched(ResidualConfig(layer=LFQConfig(bits=3, entropy_temperature=1.0), depth=2).build(), steps=2)
+    one, many = torch.full((64, 3), 0.9), tokens(64, watched.quantizer)
+    said = []
+    for number, x in enumerate([one] * 5 + [many] * 3 + [one] * 6):
+        state = json.loads(json.dumps(watched.watch.state_dict()))
+        watched.watch = CollapseConfig(steps=2).build()
+        watched.watch.load_state_dict(state)
+        said += [(number + 1, message) for message in watched.step(x)]
+    assert [step for step, _ in said] == [3, 12]  # the window holds the step before
+    assert all("codebooks 0, 1 of 2 have collapsed" in message for _, message in said)
+    watched.watch.load_state_dict({"since": {"image": 20}, "told": ["image"]})  # of an older version
+
+
+@pytest.mark.parametrize(
+    ("figures", "first", "text"),
+    [
+        ({"grad_norm": 0.0}, 1, "the gradient is 0"),
+        ({"text/embedding_cosine": 1.0 - 1e-8}, 1, "all text embeddings of a batch are equal"),
+        (
+            {"loss": 4.852, "chance": math.log(128)},
+            6,
+            r"the loss is 4\.8520, that of a model that knows nothing \(4\.85",
+        ),
+    ],
+)
+def test_signs_of_death_are_told_once(figures, first, text):
+    watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
+    said = [watched.step(tokens(64, watched.quantizer), **figures) for _ in range(9)]
+    assert [len(messages) for messages in said] == [int(number + 1 == first) for number in range(9)]
+    assert re.match(rf"{text}.*start again with a lower optim\.lr", said[first - 1][0])
+    assert re.match(f"DEAD: {text}", watched.watch.health()["verdict"])
+    watched.step(tokens(64, watched.quantizer))
+    assert watched.watch.health()["verdict"] == "no sign of collapse"
+
+
+def test_too_few_tokens_tell_nothing():
+    watched = Watched(LFQConfig(bits=12).build(), steps=1)
+    for _ in range(3):
+        assert watched.step(torch.ones(3, 12)) == []
+
+
+@pytest.mark.parametrize("loss", [ContrastiveLoss("gather"), SigmoidLoss("gather")])
+def test_chance_is_the_loss_of_equal_logits(loss):
+    same, scale = torch.ones(8, 4, dtype=torch.float64) / 2, torch.tensor(1.0, dtype=torch.float64)
+    bias = torch.tensor(-math.log(7.0) - 1.0, dtype=torch.float64) if loss.name == "sigmoid" else None
+    assert float(loss(same, same, scale, bias)) == pytest.approx(loss.chance(8))
+
+
+@pytest.mark.parametrize(("lr", "start"), [(0.05, "DEAD: "), (1e-3, "no sign of collapse")])
+def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch, lr, start):
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    large = BUSY_VQ | {"codebook_size": 40}  # 48 image tokens hardly meet all of them
-    tree = run_tree(tmp_path, shards, large, train__steps=6, train__report_every=2)
-    tree["guards"] = {"collapse": {"usage": 1.0, "steps": 3}}
+    changes = {"train__steps": 50, "train__report_every": 10, "train__precision": "fp32", "optim__lr": lr}
     with caplog.at_level("WARNING"):
-        train(TrainConfig.model_validate(tree))
-    found = [record.getMessage() for record in caplog.records if "collapsed" in record.getMessage()]
-    assert [message.split(":")[:2] for message in found] == [["step 6", " image"], ["step 6", " text"]]
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
+    written = json.loads((tmp_path / "tiny" / "summary.json").read_text())["health"]
+    assert written == summary.health
+    assert written["verdict"].startswith(start)
+    assert written["verdict"] in render(summary).splitlines()[-1] or lr < 0.05
+    warned = [record.getMessage() for record in caplog.records if "step" in record.getMessage()]
+    assert [f"step {each['step']}: {each['text']}" for each in written["warnings"]] == warned
+    assert bool(warned) == (lr == 0.05)
+    if warned:
+        assert written["warnings"][0]["step"] <= 20
+        for sign in ("all image embeddings of a batch are equal", "the loss is 2.48", "1 of 64 codes in use"):
+            assert sign in written["verdict"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vqclip import dist
+from vqclip.collapse import mean_cosine
 from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
@@ -150,17 +151,20 @@ class Loop:
         return figures
 
     def _figures(self, result: StepResult, done: int) -> dict[str, float]:
-        """Those of a step; warns of codebooks that have collapsed."""
-        scaler = self.step.scaler
+        """Those of a step, and of codebooks over a window of them; warns of a run that has died."""
+        scaler, watch = self.step.scaler, self.step.guards.collapse
         figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
         figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
         if scaler.is_enabled():
             figures |= {"fp16/scale": scaler.get_scale(), "fp16/skipped_steps": float(self.step.skipped)}
         for modality, quantizer in self.step.model.quantizers().items():
-            metrics = {name: float(value) for name, value in quantizer.metrics(result.stats[modality]).items()}
-            figures |= {f"{modality}/{name}": value for name, value in metrics.items()}
-            warning = self.step.guards.collapse and self.step.guards.collapse.look(done, modality, quantizer, metrics)
-            if warning:
+            stats = watch.window(modality, result.stats[modality]) if watch else result.stats[modality]
+            figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}
+            figures[f"{modality}/embedding_cosine"] = mean_cosine(result.embedded, modality)
+        if watch:
+            sizes = {name: each.codebook_sizes for name, each in self.step.model.quantizers().items()}
+            loss, chance = figures[f"loss/{self.step.loss.name}"], self.step.loss.chance(self.config.train.batch_size)
+            for warning in watch.look(done, figures, sizes, loss, chance):
                 logger.warning("step %d: %s", done, warning)
         return figures
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from vqclip.errors import ConfigError
 
-__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "full_precision"]
+__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "first_derivative_only", "full_precision"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 """fp32 and fp64: in the type of the weights. bf16 and fp16: under autocast, with the weights in fp32."""
@@ -39,3 +41,21 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of a `torch.autograd.Function` to refuse second derivatives with a `ConfigError`.
+
+    torch's ``once_differentiable`` lets one pass as 0 where the incoming gradient is a constant, as that of a loss is.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                f"{backward.__qualname__.partition('.')[0].strip('_')}: got create_graph=True, expected False: this "
+                "function has no second derivatives"
+            )
+        return backward(ctx, *gradients)
+
+    return refusing

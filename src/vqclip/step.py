@@ -59,6 +59,8 @@ class StepResult:
     """Learning rate of this step."""
     stats: dict[str, Stats]
     """``image`` and ``text``: the quantizers' statistics over the global batch."""
+    embedded: Stats
+    """Sum of the embeddings of ``image`` and ``text``, and their ``count``, over the global batch."""
     event: Event | None
     """What was noteworthy; where it says ``skip``, nothing was applied."""
 
@@ -125,7 +127,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         share = _Share.of(batch, self.model, self.loss.positives)
         differentiate = self._in_one_pass if self.micro_batches == 1 else self._in_two_passes
-        terms, stats, scale = differentiate(share, step)
+        terms, stats, scale, embedded = differentiate(share, step)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
         # fp16 expects a gradient to overflow now and then: its scaler skips that step.
@@ -136,7 +138,7 @@ class TrainStep:
             self._apply(stats)
         if self.scaler.is_enabled():
             self._update_scaler(step)
-        return StepResult(terms, grad_norm, scale, lr, stats, event)
+        return StepResult(terms, grad_norm, scale, lr, stats, embedded, event)
 
     def _apply(self, stats: dict[str, Stats]) -> None:
         """Change weights and codes."""
@@ -144,6 +146,8 @@ class TrainStep:
         self.model.clamp_temperature()
         for name, quantizer in self.model.quantizers().items():
             quantizer.update(stats[name])
+        if self.guards.collapse:
+            self.guards.collapse.count(stats)
 
     def agree(self) -> None:
         """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
@@ -205,12 +209,17 @@ class TrainStep:
 
     def _backward(self, out: CLIPOutput, share: _Share) -> _Differentiated:
         """From outputs to losses over the global batch and back."""
-        image_stats, text_stats = sync([out.image.stats, out.text.stats], share.order)
+        embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
+        sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
+        sums["count"] = torch.full((), len(share), device=self.device)
+        image_stats, text_stats, embedded = sync([out.image.stats, out.text.stats, Stats(sums)], share.order)
         stats = {"image": image_stats, "text": text_stats}
         terms = self._losses(out, stats, share.keys)
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(terms["total"]).backward()
-        return _Differentiated({name: term.detach() for name, term in terms.items()}, stats, out.scale.detach())
+        return _Differentiated(
+            {name: term.detach() for name, term in terms.items()}, stats, out.scale.detach(), embedded
+        )
 
     def _require_replay(self, drifts: list[float], parts: list[_Share], step: int) -> None:
         """Look once, on every rank, whether the second pass repeated the first."""
@@ -252,6 +261,8 @@ class _Differentiated(NamedTuple):
     """``image`` and ``text``, over the global batch."""
     scale: Tensor
     """() factor of the logits."""
+    embedded: Stats
+    """As in `StepResult`."""
 
 
 @dataclass(frozen=True)

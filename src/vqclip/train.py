@@ -136,7 +136,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     replaced = records.bad.counts.total()
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
     captions = caption_facts(records.bad.lengths, model.text.num_tokens)
-    summary = dataclasses.replace(summary, step=exported, best=best, captions=captions)
+    health = step.guards.collapse.health() if step.guards.collapse else {}
+    summary = dataclasses.replace(summary, step=exported, best=best, captions=captions, health=health)
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config)
     require_success(attempt)

@@ -250,6 +250,17 @@ class TestGradient:
             assert all(torch.isfinite(gradient).all() for gradient in found)
             assert any((gradient != 0).any() for gradient in found)
 
+    @pytest.mark.parametrize("name", ["lfq", "lfq of 2^63 codes", "bsq", "product of lfq", "fsq", "vq"])
+    def test_second_derivatives_are_refused(self, name: str) -> None:
+        """The incoming gradient of a loss is a constant, so that one left out would pass as 0."""
+        quantizer = CONFIGS[name].build()
+        x = vectors_for(quantizer, 3).requires_grad_()
+        out = quantizer(x)
+        losses = [quantizer.losses(out.stats)[loss] for loss in quantizer.loss_weights if "entropy" in loss]
+        for scalar in losses or [out.vectors.sum()]:
+            with pytest.raises(ConfigError, match="create_graph=True, expected False.*no second derivatives"):
+                torch.autograd.grad(scalar, x, create_graph=True)
+
     def test_survives_activation_checkpointing(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 6, 5, dtype=torch.float64).requires_grad_()
         gradients = []
@@ -384,6 +395,24 @@ class TestPrecision:
         out = quantizer(vectors_for(quantizer, 20, dtype=torch.float64))
         assert out.vectors.dtype == torch.float64
         assert all(total.dtype in (torch.float64, torch.int64) for total in out.stats.values())
+
+    @pytest.mark.parametrize("length", [1.0, 1e25, 3e38])
+    @pytest.mark.parametrize("name", ["bsq", "vq, cosine", "residual of bsq", "product of bsq"])
+    def test_only_the_direction_counts_at_any_length(self, name: str, length: float) -> None:
+        """In float32 as in float64, ids, vectors and gradients alike."""
+        quantizer = CONFIGS[name].build()
+        x = vectors_for(quantizer, 40)
+        x = (x / x.abs().max()) * length
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            given = x.to(dtype).requires_grad_()
+            out = quantizer(given)
+            (gradient,) = torch.autograd.grad((out.vectors.sum(dim=0) * torch.arange(quantizer.dim)).sum(), given)
+            found.append((out.ids, out.vectors.detach().double(), gradient.double() * length))
+        assert torch.equal(found[0][0], found[1][0])
+        for one, other in zip(*(each[1:] for each in found), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+            assert other.abs().max() > 1e-3
 
     def test_gradient_keeps_the_dtype_of_the_input(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 20, dtype=torch.bfloat16).requires_grad_()

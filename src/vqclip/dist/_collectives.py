@@ -17,10 +17,10 @@ import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vqclip.dist._state import Group, control_device, is_distributed, rank, run_collective, world_size
 from vqclip.errors import DistributedError, ShapeError
+from vqclip.precision import first_derivative_only
 
 
 def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:
@@ -294,7 +294,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         full = grad.to(_sum_dtype(grad)).contiguous()
         mine = full.new_empty(full.shape[0] // world_size(ctx.group), *full.shape[1:])
@@ -311,7 +311,7 @@ class _AllReduce(torch.autograd.Function):
         return _summed(x, "all_reduce", group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed(grad, "all_reduce (backward)", ctx.group), None
 
@@ -325,6 +325,6 @@ class _ReplicatedSum(torch.autograd.Function):
         return _summed(x, "replicated_sum", group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.world_size, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -90,6 +91,10 @@ class ContrastiveLoss(nn.Module):
                 return self._of_all_logits(image, text, scale, keys)
             loss = tiled_softmax(image, text, scale, keys, self.impl, self.group)
             return loss + self.label_smoothing * self._advantage(image, text, scale) if self.label_smoothing else loss
+
+    def chance(self, batch_size: int) -> float:
+        """The loss over a global batch of which all logits are equal, without keys: ``log G``."""
+        return math.log(batch_size)
 
     def _of_all_logits(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
         images, texts = gathered(image, text, self.group)

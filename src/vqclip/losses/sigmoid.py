@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
@@ -79,6 +80,11 @@ class SigmoidLoss(nn.Module):
             if keys is not None:
                 losses = losses.masked_fill(not_negatives(keys, self.group), 0)
             return losses.sum() / len(logits)
+
+    def chance(self, batch_size: int) -> float:
+        """The lowest loss over a global batch of which all logits are equal, without keys."""
+        count = batch_size
+        return math.log(count) - (count - 1) * math.log1p(-1 / count)
 
 
 class SigmoidConfig(Config):

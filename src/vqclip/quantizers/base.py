@@ -20,7 +20,7 @@ from vqclip.errors import ConfigError
 from vqclip.precision import full_precision
 from vqclip.quantizers.checks import require_ids, require_vectors
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage
+from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage, usage_if_uniform
 from vqclip.quantizers.vectors import straight_through
 from vqclip.seeds import derive_seed
 
@@ -169,14 +169,16 @@ class Quantizer(nn.Module, ABC):
         """Codebook health, name → detached scalar; never a collective.
 
         It describes the tokens in ``stats``, of this rank or of all: ``tokens`` is their number, ``usage`` the share of
-        codes among them, ``perplexity`` the exponential of the entropy of the code histogram and ``bits_used`` that
-        entropy in bits. With several codebooks these are means (the sum of the bits), and ``0/usage``, ``1/usage``, ...
+        codes among them, ``usage_if_uniform`` the share that as many tokens would reach if all codes were equally
+        likely, ``perplexity`` the exponential of the entropy of the code histogram and ``bits_used`` that entropy in
+        bits. With several codebooks these are means (the sum of the bits), and ``0/usage``, ``1/usage``, ...
         those of each. Codebooks of more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted:
         ``tokens`` is then the only entry.
         """
         metrics = {"tokens": stats["tokens"]}
         if "codes" not in stats:
             return metrics
+        metrics["usage_if_uniform"] = usage_if_uniform(stats["tokens"], stats["codes"].shape[-1])
         spread = perplexity(stats["codes"])
         for name, each in {"usage": usage(stats["codes"]), "perplexity": spread, "bits_used": spread.log2()}.items():
             metrics[name] = summary(name, each)

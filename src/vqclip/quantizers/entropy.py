@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from vqclip.precision import first_derivative_only
 
 
 def bit_entropy(logits: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class _BitEntropy(torch.autograd.Function):
         return F.softplus(-a) + a * torch.sigmoid(-a)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (logits,) = ctx.saved_tensors
         return grad * (-logits * torch.sigmoid(logits) * torch.sigmoid(-logits))
@@ -84,7 +85,7 @@ class _Joint(torch.autograd.Function):
         return joint
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         joint, zero, one = ctx.saved_tensors
         # ∂p(code)/∂logit is p(code) times p(0) where the code has the bit, -p(1) where it has not. The two are added up

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.vectors import ids_from_digits
 
@@ -129,7 +129,7 @@ class _Squash(torch.autograd.Function):
         return (squashed * reach).sub_(offset).div_(unit)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         squashed, slope = ctx.saved_tensors
         return torch.ops.aten.tanh_backward(grad, squashed).mul_(slope), None, None, None, None, None

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vqclip.errors import ConfigError
+from vqclip.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
@@ -175,7 +175,7 @@ class _Rotation(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, q = ctx.saved_tensors
         u, v = unit(x), unit(q)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +53,11 @@ def sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
 def usage(counts: Tensor) -> Tensor:
     """Share of the codes seen at least once: ``(C, K)`` counts → ``(C,)`` float64 in [0, 1]."""
     return (counts > 0).double().mean(dim=-1)
+
+
+def usage_if_uniform(tokens: Tensor, size: int) -> Tensor:
+    """Expected `usage` of K codes by this many tokens if all codes were equally likely: float64 in [0, 1]."""
+    return -torch.expm1(tokens.double() * math.log1p(-1 / size))
 
 
 def perplexity(counts: Tensor) -> Tensor:

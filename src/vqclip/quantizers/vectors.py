@@ -12,7 +12,11 @@ SHORT = 1e-6
 
 
 def unit(x: Tensor) -> Tensor:
-    """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes."""
+    """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes.
+
+    A large vector is scaled down first, lest its square overflow: by a power of two, so that no bit changes.
+    """
+    x = x * torch.where(x.detach().abs().amax(dim=-1, keepdim=True) > 2.0**60, 2.0**-70, 1.0).to(x.dtype)
     length = x.norm(dim=-1, keepdim=True)
     return x / length.masked_fill(length < SHORT, torch.inf)
 

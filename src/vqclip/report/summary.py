@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ class RunSummary:
     """Captions shown, how many were cut, and the lengths that hold 95 and 99 % of them; see `caption_facts`."""
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """Of the end of the training: ``verdict``, ``codebooks`` and ``warnings``; empty where nobody looked."""
 
     def to_json(self) -> str:
         """The whole summary as JSON."""
@@ -116,6 +118,9 @@ def render(summary: RunSummary) -> str:
         f"  checkpoint  {summary.checkpoint}",
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]
+    verdict = summary.health.get("verdict", "")
+    if verdict.startswith(("DEAD", "COLLAPSED")):
+        lines += ["", f"This run is {verdict}"]
     return "\n".join(lines)
 
 
@@ -127,6 +132,7 @@ def facts(summary: RunSummary) -> str:
         f"  model       {_sizes(summary.parameters)} trained weights",
         f"  tokens      {_tokens(summary)}",
         f"  speed       {_speed(summary)}",
+        *([f"  health      {summary.health['verdict']}"] if summary.health else []),
     ]
     if summary.best:
         found = "{figure} was best after step {step}: {value:.1%}".format(**summary.best)
