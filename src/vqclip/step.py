@@ -218,7 +218,7 @@ class TrainStep:
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(terms["total"]).backward()
         return _Differentiated(
-            {name: term.detach() for name, term in terms.items()}, stats, out.scale.detach(), embedded
+            {name: term.detach() for name, term in terms.items()}, stats, out.scale.detach(), embedded.detach()
         )
 
     def _require_replay(self, drifts: list[float], parts: list[_Share], step: int) -> None:
