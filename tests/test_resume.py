@@ -112,7 +112,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
 
 OUTSIDE = {
     ".clock",  # speed of this process
-    ".lock",
     ".stop",  # signals it got
     ".watchdog",
     ".lock",

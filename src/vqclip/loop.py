@@ -88,7 +88,7 @@ class Loop:
                 reporting = last or done % settings.report_every == 0
                 saving = last or done % settings.checkpoint_every == 0
                 replaced = self.records.bad.collect() if reporting or saving else 0
-                if reporting and self.records.metrics:
+                if reporting:
                     bar.show(self._report(done, result))
                     self._tell_of_cut_captions()
                 if saving:  # before the evaluation, so that one that fails costs nothing
@@ -144,10 +144,10 @@ class Loop:
         return result
 
     def _report(self, done: int, result: StepResult) -> dict[str, float]:
-        """Write the line of metrics of a step; for the rank that writes."""
-        assert self.records.metrics is not None
+        """Write the line of metrics of a step, on the rank that writes; all look at it and hold the same state."""
         figures = self._figures(result, done) | self.records.bad.figures() | self.clock.lap()
-        self.records.metrics.write(done, figures)
+        if self.records.metrics:
+            self.records.metrics.write(done, figures)
         return figures
 
     def _figures(self, result: StepResult, done: int) -> dict[str, float]:
@@ -165,7 +165,8 @@ class Loop:
             sizes = {name: each.codebook_sizes for name, each in self.step.model.quantizers().items()}
             loss, chance = figures[f"loss/{self.step.loss.name}"], self.step.loss.chance(self.config.train.batch_size)
             for warning in watch.look(done, figures, sizes, loss, chance):
-                logger.warning("step %d: %s", done, warning)
+                if self.records.metrics:
+                    logger.warning("step %d: %s", done, warning)
         return figures
 
     def _save(self, done: int) -> None:
