@@ -11,10 +11,9 @@ from torch import Tensor
 
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import without_padding
-from vqclip.errors import NonFiniteError
 from vqclip.precision import Precision, autocast
 from vqclip.tokenize.batches import DecodedBatch, Found
-from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
 
 __all__ = ["Collected", "Encoders"]
@@ -29,9 +28,6 @@ class Encoders:
         batch_size: B.
         precision: fp32: in the type of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
             tokenizers are converted.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite, so that ids would mean nothing.
     """
 
     def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
@@ -41,10 +37,8 @@ class Encoders:
         self._batch_size = batch_size
         self._precision = precision
         for tokenizer in (image, text):
-            if tokenizer is not None:
-                _require_finite(tokenizer)
-                if precision == "fp64":
-                    tokenizer.double()
+            if tokenizer is not None and precision == "fp64":
+                tokenizer.double()
 
     def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
         """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
@@ -108,9 +102,3 @@ class Collected:
         for sample, image in self._samples:
             ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
             yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)
-
-
-def _require_finite(tokenizer: Tokenizer) -> None:
-    for name, tensor in tokenizer.state_dict().items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise NonFiniteError(f"{tokenizer.modality}.{name}: the tokenizer's weights hold NaN or infinity")
