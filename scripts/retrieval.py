@@ -59,6 +59,12 @@ def make_data(arguments: argparse.Namespace) -> CaptionedData:
         return ScenesCaptionsData()
     if not arguments.data:
         raise ConfigError("--data: missing; expected caption shards, or --kind scenes")
+    for path in arguments.data:
+        if (Path(path) / "classnames.txt").exists():
+            raise ConfigError(
+                f"--data: {path} holds labelled images (classnames.txt); expected caption shards. scripts/zero_shot.py "
+                "evaluates labelled images"
+            )
     keys = tuple(arguments.json_key or ("caption",))
     return CaptionsData(path=tuple(arguments.data), captions=arguments.captions, json_keys=keys)
 

@@ -28,7 +28,9 @@ def parse() -> argparse.Namespace:
         help="classes: clip_benchmark layout (classnames.txt, <split>/*.tar); folder: one subfolder of images a class; "
         "scenes: the drawn data set. Left out: classes if there is a classnames.txt or a tar, else folder",
     )
-    parser.add_argument("--split", default="test", help="classes: folder of the tars; scenes: test or heldout (test)")
+    parser.add_argument(
+        "--split", help="folder in --data of this split (classes: test; folder: none); scenes: test or heldout (test)"
+    )
     parser.add_argument(
         "--template", type=types.text, action="append", help="prompt with {c} for the class; repeat for several"
     )
@@ -54,13 +56,20 @@ def make_data(arguments: argparse.Namespace) -> LabelledData:
     if arguments.kind == "scenes":
         if arguments.data is not None:
             raise ConfigError("--data: not for --kind scenes, which is drawn; set VQCLIP_CACHE to say where")
-        return ScenesClassesData(split=arguments.split)
+        return ScenesClassesData(split=arguments.split or "test")
     if arguments.data is None:
         raise ConfigError("--data: missing; expected a folder of labelled images, or --kind scenes")
     path = arguments.data.expanduser().absolute()
     has_shards = (path / "classnames.txt").exists() or any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
     kind = arguments.kind or ("classes" if has_shards else "folder")
-    return ClassesData(path=path, split=arguments.split) if kind == "classes" else ImageFolderData(path=path)
+    if kind == "folder":
+        return ImageFolderData(path=path / (arguments.split or ""))
+    if arguments.kind is None and not any((folder / "classnames.txt").exists() for folder in (path, path.parent)):
+        raise ConfigError(
+            f"--data: {path} holds tars but no classnames.txt; expected labelled images. scripts/retrieval.py "
+            "evaluates shards of captioned images"
+        )
+    return ClassesData(path=path, split="test" if arguments.split is None else arguments.split)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ def test_no_command_guesses_among_splits(tmp_path):
     for opening in (chosen_split, open_pictures):
         with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
             opening(str(tmp_path / "two"), None)
+    with pytest.raises(ConfigError, match=r"split: got 'val', but .*empty has no classnames.txt"):
+        open_pictures(str(tmp_path / "empty"), "val")
     with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
         chosen_split("https://host.invalid/x", None)
     with pytest.raises(DataError, match="none: no such folder"):

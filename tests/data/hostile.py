@@ -65,6 +65,26 @@ def huge_jpeg(side: int) -> bytes:
     return bytes(data)
 
 
+def two_sizes(kind: str, side: int) -> bytes:
+    """An image of side x side whose first size, for a careless reader, is 8 x 8."""
+    data = encode(pixels(0, side, side), kind)
+    if kind == "PNG":  # the second header counts
+        return data[:8] + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)) + data[8:]
+    at = data.index(b"\xff\xc0")  # FF 00 is no marker, and a comment holds no header
+    frame, fake = data[at : at + 19], b"\xff\xc0" + struct.pack(">HBHH", 17, 8, 8, 8) + data[at + 9 : at + 19]
+    comment = b"\xff\xfe" + struct.pack(">H", 2 + len(fake)) + fake
+    return data[:2] + b"\xff\0" + struct.pack(">H", 2 + len(frame) + 4) + frame + comment + data[2:at] + data[at + 19 :]
+
+
+def exif_bomb(kind: str, fields: int = 100) -> bytes:
+    """A turned image whose EXIF fields all name the same megabyte."""
+    whole = fields * 12 + (1 << 20)
+    names = b"".join(struct.pack("<HHII", 0x200 + field, 1, 1 << 20, 14 + fields * 12) for field in range(fields - 1))
+    turned = struct.pack("<HHII", 0x0112, 3, 1, 6)
+    exif = b"II*\0" + struct.pack("<IH", 8, fields) + turned + names + bytes(whole - fields * 12 + 4)
+    return encode(pixels(0, 8, 16), kind, exif=exif)
+
+
 def scans_jpeg(scans: int, side: int = 16) -> bytes:
     """A progressive JPEG, to which empty refinements of all its pixels are added until it has so many scans."""
     data = encode(Image.new("L", (side, side), 128), "JPEG", progressive=True)

@@ -163,6 +163,13 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     plain = write_tar(tmp_path / "a.tar", caption_members(0, 1))
     (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
     assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
+    for table, kind in (
+        ("url,caption\nx,é\n" * 100, "text"),
+        ("url\tcaption\n", "text"),
+        ("PAR1\0", "a Parquet table"),
+    ):
+        (tmp_path / "table.csv").write_text(table)
+        assert f"table.csv: is {kind}" in refusal(tmp_path / "table.csv")
     (tmp_path / "folder.tar").mkdir()
     assert "is a folder; expected a tar file" in refusal(tmp_path / "folder.tar")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -132,10 +133,10 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
     """torch raises its error in the middle of the computation, which may wrap it, as a collective does."""
     batches = spoilt_data(folder, workers=2).batches(0, 1000)
     next(batches)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = [each.pid for each in multiprocessing.active_children()]
     with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), named_deaths():  # noqa: PT012
         try:
-            os.kill(int(children[-1]), signal.SIGKILL)
+            os.kill(children[-1], signal.SIGKILL)
             time.sleep(30)
         except RuntimeError as error:
             if wrapped:
@@ -159,20 +160,21 @@ def test_a_stuck_worker_is_explained(folder: Path) -> None:
 def test_workers_outlive_stop_signals(folder: Path) -> None:
     batches = spoilt_data(folder, workers=2).batches(0, 30)
     next(batches)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = [each.pid for each in multiprocessing.active_children()]
     assert len(children) >= 2
     for child in children:
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(int(child), number)
+            os.kill(child, number)
     assert len(list(batches)) == 29
 
 
 FAILED_READER = """
 from vqclip.data.workers import ordered_map
 
-results = ordered_map(str, range(1000), workers=2)  # a name that lives as long as the process
-print(next(results), flush=True)
-raise RuntimeError("of the one who reads")
+if __name__ == "__main__":
+    results = ordered_map(str, range(1000), workers=2)  # a name that lives as long as the process
+    print(next(results), flush=True)
+    raise RuntimeError("of the one who reads")
 """
 
 STUCK_WORKER = """
@@ -183,9 +185,36 @@ def answer(number):
     time.sleep(4 * number)
     return number
 
-for number in ordered_map(answer, range(1000), workers=1, timeout_s=1.0):
-    print(number, flush=True)
+if __name__ == "__main__":
+    for number in ordered_map(answer, range(1000), workers=1, timeout_s=1.0):
+        print(number, flush=True)
 """
+
+KILLED_READER = """
+import multiprocessing, os, signal, sys, time
+from vqclip.data.workers import ordered_map
+
+def answer(number):
+    time.sleep(number // 8 * 1000)  # stuck soon, as storage may be
+    return number
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    results = ordered_map(answer, range(1000), workers=1)
+    print(*(next(results) for _ in range(4)), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_end_with_their_reader(tmp_path: Path, method: str) -> None:
+    """Standard output ends when the last worker does, as they all hold it."""
+    (tmp_path / "script.py").write_text(KILLED_READER)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", method], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout == "0 1 2 3\n"
 
 
 @pytest.mark.parametrize(

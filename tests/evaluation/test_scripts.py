@@ -91,11 +91,19 @@ def test_torchrun_shares_the_work(run_folder, tmp_path):
     assert done.stdout.count("images (4 images, 2 classes)") == 1  # rank 0 alone prints
 
 
+def test_a_split_of_an_image_folder(script, run_folder, tmp_path):
+    image_folder(tmp_path / "images" / "test")
+    code, out, err = script("zero_shot.py", run_folder, "--data", tmp_path / "images", "--split", "test")
+    assert code == 0, err
+    assert "(4 images, 2 classes)" in out
+
+
 def test_bad_input_ends_with_2_and_a_clear_message(script, run_folder, tmp_path):
     no_names = class_shards(tmp_path / "no_names")
     (no_names / "classnames.txt").unlink()
     empty_class = image_folder(tmp_path / "empty_class")
     (empty_class / "empty").mkdir()
+    image_folder(tmp_path / "whole" / "test")
     wrong_label = class_shards(tmp_path / "wrong_label")
     (wrong_label / "classnames.txt").write_text("red\n")
     fine = class_shards(tmp_path / "fine")
@@ -109,7 +117,11 @@ def test_bad_input_ends_with_2_and_a_clear_message(script, run_folder, tmp_path)
     cases = [
         (("zero_shot.py", tmp_path / "no_model", "--data", fine), "no_model: no model here"),
         (("zero_shot.py", run_folder, "--data", tmp_path / "none"), "none: no such folder"),
-        (("zero_shot.py", run_folder, "--data", no_names), "classnames.txt: cannot be read"),
+        (("zero_shot.py", run_folder, "--data", no_names), "holds tars but no classnames.txt; expected labelled"),
+        (("zero_shot.py", run_folder, "--data", no_names), "scripts/retrieval.py evaluates shards of captioned"),
+        (("zero_shot.py", run_folder, "--data", no_names, "--kind", "classes"), "classnames.txt: cannot be read"),
+        (("zero_shot.py", run_folder, "--data", tmp_path / "whole", "--split", "val"), "whole/val: no such folder"),
+        (("retrieval.py", run_folder, "--data", fine), "classnames.txt); expected caption shards. scripts/zero_shot"),
         (("zero_shot.py", run_folder, "--data", empty_class), "empty: no image"),
         (("zero_shot.py", run_folder, "--data", wrong_label), ".cls holds '1'; expected a class number, 0 to 0"),
         (("zero_shot.py", run_folder, "--data", fine, "--template", "a photo"), "got 'a photo'; expected {c}"),

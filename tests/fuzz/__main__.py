@@ -24,9 +24,9 @@ import warnings
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from tests.fuzz import config, shards
+from tests.fuzz import config, images, shards
 
-READERS: dict[str, ModuleType] = {"shards": shards, "config": config}
+READERS: dict[str, ModuleType] = {"shards": shards, "config": config, "images": images}
 CASE_S = 10
 EXTRA_MEMORY = 1 << 30
 
@@ -35,8 +35,8 @@ class Hang(BaseException):
     """A case takes longer than `CASE_S`; no handler of ordinary exceptions catches it."""
 
 
-def fuzz(reader: ModuleType, seconds: float, seed: int, found: Path) -> dict[str, object]:
-    """Cases until the time is over."""
+def fuzz(reader: ModuleType, seconds: float, cases: int, seed: int, found: Path) -> dict[str, object]:
+    """Cases until the time is over, or so many."""
     known = reader.seeds()
     outcomes: collections.Counter[str] = collections.Counter()
     problems: dict[str, str] = {}
@@ -47,7 +47,7 @@ def fuzz(reader: ModuleType, seconds: float, seed: int, found: Path) -> dict[str
         start_mb = peak_mb()
         limit = _mb("VmSize") * (1 << 20) + EXTRA_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        while time.monotonic() < end:
+        while number < cases if cases else time.monotonic() < end:
             data = reader.case(random.Random(f"{seed}-{number}"), known)
             (found / "current").write_bytes(data)  # what a dead process leaves
             faulthandler.dump_traceback_later(3 * CASE_S, exit=True)  # for what does not come back from C
@@ -87,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.fuzz")
     parser.add_argument("reader", choices=READERS)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--cases", type=int, default=0, help="so many, however long they take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--found", type=Path, required=True)
     options = parser.parse_args()
@@ -94,7 +95,7 @@ def main() -> int:
     signal.signal(signal.SIGALRM, _hang)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    result = fuzz(READERS[options.reader], options.seconds, options.seed, options.found)
+    result = fuzz(READERS[options.reader], options.seconds, options.cases, options.seed, options.found)
     print(json.dumps(result))
     return 1 if result["found"] else 0
 

@@ -1,8 +1,11 @@
 """Image bytes to a uint8 RGB tensor, for files that nobody checked.
 
-The format is told by the first bytes, never by the name, and the size is read from the header before a pixel is
-decoded. JPEG and WebP go through torchvision (twice Pillow's speed). PNG goes through Pillow: torchvision's PNG decoder
-(0.29 with its bundled libpng) ends the whole process with a segmentation fault on about a third of damaged files.
+The format is detected from the first bytes, never from the name. The size is checked before a pixel is decoded, and
+the decoder cannot use another one: the frame header that was checked is moved in front of all other segments of a JPEG,
+and libjpeg refuses a second one; Pillow is asked for the size that it will allocate; libwebp reads the size at the same
+fixed place. JPEG and WebP are decoded by torchvision (twice as fast as Pillow). PNG is decoded by Pillow: torchvision's
+PNG decoder (0.29 with its bundled libpng) ends the whole process with a segmentation fault on about a third of damaged
+files.
 
 Transparency is composited on white, grey becomes RGB, 16 bits become 8, the EXIF orientation is applied.
 """
@@ -14,7 +17,7 @@ import re
 import struct
 import warnings
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from vqclip.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "image_header", "pil_to_uint8"]
+__all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "pil_to_uint8"]
 
 MAX_PIXELS = 50_000_000
 """Larger images are refused before decoding: they would take 150 MB as RGB."""
@@ -34,9 +37,13 @@ MAX_SCANS = 100
 """JPEGs of more scans are refused: one of some bytes costs a pass over the whole image. Usual are 10, and some dozens
 where an optimiser was at work."""
 
+_MAX_PARTS = 4096
+"""Most segments of a JPEG, and chunks of a PNG without those of its pixels: decoders allocate objects for each."""
+
 _RGB_MODE = "RGB"
-_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")
-"""A marker with a payload, or the end; among the pixels of a scan none of these occurs but as such."""
+_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
+"""A JPEG marker with a payload, or the end. libjpeg refuses the reserved ones below, or passes over them in a scan."""
+_FRAMES = {b"%c" % marker for marker in range(0xC0, 0xD0)} - {b"\xc4", b"\xc8", b"\xcc"}
 _SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # where in torchvision's source an error was raised
 
 
@@ -54,23 +61,19 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         DataError: another format, damaged, animated, too large, or a JPEG of too many scans. The message does not know
             the sample's name; the caller puts it in front.
     """
-    kind, height, width = image_header(data)
+    kind, height, width, data = _judged(data)
     if height < 1 or width < 1:
         raise DataError(f"{kind} image of {width}x{height} pixels; expected at least 1x1", "image size")
     if height * width > max_pixels:
         raise DataError(
             f"{kind} image of {width}x{height} pixels; at most {max_pixels} pixels are decoded", "image size"
         )
-    if kind == "jpeg":
-        _check_scans(data)
     try:
         if kind == "jpeg":
             return _decode_jpeg(data)
-        if kind == "webp" and not _webp_needs_pillow(data):
+        if kind == "webp":
             return _decode_webp(data)
-        if kind == "png":
-            _check_png(data)
-        return _decode_with_pillow(data, kind)
+        return _decode_png(data, (width, height))
     except DataError:
         raise
     except Exception as error:
@@ -80,20 +83,17 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         raise DataError(f"{kind} image cannot be decoded: {reason}", "damaged image") from error
 
 
-def image_header(data: bytes) -> tuple[str, int, int]:
-    """Format ("jpeg", "png" or "webp"), height and width of an image file, from its header alone.
-
-    Raises:
-        DataError: neither of these formats, or a header that ends early.
-    """
+def _judged(data: bytes) -> tuple[str, int, int, bytes]:
+    """Format ("jpeg", "png" or "webp"), height and width from the header, and the bytes for the decoder."""
     try:
         if data[:3] == b"\xff\xd8\xff":
-            return "jpeg", *_jpeg_size(data)
+            data = _frame_first(data)
+            return "jpeg", *struct.unpack_from(">HH", data, 7), data
         if data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR":
             width, height = struct.unpack_from(">II", data, 16)
-            return "png", height, width
+            return "png", height, width, data
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            return "webp", *_webp_size(data)
+            return "webp", *_webp_size(data), data
     except (IndexError, struct.error):
         raise DataError("image ends inside its header", "damaged image") from None
     got = f"begins with {bytes(data[:8])!r} ({len(data)} bytes)"
@@ -155,34 +155,71 @@ def _decode_webp(data: bytes) -> Tensor:
     from PIL import Image
     from torchvision.io import decode_webp
 
+    extended = data[12:16] == b"VP8X"
+    if extended and data[20] & 0b0010:
+        raise DataError("animated webp image; expected a still one", "animated image")
     with torch.no_grad():
         image = decode_webp(_as_tensor(data))
-    if image.shape[0] == 3:
-        return image
-    return _to_rgb(Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy())))
+    if image.shape[0] == 4:
+        image = _to_rgb(Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy())))
+    return _upright(image, _orientation(_webp_exif(data)) if extended and data[20] & 0b1000 else 1)
+
+
+def _decode_png(data: bytes, size: tuple[int, int]) -> Tensor:
+    from PIL import Image
+
+    _check_png(data)
+    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+        if image.size != size:  # a second header
+            raise DataError(f"png image with two sizes: {size} and {image.size}", "image size")
+        if getattr(image, "n_frames", 1) > 1:
+            raise DataError("animated png image; expected a still one", "animated image")
+        if data[24] == 16 and "transparency" in image.info:
+            raise DataError("16-bit png image with one transparent colour, which Pillow would miss", "image mode")
+        image.load()  # the orientation may come after the pixels
+        return _upright(_to_rgb(image), _png_orientation(image.info))
 
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _decode_with_pillow(data: bytes, kind: str) -> Tensor:
-    from PIL import Image
+def _upright(image: Tensor, orientation: int) -> Tensor:
+    """``(3, H, W)`` turned and mirrored as EXIF asks."""
+    turned = image.transpose(1, 2) if 5 <= orientation <= 8 else image
+    axes = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation)
+    return turned.flip(axes) if axes else turned
 
-    with Image.open(io.BytesIO(data), formats=(kind.upper(),)) as image:
-        if getattr(image, "n_frames", 1) > 1:
-            raise DataError(f"animated {kind} image; expected a still one", "animated image")
-        if kind == "png" and data[24] == 16 and "transparency" in image.info:
-            raise DataError("16-bit png image with one transparent colour, which Pillow would miss", "image mode")
-        image.load()  # the orientation may come after the pixels
-        # Looking for an orientation is slow, and without such a field there is none.
-        turned = any("exif" in key.lower() or "xmp" in key.lower() for key in image.info if isinstance(key, str))
-        return pil_to_uint8(image) if turned else _to_rgb(image)
+
+def _orientation(exif: bytes) -> int:
+    """Orientation in the first directory of EXIF data.
+
+    Pillow copies every field first, and thousands of fields can name the same megabytes.
+    """
+    exif = exif.removeprefix(b"Exif\0\0")
+    order = ">" if exif[:2] == b"MM" else "<"
+    try:
+        (at,) = struct.unpack_from(order + "I", exif, 4)
+        (fields,) = struct.unpack_from(order + "H", exif, at)
+        for field in range(at + 2, at + 2 + 12 * fields, 12):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", exif, field)
+            if (tag, kind) == (0x0112, 3):
+                return value
+    except struct.error:  # cut short
+        pass
+    return 1
+
+
+def _png_orientation(info: dict[Any, Any]) -> int:
+    """From EXIF, from EXIF as ImageMagick writes it, or from XMP."""
+    exif = info.get("exif") or bytes.fromhex("".join(info.get("Raw profile type exif", "").split("\n")[3:]))
+    xmp = re.search(r'tiff:Orientation(?:="|>)([0-9])', info.get("XML:com.adobe.xmp", ""))
+    return int(xmp[1]) if xmp and not exif else _orientation(exif)
 
 
 def _check_png(data: bytes) -> None:
     """Compare the checksums of all that decides about pixels; Pillow leaves out those of the pixels themselves."""
-    at, view = 8, memoryview(data)
+    at, others, view = 8, 0, memoryview(data)
     while at + 12 <= len(data):
         length, name = struct.unpack_from(">I4s", data, at)
         end = at + 8 + length
@@ -193,36 +230,33 @@ def _check_png(data: bytes) -> None:
             raise DataError(f"png image cannot be decoded: wrong checksum of its chunk {name!r}", "damaged image")
         if name == b"IEND":
             return
+        others += name != b"IDAT"
+        if others > _MAX_PARTS:
+            raise DataError(f"png image of more than {_MAX_PARTS} chunks beside its pixels", "too many parts")
         at = end + 4
     raise DataError("png image cannot be decoded: it is cut short", "damaged image")
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int]:
-    """Height and width from the first start-of-frame segment."""
-    at = 2
-    while True:
-        while data[at] != 0xFF:
-            at += 1
-        while data[at] == 0xFF:
-            at += 1
-        marker = data[at]
-        if marker in (0x01, *range(0xD0, 0xD9)):  # markers without a payload
-            at += 1
-            continue
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", data, at + 4)
-            return height, width
-        at += 1 + struct.unpack_from(">H", data, at + 1)[0]
+def _frame_first(data: bytes) -> bytes:
+    """The same JPEG with its first frame header in front of all other segments: libjpeg decodes this size, or nothing.
 
-
-def _check_scans(data: bytes) -> None:
-    """Goes from marker to marker, in time linear in the bytes; payloads, which may hold pictures, are passed over."""
-    at, scans = 2, 0
-    while (marker := _MARKER.search(data, at)) and marker[1] != b"\xd9":
-        scans += marker[1] == b"\xda"
-        if scans > MAX_SCANS:
-            raise DataError(f"jpeg image of more than {MAX_SCANS} scans; it is not decoded", "too many scans")
-        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    Goes from marker to marker as libjpeg does, in time linear in the bytes.
+    """
+    at, begin, end, parts, scans = 2, 0, 0, 0, 0
+    while (found := _MARKER.search(data, at)) and found[1] != b"\xd9":
+        start, at = found.span()
+        at += max(2, data[at] << 8 | data[at + 1] if at + 2 <= len(data) else 2)
+        if not end and found[1] in _FRAMES:
+            begin, end = start, at
+        parts, scans = parts + 1, scans + (found[1] == b"\xda")
+        if parts > _MAX_PARTS or scans > MAX_SCANS:
+            raise DataError(
+                f"jpeg image of more than {MAX_SCANS} scans or {_MAX_PARTS} segments; it is not decoded",
+                "too many scans",
+            )
+    if not end:
+        raise IndexError("no frame header")
+    return data[:2] + data[begin:end] + data[2:begin] + data[end:]
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
@@ -239,9 +273,14 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     raise DataError(f"WebP image with an unknown first chunk {chunk!r}", "damaged image")
 
 
-def _webp_needs_pillow(data: bytes) -> bool:
-    """Whether the file is animated or carries EXIF, which torchvision refuses or ignores."""
-    return data[12:16] == b"VP8X" and bool(data[20] & 0b0000_1010)
+def _webp_exif(data: bytes) -> bytes:
+    at = 12
+    while at + 8 <= len(data):
+        name, length = struct.unpack_from("<4sI", data, at)
+        if name == b"EXIF":
+            return data[at + 8 : at + 8 + length]
+        at += 8 + length + length % 2
+    return b""
 
 
 # Said by torchvision >= 0.29 at every call. Its successor needs FFmpeg; this module is the place to change.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from vqclip.data.sources import CaptionShardsData, ClassShardsData, RawSample, Source
 from vqclip.data.sources.class_folder import CLASSNAMES, chosen_split
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.errors import DataError, printable
+from vqclip.errors import ConfigError, DataError, printable
 from vqclip.files import read_bounded
 
 __all__ = ["PictureFolder", "Pictures", "open_pictures"]
@@ -34,12 +34,14 @@ def open_pictures(path: str, split: str | None = None) -> Pictures:
         split: of labelled shards; may be left out where there is one alone.
 
     Raises:
-        ConfigError: labelled shards with several splits, and none is named.
+        ConfigError: labelled shards with several splits, and none is named; or a split of anything else.
         DataError: there is nothing of these kinds, or it cannot be read.
     """
     folder = Path(path).expanduser()
     if (folder / CLASSNAMES).is_file():
         return ClassShardsData(path=str(folder), split=chosen_split(str(folder), split)).build()
+    if split is not None:
+        raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
     if folder.is_dir() and not any(folder.glob("*.tar")):
         return PictureFolder(folder)
     return CaptionShardsData(path=path).build()

@@ -48,7 +48,7 @@ def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
     Raises:
         DataError: see the module's docstring.
     """
-    _refuse_other_formats(path, os.pread(file, 8, 0), length)
+    _refuse_other_formats(path, os.pread(file, _BLOCK, 0), length)
     at = 0
     extended: dict[str, str] = {}
     while at < length:
@@ -102,6 +102,13 @@ def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
             raise DataError(
                 f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
             )
+    is_text = b"\0" not in start and len(start.decode(errors="ignore").encode()) > len(start) - 4
+    if is_text or start.startswith(b"PAR1"):
+        kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
+        raise DataError(
+            f"{path}: is {kind}, not a tar; expected a shard: a tar of images, each with a .txt, .json or .cls of the "
+            "same name (img2dataset makes such from a table of URLs)"
+        )
 
 
 def _check_sum(path: Shard, header: bytes, at: int) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -171,21 +172,28 @@ def _unchanged(result: T) -> T:
 
 
 def _prepare_worker(worker: int) -> None:
-    _die_with_parent()
+    _end_with_parent()
     torch.set_num_threads(1)
     ignore_stop_signals()
     answer_requests()
 
 
-def _die_with_parent() -> None:
-    """A stuck worker would not notice that its parent is gone, and hold its pipes and memory for ever."""
-    if sys.platform != "linux":
-        return
-    prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
-    prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+def _end_with_parent() -> None:
+    """End this worker with the process that reads from it, which is not the system's parent under ``forkserver``.
+
+    A stuck worker would not notice that its reader is gone, and hold its pipes and memory for ever.
+    """
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+    if sys.platform == "linux":  # at once, and also where native code holds the interpreter's lock
+        prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
+        prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
+def _exit_after_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it went before the line above
-        os._exit(1)
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _is_death(error: BaseException) -> bool:
