@@ -43,7 +43,10 @@ def test_a_few_cases(reader: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.timeout(0)
 def test_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
-    """10,000 images; the others for a minute each, or as many seconds as VQCLIP_FUZZ_S says; VQCLIP_FUZZ_SEED chooses the cases."""
+    """10,000 images; the others for a minute each, or as many seconds as VQCLIP_FUZZ_S says.
+
+    VQCLIP_FUZZ_SEED chooses the cases.
+    """
     seed = os.environ.get("VQCLIP_FUZZ_SEED", "0")
     cases = 10_000 if name == "images" else 0
     command = [
