@@ -133,7 +133,7 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
     """torch raises its error in the middle of the computation, which may wrap it, as a collective does."""
     batches = spoilt_data(folder, workers=2).batches(0, 1000)
     next(batches)
-    children = [each.pid for each in multiprocessing.active_children()]
+    children = sorted(each.pid for each in multiprocessing.active_children())
     with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), named_deaths():  # noqa: PT012
         try:
             os.kill(children[-1], signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_a_stuck_worker_is_explained(folder: Path) -> None:
 def test_workers_outlive_stop_signals(folder: Path) -> None:
     batches = spoilt_data(folder, workers=2).batches(0, 30)
     next(batches)
-    children = [each.pid for each in multiprocessing.active_children()]
+    children = sorted(each.pid for each in multiprocessing.active_children())
     assert len(children) >= 2
     for child in children:
         for number in (signal.SIGTERM, signal.SIGINT):
