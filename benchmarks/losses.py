@@ -3,8 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/losses.py
     OMP_NUM_THREADS=1 python benchmarks/losses.py --losses softmax --sizes 2048 --ranks 1 2 --json losses.json
 
-Time is the CPU time of the median round, summed over ranks; both libraries run in the same processes on the same unit
-features, their rounds interleaved. Peak memory is what a process of its own needs beyond its inputs: the growth of its
+Time is the CPU time of the median round, summed over ranks; all run in the same processes on the same unit features,
+their rounds interleaved. A ratio of times is ours over open_clip's: the median of the rounds' ratios, with the smallest
+and largest. The first is of vqclip as it is, whose products go to oneDNN. The second, "one kernel", is of vqclip with
+PyTorch's own products (MKL), those of open_clip: what the algorithm saves. The head says what a kernel saves: CPU,
+instruction set and GFLOP/s of both. Other instruction sets, and memory that is kept when it is freed (as `vqclip.train`
+keeps it, and glibc does not by itself: fresh pages cost open_clip's larger matrices more than our tiles):
+
+    ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/losses.py
+    GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592 \\
+        python benchmarks/losses.py
+
+Peak memory is what a process of its own needs beyond its inputs: the growth of its
 resident set at its highest. Bytes are those that a rank sends, counted at torch's collectives as rings (and NCCL) send
 them; gloo, which runs here, makes an all-reduce of a reduce-scatter and so sends more of ours: 0.75 and not 0.5 times
 open_clip's on two ranks. open_clip runs with local_loss and gather_with_grad, its options whose gradients are right on
@@ -16,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import socket
 import statistics
 import time
@@ -34,6 +45,9 @@ NUMBERS = {"softmax": (100.0,), "sigmoid": (10.0, -10.0)}
 """Scale and bias of each loss."""
 LIMIT_GIB = 12
 """open_clip is left out where its matrices would need more."""
+
+FORCING = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "GLIBC_TUNABLES")
+"""What the environment may say of instruction sets and memory."""
 
 Loss = Callable[..., Tensor]
 
@@ -143,10 +157,12 @@ def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
 def times_and_bytes(rank: int, ranks: int, name: str, size: int, impl: str, rounds: int, peer: bool) -> dict[str, Any]:
     """CPU seconds of every round, and bytes sent in one."""
     pair = features(size, rank, ranks)
-    losses = {"ours": ours(name, impl)} | ({"theirs": theirs(name, rank, ranks)} if peer else {})
+    losses = dict.fromkeys(("ours", "one kernel"), ours(name, impl))
+    losses |= {"theirs": theirs(name, rank, ranks)} if peer else {}
     found: dict[str, Any] = {"seconds": {key: [] for key in losses}, "bytes": {}}
     for number in range(rounds + 1):
         for key, loss in losses.items():
+            torch.backends.mkldnn.enabled = key != "one kernel"
             with counted(ranks) as sent:
                 seconds = once(loss, name, *pair)
             if number:  # the first warms up
@@ -176,13 +192,13 @@ def measure(name: str, size: int, ranks: int, impl: str, rounds: int) -> dict[st
     peer = 16 * size * size < LIMIT_GIB * 2**30  # about four matrices of fp32 on all ranks together
     parts = on_ranks(ranks, times_and_bytes, name, size, impl, rounds if size < 2**14 else 1, peer)
     seconds = {
-        key: statistics.median(sum(both) for both in zip(*(part["seconds"][key] for part in parts), strict=True))
+        key: [sum(both) for both in zip(*(part["seconds"][key] for part in parts), strict=True)]
         for key in parts[0]["seconds"]
     }
     memory = {"ours": max(on_ranks(ranks, peak_mib, name, size, impl))}
     if peer:
         memory["theirs"] = max(on_ranks(ranks, peak_mib, name, size, None))
-    sent = {key: max(part["bytes"][key] for part in parts) / 2**20 for key in seconds}
+    sent = {key: max(part["bytes"][key] for part in parts) / 2**20 for key in seconds if key != "one kernel"}
     return {"loss": name, "impl": impl, "size": size, "ranks": ranks, "s": seconds, "mib": memory, "sent_mib": sent}
 
 
@@ -194,8 +210,40 @@ def line(result: dict[str, Any]) -> str:
         ratio = f"{mine / other:.3f}" if other else "-"
         return f"{mine:.{digits}f} | {'-' if other is None else f'{other:.{digits}f}'} | {ratio}"
 
+    rounds = result["s"]
+    times = [
+        f"{statistics.median(rounds[key]):.3f}" if key in rounds else "-" for key in ("ours", "one kernel", "theirs")
+    ]
+    for key in ("ours", "one kernel"):
+        ratios = [mine / other for mine, other in zip(rounds[key], rounds.get("theirs", []), strict=False)]
+        times.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})" if ratios else "-")
     head = f"| {result['loss']} | {result['impl']} | {result['ranks']} | {result['size']} "
-    return f"{head}| {pair('s', 2)} | {pair('mib', 0)} | {pair('sent_mib', 1)} |"
+    return f"{head}| {' | '.join(times)} | {pair('mib', 0)} | {pair('sent_mib', 1)} |"
+
+
+def machine() -> str:
+    """CPU, instruction set, and how fast both kernels multiply on one thread."""
+    from vqclip.losses.products import product
+
+    torch.set_num_threads(1)
+    left, right = torch.randn(2, 2048, WIDTH)
+    speeds = []
+    for enabled in (False, True):
+        torch.backends.mkldnn.enabled = enabled
+        seconds = []
+        for _ in range(10):
+            before = time.process_time()
+            product(left, right.T)
+            seconds.append(time.process_time() - before)
+        speeds.append(2 * 2048 * 2048 * WIDTH / min(seconds) / 1e9)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = {key.strip(): value.strip() for key, _, value in (each.partition(":") for each in lines)}
+    forced = [f"{key}={os.environ[key]}" for key in FORCING if key in os.environ]
+    return (
+        f"{cpu.get('model name')} (family {cpu.get('cpu family')}, model {cpu.get('model')}), "
+        f"{torch.backends.cpu.get_cpu_capability()}{''.join(f', {each}' for each in forced)}; "
+        f"products of 2048 x {WIDTH} x 2048: PyTorch's own {speeds[0]:.0f} GFLOP/s, ours {speeds[1]:.0f}"
+    )
 
 
 def main() -> None:
@@ -209,10 +257,12 @@ def main() -> None:
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds")
-    print("(one from 16,384 on)\n")
-    beside = " | open_clip | ratio | ".join(("s", "MiB", "MiB sent"))
-    print(f"| loss | impl | ranks | batch | {beside} | open_clip | ratio |")
-    print("|---" * 13 + "|")
+    print(f"(one from 16,384 on); {machine()}\n")
+    print(
+        "| loss | impl | ranks | batch | s | s, one kernel | s, open_clip | ratio | ratio, one kernel "
+        "| MiB | open_clip | ratio | MiB sent | open_clip | ratio |"
+    )
+    print("|---" * 15 + "|")
     results = []
     for name in args.losses:
         for ranks in args.ranks:

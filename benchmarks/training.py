@@ -164,7 +164,12 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
     tower, quantizer = OURS[row]
     head = {"quantizer": quantizer, "width": WIDTH, "heads": HEADS, "depth": 0}
     config = {
-        "run": {"name": row.replace(", ", "-").replace(" ", "-"), "folder": str(folder), "device": "cpu"},
+        "run": {
+            "name": row.replace(", ", "-").replace(" ", "-"),
+            "folder": str(folder),
+            "device": "cpu",
+            **dict.fromkeys(("timeout_s", "step_timeout_s"), 604_800),  # a row waits long for its turn
+        },
         "data": {"sources": [{"kind": "shards", "path": str(shards)}], "workers": 0},
         "model": {
             "embed_dim": EMBED,

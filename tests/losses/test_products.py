@@ -33,13 +33,6 @@ def test_products_are_those_of_fp64(shape, transposed, dtype):
     torch.testing.assert_close(total.double(), 1 + wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_sums_are_added_a_few_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(products, "ROWS", 7)
-    left, right, total = matrix(20, 6, True, 3), matrix(6, 5, False, 4), torch.ones(20, 5)
-    add_product_(total, left, right)
-    torch.testing.assert_close(total, 1 + left @ right)
-
-
 def test_this_torch_has_the_fast_product():
     """So that a PyTorch that renames the operator is noticed: the losses would be right, at half the speed."""
     assert torch.backends.mkldnn.is_available() == products.HAS_ONEDNN

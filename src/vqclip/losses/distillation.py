@@ -121,7 +121,7 @@ def _distilled(
         for side, half, row, column in zip((student, teacher), halves(block), rows, block.carried, strict=True):
             for tile in side.of(half):
                 add_logsumexp_(row[tile.rows], tile.logits, dim=1)
-                add_logsumexp_(column, tile.logits, dim=0)
+                add_logsumexp_(column[tile.columns], tile.logits, dim=0)
     columns = [exchange.logsumexp(each) for each in of_columns]
 
     share = 1 / (2 * exchange.count)
@@ -130,11 +130,11 @@ def _distilled(
     for block in exchange.round(*map(exchange.spread, columns), *([] if gradients is None else [gradients.of_texts])):
         mine, theirs = halves(block)
         for tile, wanted in zip(student.of(mine), teacher.of(theirs), strict=True):
-            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1], share)
+            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1][wanted.columns], share)
             loss -= (target * tile.logits).sum()
             if gradients is not None:
-                found = softmaxes(tile.logits, rows[0][tile.rows], block.carried[0], share)
-                gradients.add(mine, block.carried[2], tile.rows, found.sub_(target))
+                softmaxes(tile.logits, rows[0][tile.rows], block.carried[0][tile.columns], share).sub_(target)
+                gradients.add(mine, block.carried[2], tile)
     if gradients is None:
         return without_gradients(dist.reduce_(loss, group=exchange.group).to(scale.dtype))
     return gradients.finish(loss, scale, torch.zeros_like(scale))

@@ -14,9 +14,6 @@ from torch import Tensor
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """False where PyTorch was built without it; `torch.backends.mkldnn.enabled` turns it off."""
 
-ROWS = 4096
-"""Of a sum that are worked on at a time: their product has to be made before it can be added."""
-
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """``(M, K) @ (K, N)`` → ``(M, N)``."""
@@ -25,12 +22,10 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``(M, K) @ (K, N)`` to ``total``, ``(M, N)``."""
-    if not _by_onednn(left):
+    if _by_onednn(left):
+        total.add_(product(left, right))
+    else:
         total.addmm_(left, right)
-        return
-    for begin in range(0, len(total), ROWS):
-        rows = slice(begin, begin + ROWS)
-        total[rows].add_(product(left[rows], right))
 
 
 def _by_onednn(x: Tensor) -> bool:

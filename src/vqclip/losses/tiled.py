@@ -75,7 +75,7 @@ def _softmax(
         (column,) = block.carried
         for tile in tiles.of(block):
             add_logsumexp_(rows_rest[tile.rows], tile.logits, dim=1)
-            add_logsumexp_(column, tile.logits, dim=0)
+            add_logsumexp_(column[tile.columns], tile.logits, dim=0)
     columns_rest = exchange.logsumexp(of_columns)
     tiles.tell()
 
@@ -88,10 +88,9 @@ def _softmax(
     for block in exchange.round(exchange.spread(by_column), gradients.of_texts):
         by_column, of_texts = block.carried
         for tile in tiles.of(block):
-            gradient = softmaxes(tile.logits, by_row[tile.rows], by_column, 1 / (2 * exchange.count))
-            if tile.own is not None:
-                gradient[:, tile.own :].diagonal().copy_(of_pairs[tile.rows])
-            gradients.add(block, of_texts, tile.rows, gradient)
+            softmaxes(tile.logits, by_row[tile.rows], by_column[tile.columns], 1 / (2 * exchange.count))
+            tile.set_pairs_(of_pairs)
+            gradients.add(block, of_texts, tile)
     return gradients.finish(loss, scale, torch.zeros_like(bias))
 
 
@@ -107,11 +106,10 @@ def _sigmoid(
         for tile in tiles.of(block):
             loss += softplus_sum(tile.logits) / exchange.count
             if gradients is not None:
-                gradient = tile.logits.sigmoid_()
-                if tile.own is not None:
-                    gradient[:, tile.own :].diagonal().copy_(of_pairs[tile.rows])
-                of_bias += gradient.sum()
-                gradients.add(block, block.carried[0], tile.rows, gradient)
+                tile.logits.sigmoid_()
+                tile.set_pairs_(of_pairs)
+                of_bias += tile.logits.sum()
+                gradients.add(block, block.carried[0], tile)
     if gradients is None:
         return without_gradients(dist.reduce_(loss, group=exchange.group))
     return gradients.finish(loss, scale, of_bias)

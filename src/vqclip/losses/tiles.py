@@ -1,4 +1,4 @@
-"""The machinery of the tiled losses: rows of logits a few at a time, gradients computed in forward.
+"""The machinery of the tiled losses: logits a square tile at a time, gradients computed in forward.
 
 No process ever holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Each rank owns
 the rows of its images; how these meet the texts of all ranks is `vqclip.losses.exchange`'s. As the gradient is worked
@@ -9,7 +9,9 @@ get in the way of DDP's.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,8 +25,8 @@ from vqclip.losses.products import add_product_, product
 
 logger = logging.getLogger(__name__)
 
-TILE_BYTES = 2**23
-"""Logits that are worked on at a time."""
+TILE_BYTES = 2**22
+"""Logits that are worked on at a time: few enough for a CPU's cache, enough for fast products."""
 
 KEPT_BYTES = 2**24
 """Logits that are kept from one round for the next; the others are computed again."""
@@ -50,18 +52,25 @@ class Gradients(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some rows of the logits, with one block's columns of each."""
+    """Some rows and columns of the logits."""
 
     rows: slice
     """Of this rank's images."""
+    columns: slice
+    """Of the block's texts."""
     logits: Tensor
     """``(R, C)``, -inf for the pairs and for what is no negative."""
-    own: int | None
-    """The column of the first row's pair; None where no pair is apart."""
+    offset: int
+    """Column of the first row's pair; the pairs are this diagonal, if it meets the tile."""
+
+    def set_pairs_(self, of_pairs: Tensor) -> None:
+        """Overwrite the pairs with theirs of ``(B,)``, those of all images."""
+        pairs = self.logits.diagonal(self.offset)
+        pairs.copy_(of_pairs[self.rows][max(0, -self.offset) :][: len(pairs)])
 
 
 class Tiles:
-    """Goes through ``scale * image @ block.texts.T + bias`` from top to bottom, as often as one likes.
+    """Goes through ``scale * image @ block.texts.T + bias`` tile by tile, as often as one likes.
 
     Args:
         image: ``(B, E)`` this rank's.
@@ -91,16 +100,14 @@ class Tiles:
     def of(self, block: Block) -> Iterator[Tile]:
         """The block's tiles; none where it has no texts."""
         self._columns = max(self._columns, block.columns.stop)
-        row_bytes = block.texts.element_size() * len(block.texts)
-        if row_bytes == 0:
-            return
-        height = max(1, TILE_BYTES // row_bytes)
-        for begin in range(0, len(self._images), height):
-            place = (block.columns.start, begin)
+        side = max(1, math.isqrt(TILE_BYTES // block.texts.element_size()))
+        sizes = len(self._images), len(block.texts)
+        for top, left in itertools.product(*(range(0, size, side) for size in sizes)):
+            place = (block.columns.start + left, top)
             tile = self._kept.pop(place, None)
             if tile is None:
                 self._number += 1
-                tile = self._made(block, slice(begin, min(begin + height, len(self._images))))
+                tile = self._made(block, slice(top, min(top + side, sizes[0])), slice(left, min(left + side, sizes[1])))
                 if self._room >= tile.logits.nbytes:
                     self._room -= tile.logits.nbytes
                     self._kept[place] = tile
@@ -110,18 +117,17 @@ class Tiles:
         """Log how many tiles of the first round the second will find."""
         _tell_once(len(self._images), self._columns, self._number, len(self._kept))
 
-    def _made(self, block: Block, rows: slice) -> Tile:
-        logits = product(self._images[rows] * self._scale, block.texts.T)
+    def _made(self, block: Block, rows: slice, columns: slice) -> Tile:
+        logits = product(self._images[rows] * self._scale, block.texts[columns].T)
         if self._bias is not None:
             logits.add_(self._bias)
         if self._keys is not None:
-            own = self._keys[self._start + rows.start : self._start + rows.stop]
-            logits.masked_fill_(own[:, None] == self._keys[block.columns], -torch.inf)
-        own = self._start - block.columns.start + rows.start
-        if not (self._pairs_apart and block.columns.start <= self._start < block.columns.stop):
-            return Tile(rows, logits, None)
-        logits[:, own:].diagonal().fill_(-torch.inf)
-        return Tile(rows, logits, own)
+            own, others = self._keys[self._start :][rows], self._keys[block.columns][columns]
+            logits.masked_fill_(own[:, None] == others, -torch.inf)
+        offset = self._start + rows.start - block.columns.start - columns.start
+        if self._pairs_apart:
+            logits.diagonal(offset).fill_(-torch.inf)
+        return Tile(rows, columns, logits, offset)
 
 
 def add_logsumexp_(total: Tensor, logits: Tensor, dim: int) -> None:
@@ -193,10 +199,10 @@ class FeatureGradients:
         self.of_texts = exchange.empty(text, 0.0)
         """To be carried by the round that adds tiles."""
 
-    def add(self, block: Block, of_texts: Tensor, rows: slice, logits: Tensor) -> None:
-        """``(R, C)`` gradient of some rows of a block's logits; ``of_texts`` is what the block carries."""
-        add_product_(self._image[rows], logits, block.texts)
-        add_product_(of_texts, logits.T, self._own_image[rows])
+    def add(self, block: Block, of_texts: Tensor, tile: Tile) -> None:
+        """Add a tile that holds the gradient of its logits; ``of_texts`` is what the block carries."""
+        add_product_(self._image[tile.rows], tile.logits, block.texts[tile.columns])
+        add_product_(of_texts[tile.columns], tile.logits.T, self._own_image[tile.rows])
 
     def finish(self, loss: Tensor, scale: Tensor, bias: Tensor) -> Gradients:
         """Put together what ranks have found. A collective.
