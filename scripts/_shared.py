@@ -24,6 +24,7 @@ from vqclip.evaluation import (
     format_results,
     write_json,
 )
+from vqclip.logs import put, unfailing_streams
 from vqclip.model import CLIP
 from vqclip.pretrained import CONFIG_FILE
 
@@ -73,6 +74,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+@unfailing_streams()
 def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace], EvaluationConfig]) -> int:
     """Evaluate, print the tables and write the JSON. Runs under torchrun as well, sharing the work.
 
@@ -94,9 +96,9 @@ def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace]
             results = evaluate(model, [task], precision=arguments.precision, codes_folder=arguments.codes)
             shown = format_results(results)
         if dist.is_main():
-            print(f"model: {folder}\n\n{shown}")
             if arguments.json is not None:
                 write_json(arguments.json, results)
+            put(f"model: {folder}\n\n{shown}")
     except ValidationError as error:
         return _fail("\n".join(_problem(one) for one in error.errors()))
     except (VqclipError, OSError) as error:

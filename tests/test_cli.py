@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.data.making import caption_shards
 from tests.tokenize.making import shards, tokenizer_folder
+from tests.training import run_tree
 from vqclip.cli import COMMANDS, main
 from vqclip.data import TokenDataset
 
@@ -86,3 +94,50 @@ def test_errors_of_the_system_are_a_line_without_numbers(tmp_path: Path, capsys:
     out = str(tmp_path / "file" / "tokens")
     assert main(["tokenize", "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--out", out]) == 2
     assert f"--out: {out}: cannot be made (Not a directory); expected a new folder" in capsys.readouterr().err
+
+
+def run_with(out: int, error: int, *arguments: str | Path) -> int:
+    """The exit status of ``vqclip`` with these streams, for which only ASCII can be written."""
+    settings = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "vqclip", *map(str, arguments)]
+    return subprocess.run(command, stdout=out, stderr=error, env=settings, timeout=120).returncode
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """A pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.fixture
+def full() -> Iterator[int]:
+    """A device that is full."""
+    device = os.open("/dev/full", os.O_WRONLY)
+    yield device
+    os.close(device)
+
+
+def test_dead_streams_end_no_run(tmp_path: Path, closed_pipe: int, full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, which needs no stream, logs into its folder; it goes on from there with other dead streams."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "shards").mkdir()
+    tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", counts=(13,)), train__steps=2, optim__warmup_steps=1)
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    for out, error in ((closed_pipe, full), (full, closed_pipe)):
+        assert run_with(out, error, "train", "--config", tmp_path / "config.json") == 0
+        assert (tmp_path / "tiny" / "summary.json").exists()
+    lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
+    timed = r"[\d-]{10} [\d:]{8} I vqclip"
+    for said in ("report.bar: step 2/2 loss", "said: run tiny", "resume: resumed from step 2"):
+        assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
+
+
+def test_a_product_that_cannot_be_written_is_an_error(tmp_path: Path, closed_pipe: int, full: int) -> None:
+    """Unless its reader has gone."""
+    with (tmp_path / "error").open("w+b") as error:
+        assert run_with(full, error.fileno(), "train", "--json-schema") == 1
+        assert run_with(closed_pipe, error.fileno(), "train", "--json-schema") == 0
+    assert (tmp_path / "error").read_text() == "vqclip.train: standard output: No space left on device\n"

@@ -14,9 +14,9 @@ from vqclip.signals import STOP_SIGNALS, StopSignals
 
 @pytest.fixture(autouse=True)
 def handlers_are_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -83,8 +83,43 @@ def test_other_threads_are_refused():
 
 
 def test_workers_ignore_the_signals_of_their_group():
-    script = "import os, signal, sys; from vqclip.signals import ignore_stop_signals as f; f(); " + (
-        "[os.kill(os.getpid(), getattr(signal, name)) for name in ('SIGTERM', 'SIGINT', 'SIGUSR1')]; print('alive')"
+    script = "import os; from vqclip.signals import STOP_SIGNALS, ignore_stop_signals; ignore_stop_signals(); " + (
+        "[os.kill(os.getpid(), number) for number in STOP_SIGNALS]; print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "alive\n", done.stderr
+
+
+def test_sighup_stays_ignored_under_nohup():
+    script = "import os, signal; from vqclip.signals import StopSignals\nwith StopSignals() as stop: " + (
+        "os.kill(os.getpid(), signal.SIGHUP); print(stop.requested)"
+    )
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["by torchrun", "by a shell"])
+def test_a_rank_stops_when_its_launcher_dies(launched):
+    rank = """
+import time
+from vqclip.signals import StopSignals, launcher_is_gone, stop_with_launcher
+stop_with_launcher()
+with StopSignals() as stop:
+    print("ready", flush=True)
+    end = time.monotonic() + (30 if LAUNCHED else 0.5)
+    while not stop.requested and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print(stop.name, launcher_is_gone(), flush=True)
+""".replace("LAUNCHED", str(launched))
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    settings |= {"TORCHELASTIC_RUN_ID": "x"} if launched else {}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        said, _ = process.communicate(timeout=60)  # until the rank has ended too
+    assert said == ("SIGTERM True\n" if launched else "None False\n")

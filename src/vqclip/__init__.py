@@ -7,6 +7,7 @@ only touched by the modules that need them. What most users want is one function
     tokenizer = load_tokenizer("runs/base/tokenizer", modality="image")
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ __version__ = "0.1.0.dev0"
 """Version of the installed package."""
 
 __all__ = ["__version__", "load_tokenizer"]
+
+_PARENT_PID = os.getppid()
+"""Process that started this one, read before torch's slow import; see `vqclip.signals`."""
 
 
 def __getattr__(name: str) -> Any:

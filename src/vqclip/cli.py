@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vqclip import __version__
 from vqclip.errors import printable
-from vqclip.logs import tell_interrupt
+from vqclip.logs import put, tell_error, tell_interrupt, unfailing_streams
 
 __all__ = ["COMMANDS", "main"]
 
@@ -36,6 +36,7 @@ COMMANDS = {
 }
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -43,12 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Its exit status; 2 where there is no such command, 130 for Ctrl-C.
     """
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
-    if name == "--version":
-        print(__version__)
-        return 0
+    try:
+        if name in ("-h", "--help"):
+            put(_help())
+            return 0
+        if name == "--version":
+            put(__version__)
+            return 0
+    except OSError as error:
+        tell_error("vqclip", error, str)
+        return 1
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else ""

@@ -13,6 +13,7 @@ from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
 from vqclip.evaluation import Attempt, format_line, format_results, try_all
 from vqclip.lock import RunLock
+from vqclip.logs import say
 from vqclip.recipe import TrainConfig
 from vqclip.report.bar import Bar
 from vqclip.report.clock import Clock
@@ -205,5 +206,5 @@ def require_success(attempt: Attempt) -> None:
     if attempt.failure is None:
         return
     if attempt.results and dist.is_main():
-        print(format_results(attempt.results), flush=True)
+        say(format_results(attempt.results))
     raise attempt.failure

@@ -282,7 +282,7 @@ class Snapshots:
             self._restore_state(state)
         self._written = step
         self.require_equal(step)
-        logger.info("resumed from %s: %d steps done", restored["path"], step)
+        logger.info("resumed from step %d: %s", step, restored["path"])
         return step, {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
 
     def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState]:

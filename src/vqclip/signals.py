@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+import vqclip
 from vqclip.errors import StopRequested
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is what schedulers send some time before the end, as Slurm does with `--signal`."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Schedulers send SIGUSR1 some time before the end (Slurm's `--signal`); a terminal that closes sends SIGHUP."""
 
 
 class StopSignals:
-    """While this context is open, SIGTERM, SIGINT and SIGUSR1 set a flag instead of ending the process.
+    """While this context is open, SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag instead of ending the process.
 
         with StopSignals() as stop:
             for batch in loader:
@@ -24,6 +27,7 @@ class StopSignals:
                 if dist.any_rank(stop.requested):  # one rank may have got the signal a step before the others
                     break
 
+    SIGHUP stays ignored where it was before, as under `nohup`.
     A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt` as usual; the others may come any number of times.
     On leaving, the handlers from before are back, whatever happened inside. Only the main thread may open it. A
     process forked inside inherits the handlers: see `ignore_stop_signals`.
@@ -63,7 +67,8 @@ class StopSignals:
             raise RuntimeError("StopSignals was opened in another thread; Python delivers signals to the main one only")
         self._received = None
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -87,9 +92,29 @@ class StopSignals:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGTERM, SIGINT and SIGUSR1 in this process; for helpers such as data loader workers.
+    """Ignore `STOP_SIGNALS` in this process; for helpers such as data loader workers.
 
     A launcher signals the whole process group: the workers must live on until the rank that reads from them has saved.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def signal_at_parent_death(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent dies; on Linux only."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, number, 0, 0, 0)
+
+
+def stop_with_launcher() -> None:
+    """Under torchrun: get SIGTERM when torchrun dies, whatever kills it; nobody else would end this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_parent_death(signal.SIGTERM)
+        if launcher_is_gone():  # before the line above
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def launcher_is_gone() -> bool:
+    """Whether torchrun started this process and has died."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != vqclip._PARENT_PID

@@ -24,7 +24,7 @@ from vqclip.errors import ConfigError, DataError, StopRequested, VqclipError
 from vqclip.evaluation import prepare, try_all
 from vqclip.files import write_text
 from vqclip.lock import RunLock
-from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
+from vqclip.logs import LogFile, log_to_stderr, note, put, say, tell_error, tell_interrupt, unfailing_streams
 from vqclip.loop import Loop, require_success
 from vqclip.memory import keep_freed_memory
 from vqclip.recipe import TrainConfig
@@ -34,7 +34,7 @@ from vqclip.report.stopped import remove_stopped, write_stopped
 from vqclip.report.summary import RunSummary, caption_facts, render, summarise
 from vqclip.resume import Kept, Snapshots
 from vqclip.seeds import derive_seed
-from vqclip.signals import StopSignals
+from vqclip.signals import StopSignals, launcher_is_gone
 from vqclip.step import TrainStep, towers_draw
 from vqclip.watchdog import Watchdog
 
@@ -55,10 +55,14 @@ def train(config: TrainConfig) -> RunSummary | None:
     if device.type == "cpu":
         keep_freed_memory()
     dist.init(device, config.run.timeout_s)
-    with StopSignals(notice=dist.is_main()) as stop, progress.heard_by(stop.require_going_on):
+    with (
+        LogFile(config.run.path, masked) as log,
+        StopSignals(notice=dist.is_main()) as stop,
+        progress.heard_by(stop.require_going_on),
+    ):
         try:
             with RunLock(config.run.path) as lock:
-                return _train(config, device, lock, stop)
+                return _train(config, device, lock, log, stop)
         except StopRequested:
             _note_stop(config, stop)
             return None
@@ -66,11 +70,12 @@ def train(config: TrainConfig) -> RunSummary | None:
             dist.shutdown()  # within, as a scheduler may ask more than once
 
 
-def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopSignals) -> RunSummary:
+def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFile, stop: StopSignals) -> RunSummary:
     folder = config.run.path
     _check_world(config.train.batch_size, config.train.micro_batches)
     _make_folder(folder)  # so that a wrong place is found now, not after the data
     lock.take()
+    log.open()
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
@@ -141,6 +146,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, stop: StopS
     if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
         write_summary(summary, config)
     require_success(attempt)
+    if dist.is_main():
+        note(render(summary))
     return summary
 
 
@@ -167,7 +174,8 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
     signals = [name for name in dist.gather_json(stop.name) if name is not None]
     if dist.is_main():
         done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
-        print(f"stopped after step {done} of {config.train.steps}; the same command goes on from there", flush=True)
+        gone = "torchrun is gone; " if launcher_is_gone() else ""
+        say(f"{gone}stopped after step {done} of {config.train.steps}; the same command goes on from there")
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, dict[str, int]]]:
@@ -230,6 +238,7 @@ def _unknown_option(option: str, given: Sequence[str]) -> str:
     return f"unknown option {option}: expected section.key=value{hint}"
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
@@ -243,11 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_intermixed_args(given)
     if unknown:
         parser.error(_unknown_option(unknown[0], given))
-    if options.json_schema:
-        print(json.dumps(json_schema(TrainConfig), indent=2))
-        return 0
     log_to_stderr(masked)
     try:
+        if options.json_schema:
+            put(json.dumps(json_schema(TrainConfig), indent=2))
+            return 0
         config = load_config(TrainConfig, options.config, options.overrides)
     except ConfigError as error:
         # All processes of a machine read the same file: one of them says so. torchrun ends them all when the first of
@@ -256,10 +265,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error, 2)
         time.sleep(_TIME_TO_SPEAK_S)
         return 2
-    if options.print_config:
-        print(to_yaml(config), end="")
-        return 0
+    except OSError as error:
+        return _fail(error, 1)
     try:
+        if options.print_config:
+            put(to_yaml(config).removesuffix("\n"))
+            return 0
         summary = train(config)
     except VqclipError as error:
         return _fail(error, 2 if isinstance(error, ConfigError) else 1)

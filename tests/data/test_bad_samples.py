@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.data.loading import global_batch, open_data, same
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, ClassShardsConfig, TrainData
+from vqclip.data.batch import BadSample
 from vqclip.errors import DataError
 from vqclip.report.bad_samples import BadSamples
 from vqclip.report.lines import Lines
@@ -170,6 +172,27 @@ def recorded(data: TrainData, folder: Path) -> tuple[list[dict[str, Any]], dict[
     bad.collect()
     lines.close()
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], bad.figures()
+
+
+def test_the_file_is_bounded_and_a_resumed_run_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vqclip.report.bad_samples.MOST_LINES", 7)
+    bad = [(step, BadSample(step, "no caption", "other", 0)) for step in range(10)]
+
+    def collected(file: Path, parts: list[list[tuple[int, BadSample]]]) -> str:
+        counts: dict[str, int] = {}
+        for part in parts:
+            lines = Lines(file, part[0][0])
+            data = mock.Mock(newly_replaced=lambda part=part: part, new_lengths=dict)
+            samples = BadSamples(data, {"replaced": counts}, lines)
+            assert samples.collect() == part[-1][0] + 1
+            lines.close()
+            counts = dict(samples.counts)
+        return file.read_text()
+
+    whole = collected(tmp_path / "whole", [bad])
+    assert len(whole.splitlines()) == 7
+    assert collected(tmp_path / "resumed", [bad[:5], bad[5:]]) == whole
+    assert collected(tmp_path / "late", [bad[:8], bad[8:]]) == whole
 
 
 @pytest.mark.parametrize("name", CASES)

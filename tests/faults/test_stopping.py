@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
@@ -61,11 +63,21 @@ FORWARDING = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     [
         (signal.SIGTERM, to_torchrun, (), "", 1),
         (signal.SIGINT, to_torchrun, (), "", 1),
+        (signal.SIGHUP, to_torchrun, (), "", 1),
+        (signal.SIGHUP, to_all, (), "", 1),
         (signal.SIGUSR1, to_torchrun, FORWARDING, "", 1),
         (signal.SIGUSR1, to_all, (), "trap '' USR1", 0),
         (signal.SIGTERM, to_rank_1, ("--max-restarts", "1"), "", 0),
     ],
-    ids=["SIGTERM", "SIGINT", "SIGUSR1 forwarded", "SIGUSR1 to all, ignored by torchrun", "SIGTERM to one rank"],
+    ids=[
+        "SIGTERM",
+        "SIGINT",
+        "SIGHUP",
+        "SIGHUP to all",
+        "SIGUSR1 forwarded",
+        "SIGUSR1 to all, ignored by torchrun",
+        "SIGTERM to one rank",
+    ],
 )
 def test_a_stopped_job_saves_one_common_step_and_goes_on(
     tmp_path, shards, ranks, whole, number, send, options, shell, status
@@ -157,3 +169,33 @@ def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, ranks, 
     assert status == 0, running.output
     assert stopped_at(running)["step"] in (5, 6)
     goes_on(ranks, tmp_path, tree, whole, stopped_at(running)["step"])
+
+
+@pytest.mark.parametrize(
+    ("mark", "fault", "steps"),
+    [
+        ("indexing-1", {"each_shard_s": 3.0}, [0]),
+        ("step-4-1", {"each_step_s": 0.3}, range(4, STEPS)),
+        ("evaluation-0", {"each_evaluation_batch_s": 5.0}, [12]),
+        ("saving-0", {"saving_s": 4.0}, range(9, 14)),
+    ],
+)
+def test_killing_torchrun_alone_stops_the_ranks(tmp_path, shards, ranks, whole, mark, fault, steps):
+    """Within seconds, in order: what torchrun served, its store, is gone with it."""
+    tree = tree_in(tmp_path, shards, train__checkpoint_every=9)
+    with job(tmp_path / "job", tree, fault) as running:
+        running.wait_for_mark(mark)
+        left = running.ranks()
+        left += [int(child) for pid in left for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        running.process.kill()
+        running.wait_for_stop(WITHIN_S)
+        end = time.monotonic() + 10
+        while alive := [pid for pid in left if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < end, f"{alive} of {left} are still there\n{running.output}"
+            time.sleep(0.02)
+    assert "torchrun is gone; stopped after step" in running.output
+    done = (
+        stopped_at(running)["step"] if steps != [0] else json.loads((running.run / "stopped.json").read_text())["step"]
+    )
+    assert done in steps
+    goes_on(ranks, tmp_path, tree, whole, done)

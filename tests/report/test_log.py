@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,19 +70,27 @@ def test_resume_drops_later_steps_and_a_broken_line(tmp_path, caplog):
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_failed_rewrite_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    with MetricsLog(tmp_path, tensorboard=False) as log:
-        for step in (1, 2):
-            log.write(step, {})
-    before = log.path.read_bytes()
+def test_resume_reads_only_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    unread = b"no line\n" + b'{"step": 1}\n' * 2
+    path.write_bytes(unread + b'{"step": 2, "a": 1}\n{"step": 2, "a": 3, "b": 2}\n{"step": 3}\n')
+    with MetricsLog(tmp_path, start_step=2, tensorboard=False) as log:
+        assert log.recorded == {"step": 2, "a": 3, "b": 2}
+    assert path.read_bytes() == unread + b'{"step": 2, "a": 1}\n{"step": 2, "a": 3, "b": 2}\n'
 
-    def full(descriptor: int) -> None:
-        raise OSError("No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        MetricsLog(tmp_path, start_step=1, tensorboard=False)
-    assert log.path.read_bytes() == before
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_deleted_files_end_no_run(tmp_path, caplog):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 40):
+            log.write(step, {"loss": 1.0})
+            log.flush()
+            if step == 20:
+                shutil.rmtree(tmp_path / "tensorboard")
+                log.path.unlink()
+    assert steps(log.path) == list(range(21, 40))
+    assert caplog.text.count("tensorboard: cannot be written") == 1
+    assert caplog.text.count("metrics.jsonl: was deleted; a new one is begun with step 21") == 1
 
 
 def test_steps_never_go_back(tmp_path):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import traceback
 import weakref
@@ -21,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vqclip.errors import DataError, StorageError
-from vqclip.signals import ignore_stop_signals
+from vqclip.signals import ignore_stop_signals, signal_at_parent_death
 from vqclip.stacks import answer_requests
 
 __all__ = ["named_deaths", "ordered_map"]
@@ -184,9 +182,7 @@ def _end_with_parent() -> None:
     A stuck worker would not notice that its reader is gone, and hold its pipes and memory for ever.
     """
     threading.Thread(target=_exit_after_parent, daemon=True).start()
-    if sys.platform == "linux":  # at once, and also where native code holds the interpreter's lock
-        prctl, set_death_signal = ctypes.CDLL(None).prctl, 1
-        prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+    signal_at_parent_death(signal.SIGKILL)  # at once, and also where native code holds the interpreter's lock
 
 
 def _exit_after_parent() -> None:

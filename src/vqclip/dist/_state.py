@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from vqclip.dist import _history
 from vqclip.dist._meeting import own_store
 from vqclip.errors import DistributedError
+from vqclip.signals import stop_with_launcher
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
 """A process group; None for that of the whole job."""
@@ -65,6 +66,7 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
     """Join the job that torchrun's environment variables describe; without them (one process) do nothing.
 
     Tensors on the CPU travel by gloo, those on CUDA devices by NCCL. Does nothing if a process group exists already.
+    From then on this process gets SIGTERM when torchrun dies, on Linux.
 
     Args:
         device: "cpu" or "cuda"; for "cuda" this process's GPU becomes the current one.
@@ -81,6 +83,7 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
             f"the environment has some of torchrun's variables but not {', '.join(missing)}; "
             "start the job with `torchrun -m vqclip.train ...`, or unset RANK and WORLD_SIZE to run one process"
         )
+    stop_with_launcher()
     on_cuda = torch.device(device).type == "cuda"
     if on_cuda:
         if local_rank() >= torch.cuda.device_count():

@@ -24,13 +24,14 @@ from vqclip.export.program import AnyTokenizer
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
 from vqclip.loading import load_tokenizer
-from vqclip.logs import tell_error, tell_interrupt
+from vqclip.logs import put, tell_error, tell_interrupt, unfailing_streams
 from vqclip.tokenizer import ImageTokenizer
 
 _DRAWN = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -87,13 +88,13 @@ def _run(options: argparse.Namespace) -> None:
     if not options.keep:
         export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
-        print(f"{options.out}: {sizes}")
+        put(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
     compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
-    print(f"compared on: {compared}, batches of {options.batch_size}")
-    print(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
+    put(f"compared on: {compared}, batches of {options.batch_size}")
+    put(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
-        print(f"torch.export: {verify_program(tokenizer, inputs)}")
+        put(f"torch.export: {verify_program(tokenizer, inputs)}")
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
-"""What a run could not read: every bad sample in ``bad_samples.jsonl``, and their number by kind."""
+"""Bad samples of a run: the first in ``bad_samples.jsonl``, and the number of all of them by kind."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,11 @@ from vqclip import dist
 from vqclip.data import TrainData
 from vqclip.report.lines import Lines
 from vqclip.towers import CaptionLengths
+
+logger = logging.getLogger(__name__)
+
+MOST_LINES = 10_000
+"""Length of the file; a sample that cannot be read comes back in every epoch."""
 
 
 class BadSamples:
@@ -51,12 +57,15 @@ class BadSamples:
         return [{"step": step + 1, **bad._asdict()} for step, bad in self._data.newly_replaced()]
 
     def _take(self, found: list[dict[str, Any]]) -> None:
-        self.counts.update(bad["kind"] for bad in found)
         # A sample may be bad in its own place and in another's: the order must not depend on the ranks.
         for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"], each["substitute_id"])):
             self.last.append(bad["reason"])
-            if self._lines is not None:
+            number = self.counts.total()
+            self.counts[bad["kind"]] += 1
+            if self._lines is not None and number < MOST_LINES:
                 self._lines.write(bad.pop("step"), bad)
+            elif self._lines is not None and number == MOST_LINES:
+                logger.warning("%s: full with %d lines; more bad samples are only counted", self._lines.path, number)
 
     def figures(self) -> dict[str, float]:
         """For the log: the total, and the number of each kind that there was."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vqclip.data import masked
-from vqclip.files import named, sync_folder
+from vqclip.files import named
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,12 @@ class Lines:
         self.check(step)
         assert "step" not in values
         line = {"step": step, **{name: spelt(value) for name, value in values.items()}}
+        if self._file is not None and not self.path.exists():
+            logger.warning("%s: was deleted; a new one is begun with step %d", self.path, step)
+            self.close()
         with named(self.path):
             if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("ab")
             self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._file.flush()
@@ -94,33 +99,30 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Rewrite the file at `path`, in one stroke, without lines of steps after `step` and without broken lines.
+    """Cut lines of steps after `step`, and broken lines at the end, off the file at `path`; reads no others.
 
     Returns:
         What it says about `step`.
     """
     recorded: dict[str, Any] = {}
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return recorded
-    aside = path.with_name(f".tmp-{path.name}")
     later = broken = 0
-    with path.open("rb") as source, aside.open("wb") as target:
-        for line in source:
-            entry = parsed(line)
-            if entry is None:
-                broken += 1
-            elif entry["step"] > step:
-                later += 1
-            else:
-                target.write(line)
-                if entry["step"] == step:
-                    recorded |= entry
-        target.flush()
-        os.fsync(target.fileno())
-    if later or broken:
-        logger.warning("%s: dropped %d lines of steps after %d and %d broken ones", path, later, step, broken)
-        os.replace(aside, path)
-        sync_folder(path.parent)
-    else:
-        aside.unlink()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = kept = len(text)
+        while end:
+            begin = text.rfind(b"\n", 0, end - 1) + 1
+            entry = parsed(text[begin:end])
+            if entry is not None and entry["step"] < step:
+                break
+            if entry is not None and entry["step"] == step:
+                recorded = entry | recorded
+            elif end == kept:
+                kept = begin
+                later, broken = later + (entry is not None), broken + (entry is None)
+            end = begin
+        if later or broken:
+            logger.warning("%s: dropped %d lines of steps after %d and %d broken ones", path, later, step, broken)
+            os.truncate(file.fileno(), kept)
+            os.fsync(file.fileno())
     return recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from vqclip.errors import DataError
 from vqclip.report.lines import Lines, parsed, spelt
+
+logger = logging.getLogger(__name__)
 
 _FILE = "metrics.jsonl"
 _BOARD = "tensorboard"
@@ -65,24 +68,30 @@ class MetricsLog:
             if not plain:
                 return
         self._lines.write(step, plain)
-        if self._board is not None:
-            for name, value in plain.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._board.add_scalar(name, value, step)
+        for name, value in plain.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._on_board("add_scalar", name, value, step)
 
     def flush(self) -> None:
         """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
         self._lines.flush()
-        if self._board is not None:
-            self._board.flush()
+        self._on_board("flush")
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
         try:
             self._lines.close()
         finally:
+            self._on_board("close")
+
+    def _on_board(self, method: str, *values: object) -> None:
+        """Write no more to TensorBoard once that fails: its folder may have been deleted, and the file has it all."""
+        try:
             if self._board is not None:
-                self._board.close()
+                getattr(self._board, method)(*values)
+        except Exception as error:  # its thread passes on whatever ended it
+            self._board = None
+            logger.warning("%s: cannot be written (%s): the run goes on without", self.path.parent / _BOARD, error)
 
     def __enter__(self) -> MetricsLog:
         return self

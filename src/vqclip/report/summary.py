@@ -114,7 +114,7 @@ def render(summary: RunSummary) -> str:
         f"run {summary.name}",
         facts(summary),
         "",
-        f"  run         {summary.folder}   (config.yaml, metrics.jsonl, events.jsonl, tensorboard/, summary.json)",
+        f"  run         {summary.folder}   (config.yaml, train.log, metrics.jsonl, tensorboard/, summary.json, ...)",
         f"  checkpoint  {summary.checkpoint}",
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]

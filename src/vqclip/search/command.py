@@ -25,7 +25,7 @@ from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
 from vqclip.files import read_bounded, write_text
 from vqclip.loading import load_tokenizer
-from vqclip.logs import tell_error, tell_interrupt
+from vqclip.logs import put, tell_error, tell_interrupt, unfailing_streams
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
@@ -34,6 +34,7 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 __all__ = ["build", "main", "parser"]
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -171,8 +172,9 @@ def _query(options: argparse.Namespace) -> None:
     search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
     found = search.search(_embedded(options, tokenizer), options.k)
     asked = options.text if options.text is not None else options.image.name
-    for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1):
-        print(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
+    hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
+    lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
+    put("\n".join(lines))
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
         _write(options.html, page(str(asked), _hits(index, found, options.images), notes))

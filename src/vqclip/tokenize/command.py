@@ -14,8 +14,9 @@ from vqclip import arguments as types
 from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.logs import log_to_stderr, tell_error, tell_interrupt
+from vqclip.logs import log_to_stderr, tell_error, tell_interrupt, unfailing_streams
 from vqclip.precision import Precision
+from vqclip.signals import stop_with_launcher
 from vqclip.tokenize.job import Done, Options, tokenize
 
 __all__ = ["command_line", "main"]
@@ -95,6 +96,7 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = command_line().parse_args(arguments)
     log_to_stderr(masked)
+    stop_with_launcher()
     try:
         done = tokenize(_options(options))
     except VqclipError as error:

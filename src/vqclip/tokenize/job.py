@@ -142,6 +142,7 @@ def _tokenize(
                 collected.add(batch)
                 require_few_bad((str(each["reason"]) for each in collected.bad), bad + len(collected.bad), allowed)
                 bar.advance(batch.size)
+                bar.show()
                 seen += batch.size
             bad += len(collected.bad)
             folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)

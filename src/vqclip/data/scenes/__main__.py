@@ -12,8 +12,10 @@ from vqclip.config import load_config
 from vqclip.data.scenes.contact_sheet import contact_sheet
 from vqclip.data.scenes.make import ScenesConfig, make_scenes
 from vqclip.errors import VqclipError
+from vqclip.logs import unfailing_streams
 
 
+@unfailing_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m vqclip.data.scenes", description="Draw the scenes data set.")
