@@ -58,7 +58,7 @@ def main() -> None:
         for number in range(options.rounds + 1):
             for name, snapshots in ways.items():
                 begun = time.perf_counter()
-                snapshots.save(number, {})
+                snapshots.save(number, {"replaced": {}})
                 paused = time.perf_counter() - begun
                 snapshots.wait()
                 if number:

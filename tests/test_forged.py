@@ -105,7 +105,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, step = tmp_path_factory.mktemp("forged"), training_step()
     for done in (1, 2):
         update(step)
-        snapshots(folder, step).save(done, {"damaged image": 3})
+        snapshots(folder, step).save(done, {"replaced": {"damaged image": 3}})
     return folder
 
 

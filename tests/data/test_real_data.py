@@ -61,6 +61,8 @@ def test_an_epoch_of_three_real_sources(real_data: Path) -> None:
         ClassShardsConfig(path=real_data / "cls_eurosat"),
     )
     config = DataConfig(sources=sources, workers=2, max_bad_fraction=0.0)
-    data = config.build(32, lambda captions: torch.zeros(len(captions), 1, dtype=torch.int64), 256, seed=0)
+    data = config.build(
+        32, lambda captions: (torch.zeros(len(captions), 1, dtype=torch.int64), [1] * len(captions)), 256, seed=0
+    )
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, -(-data.epoch_size // 256))])
     assert torch.equal(ids[: data.epoch_size].sort().values, torch.arange(3120 + 2594 + 2500))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,9 +62,13 @@ class PlainTokenizer(nn.Module):
     def transform(self, image: Tensor) -> Tensor:
         return image
 
-    def preprocess(self, captions: Iterable[str]) -> Tensor:
+    class preprocess:
         """A caption's code is the number in it."""
-        return torch.tensor([[int("".join(filter(str.isdigit, caption)))] for caption in captions])
+
+        @staticmethod
+        def with_lengths(captions: Sequence[str]) -> tuple[Tensor, list[int]]:
+            numbers = [[int("".join(filter(str.isdigit, caption)))] for caption in captions]
+            return torch.tensor(numbers), [1] * len(numbers)
 
     def with_continuous(self, inputs: Tensor) -> tuple[TokenizerOutput, Tensor]:
         ids = inputs.flatten(1)[:, :1, None].long()
