@@ -9,7 +9,7 @@ from tests.models import FSQ, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
-from vqclip.projection import AttentionProjectionConfig, MLPProjectionConfig
+from vqclip.projection import AttentionProjectionConfig, MLPProjectionConfig, normalized
 
 KINDS = {"linear": {"kind": "linear"}, "mlp": {"kind": "mlp"}, "attention": {"kind": "attention", "heads": 2}}
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
