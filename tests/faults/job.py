@@ -108,7 +108,7 @@ def inject(fault: dict[str, Any]) -> None:
             FAULTS[fault["do"]]()
         if (rank, number) == (fault.get("rank"), fault.get("flip_in_step")):
             weight = next(self.model.parameters()).detach()
-            weight.view(torch.uint8).flatten()[0] ^= 1
+            weight.reshape(-1).view(torch.uint8)[0] ^= 16
 
     def in_worker(self: Any, number: int) -> None:
         if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
