@@ -199,7 +199,7 @@ def answer(number):
     return number
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1])
+    multiprocessing.set_start_method(sys.argv[1], force=True)
     results = ordered_map(answer, range(1000), workers=1)
     print(*(next(results) for _ in range(4)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import traceback
 import weakref
@@ -73,7 +74,9 @@ def ordered_map(
     Args:
         function: must be picklable where processes are spawned.
         numbers: may be a huge `range`.
-        workers: processes; 0 computes in this one, at the moment of use.
+        workers: processes; 0 computes in this one, at the moment of use. Linux forks them on every version of Python,
+            unless a start method has been set: others take seconds a worker, and under ``forkserver`` torch notices
+            the death of a worker only at the end of `timeout_s`.
         prefetch: results that each worker prepares ahead.
         pin_memory: put results into page-locked memory (by their `pin_memory` method).
         timeout_s: longest wait for a worker; 0 waits for ever.
@@ -82,6 +85,7 @@ def ordered_map(
     Raises:
         DataError: whatever the function raised, or a worker that died or took too long.
     """
+    method = multiprocessing.get_start_method(allow_none=True) or ("fork" if sys.platform == "linux" else None)
     loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
@@ -89,6 +93,7 @@ def ordered_map(
         collate_fn=_unchanged,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
+        multiprocessing_context=method if workers else None,
         pin_memory=pin_memory,
         timeout=timeout_s if workers else 0,
         worker_init_fn=_prepare_worker,
