@@ -138,7 +138,9 @@ class _File(logging.handlers.WatchedFileHandler):  # comes back when it is delet
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write no more: a full disk must not end a run."""
+        """Write no more to a file that fails, as on a full disk: that must not end a run."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            return super().handleError(record)
         logging.getLogger().removeHandler(self)
         _said.removeHandler(self)
         logging.getLogger(__name__).warning("%s: cannot be written, and is left as it is", self.baseFilename)

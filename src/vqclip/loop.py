@@ -152,7 +152,7 @@ class Loop:
         return figures
 
     def _figures(self, result: StepResult, done: int) -> dict[str, float]:
-        """Those of a step, and of codebooks over a window of them; warns of a run that has died."""
+        """Return the metrics of a step, with codebook metrics over a window of tokens; warn if the run has died."""
         scaler, watch = self.step.scaler, self.step.guards.collapse
         figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
         figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}

@@ -256,7 +256,7 @@ class _Differentiated(NamedTuple):
     """A step between backward and the optimizer's."""
 
     terms: dict[str, Tensor]
-    """As in `StepResult`."""
+    """Name → unweighted loss term and their weighted ``total``, over the global batch."""
     stats: dict[str, Stats]
     """``image`` and ``text``, over the global batch."""
     scale: Tensor

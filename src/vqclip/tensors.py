@@ -62,7 +62,7 @@ def _checksum(tensor: Tensor) -> Tensor:
         if len(chunk) % 8 or chunk.storage_offset() % 8:
             chunk = F.pad(chunk, (0, -len(chunk) % 8))
         words = chunk.view(torch.int64)
-        total += (words * odd[: len(words)]).sum() * (2 * number + 1)
+        total += (words * (odd[: len(words)] + 2 * _CHUNK * number)).sum()
     return total
 
 

@@ -126,8 +126,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
             export_tokenizer(model, folder / "tokenizer")
         attempt = loop.evaluate(done)
         best = dist.broadcast_json(records.best)
-        exported = best["step"] if config.train.export == "best" and best else done
-        if exported != done and attempt.failure is None:
+        exported = best["step"] if config.train.export == "best" and best and attempt.failure is None else done
+        if exported != done:
             snapshots.load_model(exported)
             attempt = try_all(model, config.evaluation, precision=config.train.precision)
             if dist.is_main():
@@ -179,7 +179,8 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, dict[str, int]]]:
-    if config.run.resume == "never" and checkpoint.checkpoints(snapshots.folder):
+    found = dist.from_main(lambda: len(checkpoint.checkpoints(snapshots.folder)))
+    if config.run.resume == "never" and found:
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"
         )

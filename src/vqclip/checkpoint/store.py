@@ -100,19 +100,17 @@ def save(
     return path
 
 
-def load(path: Path, *, check: bool = True) -> Checkpoint:
-    """Open the checkpoint ``path``.
+def load(path: Path) -> Checkpoint:
+    """Open the checkpoint ``path``, after comparing every byte with its manifest.
 
     Args:
         path: A folder ``step-...``, from ``latest`` or named by the user.
-        check: Compare every byte with the manifest first; False for a path that ``latest`` has just verified.
 
     Raises:
         CheckpointError: Missing, incomplete or damaged; the message names the file.
     """
     path = Path(path)
-    if check:
-        verify(path)
+    verify(path)
     content = read_plain(path / _STATE, _Content)
     if content.step != step_of(path):
         raise CheckpointError(f"{path / _STATE}: of step {content.step}: the folder was renamed")

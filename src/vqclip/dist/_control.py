@@ -74,20 +74,22 @@ def from_main(work: Callable[[], Any], group: Group = None) -> Any:
         group: The ranks that take part; all of them by default.
 
     Raises:
-        VqclipError: What `work` raised, on every rank; errors of the system too.
+        VqclipError: What `work` raised, on every rank; for an error of another kind, a DistributedError that names it
+            on all ranks but 0.
     """
     result, failure = None, None
     if is_main(group):
         try:
             result = work()
-        except (VqclipError, OSError) as error:
+        except Exception as error:  # whatever it is, the others wait to hear of it
             failure = error
-    kind = type(failure).__name__
-    result, kind, message = broadcast_json([result, failure and kind, failure and str(failure)], group=group)
+    told = None if failure is None else [type(failure).__name__, str(failure)]
+    result, told = broadcast_json([result, told], group=group)
     if failure is not None:
         raise failure
-    if kind is not None:
-        raise getattr(errors, kind, VqclipError)(message)
+    if told is not None:
+        kind = getattr(errors, told[0], None)
+        raise kind(told[1]) if kind else DistributedError(f"rank 0 failed: {told[0]}: {told[1]}")
     return result
 
 

@@ -37,7 +37,7 @@ class Encoded:
     usage: CodeUsage | None
     """What the set uses of the codebooks; None without codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What a reader must know."""
+    """Remarks for the reader."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Result:
     usage: dict[str, CodeUsage | None]
     """Modality (`image`, `text`) → use of its codebooks over this whole set; None where it has no codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What a reader must know, such as why a mode is missing."""
+    """Remarks for the reader, such as why a mode is missing."""
 
     def scalars(self) -> dict[str, float]:
         """Every rate by a path such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""

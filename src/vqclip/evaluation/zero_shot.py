@@ -95,7 +95,7 @@ def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
 
 
 def _notes(source: Source) -> list[str]:
-    """What a reader must know of the data."""
+    """Remarks on the data for the reader."""
     twice = [name for name, count in Counter(source.classnames).items() if count > 1]
     known = [f"class names that occur more than once, so that their order is chance: {', '.join(twice)}"]
     return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])

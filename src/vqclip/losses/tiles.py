@@ -55,9 +55,9 @@ class Tile(NamedTuple):
     """Some rows and columns of the logits."""
 
     rows: slice
-    """Of this rank's images."""
+    """Rows: images of this rank."""
     columns: slice
-    """Of the block's texts."""
+    """Columns: texts of the block."""
     logits: Tensor
     """``(R, C)``, -inf for the pairs and for what is no negative."""
     offset: int

@@ -45,7 +45,7 @@ class BadSamples:
         return self.counts.total()
 
     def saved(self) -> dict[str, dict[str, int]]:
-        """What a checkpoint holds of them: bad samples by kind, captions by their length."""
+        """Return the counts for a checkpoint: bad samples by kind, captions by length."""
         lengths = {str(length): n for length, n in sorted(self.lengths.items())}
         return {"replaced": dict(self.counts), "caption_lengths": lengths}
 

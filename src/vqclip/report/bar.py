@@ -56,7 +56,7 @@ class Bar:
         self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """So many steps more are done."""
+        """Advance by ``count`` steps or samples."""
         self._done += count
         self._bar.update(count)
 
@@ -83,5 +83,5 @@ class Bar:
         return shown
 
     def last_line(self, text: str) -> None:
-        """What stays behind the bar when it is done."""
+        """Set the text that stays behind the finished bar."""
         self._bar.set_postfix_str(text)

@@ -16,7 +16,7 @@ from vqclip.card import card
 from vqclip.data import masked
 from vqclip.errors import CheckpointError, ConfigError, VqclipError, printable
 from vqclip.files import replace_folder, write_text
-from vqclip.logs import tell_error, tell_interrupt
+from vqclip.logs import put, tell_error, tell_interrupt
 from vqclip.model import CLIP
 from vqclip.pretrained import CARD_FILE, WEIGHTS_FILE
 from vqclip.report.best import PREFIX, read_best
@@ -80,12 +80,12 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> P
         raise ConfigError(f"{run}: no checkpoint of step {step}; expected one of {', '.join(map(str, found))}")
     model = CLIP.from_pretrained(checkpoint.load(found[step]).model_folder)
     out = out or run / f"tokenizer-step-{step}"
-    model.save_pretrained(out)
     metrics = run / "metrics.jsonl"
     lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
     rates = [f"- {name}: {rate:.1%}" for line in lines for name, rate in line.items() if name.startswith(PREFIX)]
     figures = "\n".join(rates) or "No evaluation was recorded after this step."
     what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run."
+    model.save_pretrained(out)
     write_text(out / CARD_FILE, card(printable(run.resolve().name, one_line=True), what, f"## Measured\n\n{figures}"))
     return out
 
@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = command_line().parse_args(arguments)
     try:
-        print(export_checkpoint(options.run, read_best(options.run) if options.best else options.step, options.out))
+        step = read_best(options.run) if options.best else options.step
+        put(str(export_checkpoint(options.run, step, options.out)))
     except (VqclipError, OSError) as error:
         tell_error("vqclip export-tokenizer", error, masked)
         return 2

@@ -59,7 +59,7 @@ class RunSummary:
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
     health: dict[str, Any] = field(default_factory=dict)
-    """Of the end of the training: ``verdict``, ``codebooks`` and ``warnings``; empty where nobody looked."""
+    """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without `guards.collapse`."""
 
     def to_json(self) -> str:
         """The whole summary as JSON."""

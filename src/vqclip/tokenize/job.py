@@ -87,7 +87,7 @@ class Done:
     manifest: Manifest | None
     """The manifest, if all shards are there."""
     cut: str | None = None
-    """How many of the captions that it encoded were cut, in words; None for none."""
+    """Message on the captions of these shards that were cut; None if none was."""
 
 
 def tokenize(options: Options) -> Done:

@@ -88,8 +88,8 @@ class Settings(Config):
     """The ids of texts; None where they were not tokenized."""
     batch_size: int = Field(ge=1)
     """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
-    precision: Precision
-    """Floating-point type that the tokenizer computed in."""
+    precision: Precision | Literal["exact"]
+    """Floating-point type that the tokenizer computed in; ``exact`` in shards of a former version."""
     device: str
     """Kind of device that it computed on."""
     threads: int = Field(ge=1)
