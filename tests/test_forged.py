@@ -46,7 +46,10 @@ def update(step: TrainStep) -> None:
     for parameter in step.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.01)
     step.scaler.step(step.optimizer)
-    step.guards.look(5, {"total": 1.0})
+    for number in range(GuardConfig().spikes.window):
+        step.guards.look(number, {"total": 1.0})
+    quantizers = step.model.quantizers().items()
+    step.guards.collapse.count({name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers})
 
 
 def snapshots(folder: Path, step: TrainStep) -> Snapshots:
@@ -115,11 +118,17 @@ def load(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["state.json", "optimizer.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"]
+    "name",
+    [
+        "state.json",
+        "state.safetensors",
+        "optimizer.json",
+        "optimizer.safetensors",
+        "model/model.safetensors",
+        "model/config.json",
+    ],
 )
-def test_forged_checkpoints_end_in_checkpoint_errors(
-    tmp_path: Path, saved: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path, name: str) -> None:
     step, refused = training_step(), 0
     path = tmp_path / "step-00000002"
 

@@ -260,12 +260,12 @@ def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_a
     said = []
     for number, x in enumerate([one] * 5 + [many] * 3 + [one] * 6):
         state = json.loads(json.dumps(watched.watch.state_dict()))
-        watched.watch = CollapseConfig(steps=2).build()
-        watched.watch.load_state_dict(state)
+        windows, watched.watch = watched.watch.tensors(), CollapseConfig(steps=2).build()
+        watched.watch.load_state_dict(state, windows)
         said += [(number + 1, message) for message in watched.step(x)]
     assert [step for step, _ in said] == [3, 12]  # the window holds the step before
     assert all("codebooks 0, 1 of 2 have collapsed" in message for _, message in said)
-    watched.watch.load_state_dict({"since": {"image": 20}, "told": ["image"]})  # of an older version
+    watched.watch.load_state_dict({"since": {"image": 20}, "told": ["image"]}, {})  # of an older version
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,21 @@ def test_signs_of_death_are_told_once(figures, first, text):
     assert re.match(f"DEAD: {text}", watched.watch.health()["verdict"])
     watched.step(tokens(64, watched.quantizer))
     assert watched.watch.health()["verdict"] == "no sign of collapse"
+
+
+def test_a_first_report_covers_the_steps_before_it():
+    watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
+    watched.done = 99
+    assert "the loss is" in watched.step(tokens(64, watched.quantizer), loss=5.0)[0]
+    assert watched.watch.health()["verdict"].startswith("DEAD: the loss")
+
+
+def test_windows_of_another_codebook_begin_anew():
+    former, watched = Watched(FSQConfig(levels=(4, 4)).build()), Watched(FSQConfig(levels=(5, 5)).build())
+    former.step(tokens(64, former.quantizer))
+    watched.watch.load_state_dict(former.watch.state_dict(), former.watch.tensors())
+    watched.step(tokens(64, watched.quantizer))
+    assert watched.figures["image/tokens"] == 64
 
 
 def test_too_few_tokens_tell_nothing():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.quantizers import Stats
+from vqclip.sealed import Strict
 
 TOKENS_PER_CODE = 4
 """A window of tokens is full when it holds so many for each code of a codebook."""
@@ -44,6 +43,28 @@ class CollapseConfig(Config):
         return CollapseWatch(self)
 
 
+class _Codebook(Strict):
+    name: str
+    codes: int
+    tokens: float
+    usage_if_uniform: float
+    usage: float
+    perplexity: float
+
+
+class _Warning(Strict):
+    step: int
+    text: str
+
+
+class _State(Strict):
+    last: int
+    since: dict[str, int]
+    told: dict[str, str]
+    warnings: list[_Warning]
+    codebooks: list[_Codebook]
+
+
 class CollapseWatch:
     """Counts codes over a window of tokens, looks at every report for signs of death, and warns once for each.
 
@@ -57,6 +78,8 @@ class CollapseWatch:
 
     def __init__(self, config: CollapseConfig):
         self._config = config
+        self._last = 0
+        """Step of the last report; 0 before the first."""
         self._windows: dict[str, Tensor] = {}
         """``image/0/codes`` → ``(2, 1 + C K)`` int64: of the older and of the newer part, tokens and code counts."""
         self._since: dict[str, int] = {}
@@ -74,7 +97,10 @@ class CollapseWatch:
         for modality, name in ((modality, name) for modality, each in stats.items() for name in _counted(each)):
             codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
             new = torch.cat((tokens.view(1), codes.flatten()))
-            older, newer = self._windows.get(f"{modality}/{name}", new.new_zeros(2, len(new))).to(new.device)
+            window = self._windows.get(f"{modality}/{name}")
+            if window is None or window.shape[1] != len(new):  # another codebook, where the run allows it on resume
+                window = new.new_zeros(2, len(new))
+            older, newer = window.to(new.device)
             full = newer[0] >= TOKENS_PER_CODE * codes.shape[-1]
             parts = torch.where(full, newer, older), torch.where(full, new, newer + new)
             self._windows[f"{modality}/{name}"] = torch.stack(parts)
@@ -98,13 +124,15 @@ class CollapseWatch:
             figures: ``grad_norm``; of each modality ``<modality>/embedding_cosine`` and the metrics of its quantizer
                 over the window.
             sizes: codebook sizes by modality.
-            loss: the contrastive loss.
+            loss: the contrastive loss; NaN while the learning rate warms up, when it may stay at chance.
             chance: what it is for a model that knows nothing.
         """
         signs = self._signs(figures, loss, chance)
         self._codebooks = [each for name, every in sizes.items() for each in _codebooks(name, figures, every)]
         collapsed = {each["name"]: each for each in self._codebooks if self._has_collapsed(each)}
-        self._since = {name: self._since.get(name, done) for name in (*signs, *collapsed)}
+        unseen = done if self._last or done < self._config.steps else 0  # a first report this late covers the start
+        self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
+        self._last = done
         due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
         messages = [f"{signs[name]}. {_RESTART}" for name in due if name in signs and name not in self._told]
         for modality in sizes:
@@ -162,18 +190,31 @@ class CollapseWatch:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able."""
-        windows = {name: base64.b64encode(zlib.compress(_bytes(each))).decode() for name, each in self._windows.items()}
+        """Return the JSON-able part of the state; `tensors` is the other."""
         plain = {"since": self._since, "told": self._told, "warnings": self._warnings, "codebooks": self._codebooks}
-        return {"windows": windows, **plain}
+        return {"last": self._last, **plain}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; nothing of it is in a checkpoint of an older version."""
-        if "windows" not in state:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the windows, which are never changed in place."""
+        return dict(self._windows)
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from what `state_dict` and `tensors` gave; checkpoints of older versions have nothing of it.
+
+        Raises:
+            ValueError: they could not have given this.
+        """
+        if "last" not in state:
             return
-        self._windows = {name: _tensor(text) for name, text in state["windows"].items()}
-        self._since, self._told = dict(state["since"]), dict(state["told"])
-        self._warnings, self._codebooks = list(state["warnings"]), list(state["codebooks"])
+        for name, window in tensors.items():
+            fits = window.dtype == torch.int64 and window.dim() == 2 and len(window) == 2 and window.numel() > 2
+            if not fits or window.min() < 0 or window.max() > 2**53:
+                raise ValueError(
+                    f"{name}: got {window.dtype} {tuple(window.shape)}; expected counts, int64 (2, 1 + C K)"
+                )
+        plain = _State.model_validate(state).model_dump()
+        self._last, self._since, self._told = plain["last"], plain["since"], plain["told"]
+        self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], dict(tensors)
 
 
 _AT_ONCE = {"gradient", "image embeddings", "text embeddings"}
@@ -223,11 +264,3 @@ def _remedies(modality: str) -> str:
         "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
         "higher entropy_temperature; several smaller codebooks (kind: product)"
     )
-
-
-def _bytes(window: Tensor) -> bytes:
-    return window.cpu().numpy().astype("<i8").tobytes()
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.int64).view(2, -1)

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, JsonValue
+from torch import Tensor
 
 from vqclip.collapse import CollapseConfig
 from vqclip.config import Config
 from vqclip.errors import NonFiniteError
+from vqclip.sealed import Strict
 
 _SIGMA = 1.4826
 """A normal distribution's standard deviation, in median absolute deviations."""
@@ -59,6 +61,12 @@ class Event(NamedTuple):
     """What was seen, and what would have been usual."""
     skip: bool
     """Whether the step must not be applied."""
+
+
+class _State(Strict):
+    skipped: int
+    losses: list[float]
+    collapse: dict[str, JsonValue] | None = None
 
 
 class Guards:
@@ -118,11 +126,20 @@ class Guards:
         collapse = self.collapse.state_dict() if self.collapse else None
         return {"skipped": self.skipped, "losses": list(self._losses), "collapse": collapse}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.skipped = int(state["skipped"])
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the part of the state that is tensors."""
+        return self.collapse.tensors() if self.collapse else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Continue from what `state_dict` and `tensors` gave.
+
+        Raises:
+            ValueError: they could not have given this.
+        """
+        saved = _State.model_validate(state)
+        self.skipped = saved.skipped
         self._losses.clear()
-        self._losses.extend(state["losses"])
+        self._losses.extend(saved.losses)
         # Absent where nobody looked, or in a checkpoint of an older version.
-        if self.collapse and state.get("collapse"):
-            self.collapse.load_state_dict(state["collapse"])
+        if self.collapse and saved.collapse:
+            self.collapse.load_state_dict(saved.collapse, tensors or {})

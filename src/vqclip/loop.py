@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -162,9 +163,11 @@ class Loop:
             stats = watch.window(modality, result.stats[modality]) if watch else result.stats[modality]
             figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}
             figures[f"{modality}/embedding_cosine"] = mean_cosine(result.embedded, modality)
-        if watch:
+        if watch and (done % self.config.train.report_every == 0 or done == self.config.train.steps):
             sizes = {name: each.codebook_sizes for name, each in self.step.model.quantizers().items()}
-            loss, chance = figures[f"loss/{self.step.loss.name}"], self.step.loss.chance(self.config.train.batch_size)
+            warming_up = done <= self.config.optim.warmup_steps
+            loss = math.nan if warming_up else figures[f"loss/{self.step.loss.name}"]
+            chance = self.step.loss.chance(self.config.train.batch_size)
             for warning in watch.look(done, figures, sizes, loss, chance):
                 if self.records.metrics:
                     logger.warning("step %d: %s", done, warning)
@@ -177,7 +180,7 @@ class Loop:
         self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
         self.step.agree()
-        self.snapshots.save(done, self.records.bad.saved(), (self.records.best or {}).get("step"))
+        self.snapshots.save(done, self.records.bad.saved(), self.records.best)
 
     def _evaluate_between(self, done: int, saved: bool) -> bool:
         """Evaluate in the course of the training; returns whether to stop."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, JsonValue
@@ -50,6 +50,12 @@ class Kept:
 _Count = Annotated[int, Field(ge=0)]
 
 
+class _Best(Strict):
+    step: _Count
+    figure: str
+    value: float
+
+
 class _State(Strict):
     """``state.json`` of a checkpoint."""
 
@@ -58,7 +64,19 @@ class _State(Strict):
     skipped: _Count
     guards: dict[str, JsonValue]
     replaced: dict[str, _Count]
+    best: _Best | None = None
     caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count] = {}
+
+
+class Resumed(NamedTuple):
+    """Where a run continues."""
+
+    step: int
+    """Steps done."""
+    counts: dict[str, dict[str, int]]
+    """The counts that `Snapshots.save` was given for them."""
+    best: dict[str, Any] | None
+    """The best step that it was given."""
 
 
 class Snapshots:
@@ -86,10 +104,11 @@ class Snapshots:
         self.folder, self.step, self.kept, self.allow, self.in_background = folder, step, kept, allow, in_background
         self.identity = json.loads(json.dumps(identity))  # as it will be read back
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
+        self._guards = checkpoint.Staging()
         self._writing: int | None = None
         self._written: int | None = None
 
-    def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: int | None = None) -> None:
+    def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: Mapping[str, Any] | None = None) -> None:
         """Check the state after ``done`` steps on all ranks, and save it on rank 0. A collective.
 
         The state is copied now and written in the background; `wait` waits for that.
@@ -97,7 +116,7 @@ class Snapshots:
         Args:
             done: steps done.
             counts: ``replaced``, bad samples so far by kind, and ``caption_lengths``, over all ranks.
-            best: a step whose checkpoint is kept as well.
+            best: ``step``, ``figure`` and ``value`` of the best step so far, whose checkpoint is kept as well.
 
         Raises:
             NonFiniteError: on every rank, when the state of one contains NaN or infinity; nothing is written.
@@ -124,11 +143,13 @@ class Snapshots:
                     "scaler": step.scaler.state_dict(),
                     "skipped": step.skipped,
                     "guards": step.guards.state_dict(),
+                    "best": best,
                     **counts,
                 }
             ),
+            tensors=self._guards.copy(step.guards.tensors()),
             keep_last=self.kept.newest,
-            keep=functools.partial(self.kept.keeps, best=best),
+            keep=functools.partial(self.kept.keeps, best=best["step"] if best else None),
         )
         self._writer.write(save)
         self._writing = done
@@ -239,81 +260,88 @@ class Snapshots:
             dist.broadcast_(tensor)
         self.step.model.load_state_dict(self.step.model.state_dict())  # so that hooks derive attributes from it
 
-    def resume(self) -> tuple[int, dict[str, dict[str, int]]]:
+    def resume(self) -> Resumed:
         """Restore the newest usable checkpoint, if there is one.
 
         Rank 0 alone reads it and sends it to the other ranks, which need not see its disk.
 
         Returns:
-            The number of steps done, and the counts that `save` was given for them.
+            Where the run continues: at step 0 without a checkpoint.
 
         Raises:
             CheckpointError: when checkpoints exist but none is usable, or the newest belongs to another run.
             ConfigError: `allow` names what there is not.
         """
-        read: list[OptimizerState] = []
+        read: list[tuple[OptimizerState, dict[str, Tensor]]] = []
 
         def restore() -> dict[str, Any] | None:
             found = checkpoint.use_latest(self.folder, self._restore)
             if found is None:
                 return None
-            saved, state, optimizer = found
-            read.append(optimizer)
+            saved, state, optimizer, windows = found
+            read.append((optimizer, windows))
             checkpoint.set_aside_newer(self.folder, saved.step)
-            outline = {name: [list(t.shape), str(t.dtype)] for name, t in optimizer.tensors.items()}
-            optimizer_layout = {"kind": optimizer.kind, "groups": optimizer.groups, "tensors": outline}
             return {
                 "path": str(saved.path),
                 "step": saved.step,
                 "state": state.model_dump(),
-                "optimizer": optimizer_layout,
+                "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
+                "windows": _outline(windows),
             }
 
         restored = dist.from_main(restore)
         if restored is None:
-            return 0, {}
-        step, state, layout = restored["step"], _State.model_validate(restored["state"]), restored["optimizer"]
-        optimizer = read[0] if read else _empty(layout)
-        for tensor in (*self.step.model.state_dict().values(), *optimizer.tensors.values()):
+            return Resumed(0, {}, None)
+        step, state = restored["step"], _State.model_validate(restored["state"])
+        if read:
+            ((optimizer, windows),) = read
+        else:
+            kind, groups, outline = restored["optimizer"]
+            optimizer, windows = OptimizerState(kind, groups, _empty(outline)), _empty(restored["windows"])
+        for tensor in (*self.step.model.state_dict().values(), *optimizer.tensors.values(), *windows.values()):
             dist.broadcast_(tensor)
         if not dist.is_main():
             self.step.model.load_state_dict(self.step.model.state_dict())  # so that hooks derive attributes from it
             checkpoint.restore_optimizer(self.step.optimizer, optimizer)
-            self._restore_state(state)
+            self._restore_state(state, windows)
         self._written = step
         self.require_equal(step)
         logger.info("resumed from step %d: %s", step, restored["path"])
-        return step, {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
+        counts = {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
+        return Resumed(step, counts, state.best.model_dump() if state.best else None)
 
-    def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState]:
+    def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState, dict[str, Tensor]]:
         """Put a checkpoint into the running model and optimizer, having verified it; raises CheckpointError."""
         saved = checkpoint.load(path)
         state = validated(path / "state.json", _State, saved.state, section="state")
         _require_same(path, state.identity, self.identity, self.allow)
         load_weights(saved.model_folder, self.step.model)
-        optimizer = saved.restore_optimizer(self.step.optimizer)
+        optimizer, windows = saved.restore_optimizer(self.step.optimizer), saved.tensors()
         try:
-            self._restore_state(state)
+            self._restore_state(state, windows)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
-        return saved, state, optimizer
+        return saved, state, optimizer, windows
 
-    def _restore_state(self, state: _State) -> None:
+    def _restore_state(self, state: _State, windows: Mapping[str, Tensor]) -> None:
         running = self.step.scaler.state_dict()
         if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
             raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
         self.step.scaler.load_state_dict(dict(state.scaler))
         self.step.skipped = state.skipped
-        self.step.guards.load_state_dict(state.guards)
+        self.step.guards.load_state_dict(state.guards, windows)
 
 
-def _empty(layout: Mapping[str, Any]) -> OptimizerState:
-    """Room for the optimizer state that another rank has read."""
-    tensors = {
+def _outline(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+
+
+def _empty(outline: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Allocate tensors that another rank has read."""
+    return {
         name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        for name, (shape, dtype) in layout["tensors"].items()
+        for name, (shape, dtype) in outline.items()
     }
-    return OptimizerState(layout["kind"], layout["groups"], tensors)
 
 
 def _on(rank: int) -> str:

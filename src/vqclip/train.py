@@ -32,7 +32,7 @@ from vqclip.report.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.report.records import Records
 from vqclip.report.stopped import remove_stopped, write_stopped
 from vqclip.report.summary import RunSummary, caption_facts, render, summarise
-from vqclip.resume import Kept, Snapshots
+from vqclip.resume import Kept, Resumed, Snapshots
 from vqclip.seeds import derive_seed
 from vqclip.signals import StopSignals, launcher_is_gone
 from vqclip.step import TrainStep, towers_draw
@@ -105,7 +105,8 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
         config.run.resume_allow,
         config.train.save_in_background,
     )
-    start, bad_before = _resume(config, snapshots)
+    resumed = _resume(config, snapshots)
+    start = resumed.step
     _require_going_on(stop)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config, masked))  # whoever is shown a run need not read its data
@@ -115,7 +116,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
         snapshots,
         Watchdog(folder / "stacks", config.run.step_timeout_s, config.run.timeout_s) as watchdog,
         progress.heard_by(watchdog.beat),
-        Records(folder, start, data, bad_before, config.train.keep_best) as records,
+        Records(folder, start, data, resumed.counts, config.train.keep_best, resumed.best) as records,
     ):
         loop = Loop(config, data, step, lock, snapshots, records, stop, watchdog)
         done = loop.run(start)
@@ -178,7 +179,7 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
         say(f"{gone}stopped after step {done} of {config.train.steps}; the same command goes on from there")
 
 
-def _resume(config: TrainConfig, snapshots: Snapshots) -> tuple[int, dict[str, dict[str, int]]]:
+def _resume(config: TrainConfig, snapshots: Snapshots) -> Resumed:
     found = dist.from_main(lambda: len(checkpoint.checkpoints(snapshots.folder)))
     if config.run.resume == "never" and found:
         raise ConfigError(

@@ -5,6 +5,7 @@
       optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
       state.json               the caller's JSON-able state
+      state.safetensors        the tensors of it, if it has any
       manifest.json            size and SHA-256 of each file, and of itself
 
 One process writes (the caller decides which), in a thread of its own where it has better things to do; any number may

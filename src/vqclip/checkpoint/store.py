@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
+from torch import Tensor
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
 from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
+from vqclip.files import save_file
 from vqclip.sealed import Strict, read_plain, write_plain
+from vqclip.tensors import open_tensors, shapes_in
 
 _MODEL = "model"
 _STATE = "state.json"
+_TENSORS = "state.safetensors"
 
 
 class _Content(Strict):
@@ -41,6 +45,17 @@ class Checkpoint:
         """The folder that ``write_model`` filled."""
         return self.path / _MODEL
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Read the tensors of the caller's state; none in checkpoints of older versions.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        if not (self.path / _TENSORS).exists():
+            return {}
+        with open_tensors(self.path / _TENSORS) as file:
+            return {name: file.get_tensor(name) for name in shapes_in(file)}
+
     def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
         """Put the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
 
@@ -62,6 +77,7 @@ def save(
     write_model: Callable[[Path], object],
     optimizer: OptimizerState,
     state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
     keep_last: int,
     keep: Callable[[int], bool] = lambda step: False,
 ) -> Path:
@@ -76,6 +92,7 @@ def save(
         write_model: Called with an empty folder to write the model into, e.g. ``model.save_pretrained``.
         optimizer: What `pack_optimizer` made.
         state: Anything JSON can hold exactly: data position, fingerprints, gradient scaler, configuration.
+        tensors: Those of the state, contiguous and on the CPU.
         keep_last: How many checkpoints up to this one stay, at least 1.
         keep: By step, which of those before them stay too.
 
@@ -94,6 +111,8 @@ def save(
         write_model(aside / _MODEL)
         write_optimizer(optimizer, aside)
         write_plain(aside / _STATE, {"step": step, "state": dict(state)})
+        if tensors:
+            save_file(dict(tensors), aside / _TENSORS)
 
     path = write_folder(Path(folder), step, fill)
     remove_old(Path(folder), path, keep_last, keep)

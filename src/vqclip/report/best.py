@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,41 @@ class Best:
 
     Args:
         metric: its name in ``metrics.jsonl``, such as ``eval/unseen pictures/codes_only/top1``.
-        history: lines of the metrics of the run so far.
+        known: the best step so far, as `facts` gives it; ignored if it is by another figure or its checkpoint is gone.
         folder: the run's, for ``best.json``; None on all ranks but one.
     """
 
-    def __init__(self, metric: str, history: Iterable[Mapping[str, Any]] = (), folder: Path | None = None):
-        self.metric, self._path = metric, None if folder is None else folder / _FILE
+    def __init__(self, metric: str, known: Mapping[str, Any] | None = None, folder: Path | None = None):
+        self.metric, self._folder = metric, folder
         self.step: int | None = None
         """None before the first evaluation."""
         self.value = -math.inf
         """The figure of that step."""
-        for line in history:
-            self._compare(line["step"], line)
+        if known and known["figure"] == metric and (folder is None or (folder / _checkpoint(known["step"])).is_dir()):
+            self.step, self.value = known["step"], known["value"]
         self._write()
 
-    def see(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take note of an evaluation after ``step`` steps."""
-        if self._compare(step, figures):
+    def see(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Compare an evaluation after ``step`` steps; of equal ones the first is best, and NaN never is."""
+        if float(figures.get(self.metric, math.nan)) > self.value:
+            self.value, self.step = float(figures[self.metric]), step
             self._write()
 
     def facts(self) -> dict[str, Any] | None:
         """``step``, ``figure`` and ``value``, JSON-able; None before the first evaluation."""
         return None if self.step is None else {"step": self.step, "figure": self.metric, "value": self.value}
 
-    def _compare(self, step: int, figures: Mapping[str, Any]) -> bool:
-        better = float(figures.get(self.metric, math.nan)) > self.value  # of equals, the first; NaN never
-        if better:
-            self.value, self.step = float(figures[self.metric]), step
-        return better
-
     def _write(self) -> None:
         facts = self.facts()
-        if self._path is not None and facts is not None:
-            facts["checkpoint"] = f"checkpoints/{checkpoint_name(facts['step'])}"
-            write_text(self._path, json.dumps(facts, indent=2) + "\n")
-        elif self._path is not None:
-            self._path.unlink(missing_ok=True)  # a crash may have lost that step
+        if self._folder is not None and facts is not None:
+            text = json.dumps(facts | {"checkpoint": _checkpoint(facts["step"])}, indent=2)
+            write_text(self._folder / _FILE, f"{text}\n")
+        elif self._folder is not None:
+            (self._folder / _FILE).unlink(missing_ok=True)
+
+
+def _checkpoint(step: int) -> str:
+    return f"checkpoints/{checkpoint_name(step)}"
 
 
 def read_best(folder: Path) -> int:

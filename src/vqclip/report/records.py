@@ -15,7 +15,7 @@ from vqclip.report.bad_samples import BadSamples
 from vqclip.report.best import PREFIX, Best
 from vqclip.report.events import Events
 from vqclip.report.lines import Lines
-from vqclip.report.log import MetricsLog, read_metrics
+from vqclip.report.log import MetricsLog
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Records:
         data: What this rank reads.
         bad_before: Counts of the steps done, as `BadSamples.saved` gives them.
         keep_best: Figure by which a step is best; None for none.
+        best: The best of the steps done, as a checkpoint gives it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Records:
         data: TrainData,
         bad_before: Mapping[str, Mapping[str, int]],
         keep_best: str | None,
+        best: Mapping[str, Any] | None = None,
     ):
         writes = dist.is_main()
         self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
@@ -54,9 +56,8 @@ class Records:
 
         self._best: Best | None = None
         if keep_best is not None:
-            path = folder / "metrics.jsonl"
-            history = read_metrics(path) if writes and path.exists() else ()
-            self._best = Best(keep_best, history, folder if writes else None)
+            self._best = Best(keep_best, best, folder if writes else None)
+            self._best.see(start_step, known)  # the evaluation after a save is in no checkpoint yet
 
     @property
     def best(self) -> dict[str, Any] | None:
