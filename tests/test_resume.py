@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.cli import main
 from vqclip.config import load_config
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.evaluation import try_all
 from vqclip.loop import Loop
 from vqclip.report.summary import render
@@ -423,6 +424,25 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     assert main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]) == 2
     assert str(damaged) in capsys.readouterr().err
     assert (exported / "model.safetensors").read_bytes() == before
+
+
+def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree, calls = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32"), []
+
+    def failing_at_last(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        calls.append(result)
+        result.figures["codes_only"]["i2t_r1"] = 1 / len(calls)
+        return dataclasses.replace(attempt, failure=DataError("gone")) if len(calls) == 4 else attempt
+
+    monkeypatch.setattr("vqclip.loop.try_all", failing_at_last)
+    with pytest.raises(DataError, match="gone"):
+        train(TrainConfig.model_validate(tree))
+    stored = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert (stored["step"], stored["best"]["step"]) == (4, 1)
+    exported = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
+    assert all_equal(exported, weights(tmp_path, 4))
 
 
 @pytest.mark.parametrize(
