@@ -37,7 +37,7 @@ from vqclip.losses.tiled import tiled_softmax
 from vqclip.model import CLIP
 from vqclip.report import read_metrics
 from vqclip.report.summary import render
-from vqclip.resume import Snapshots
+from vqclip.resume import Resumed, Snapshots
 from vqclip.step import TrainStep
 from vqclip.tokenize.command import main as tokenize_command
 from vqclip.train import TrainConfig, command_line, main, train
@@ -262,9 +262,8 @@ def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
 
 
 def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
-    monkeypatch.setattr(
-        Snapshots, "resume", lambda self: (0, {"replaced": {"no caption": 11}})
-    )  # none is added, and 10 in a thousand may be bad
+    resumed = Resumed(0, {"replaced": {"no caption": 11}}, None)  # none is added, and 10 in a thousand may be bad
+    monkeypatch.setattr(Snapshots, "resume", lambda self: resumed)
     with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
 

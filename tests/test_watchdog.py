@@ -18,7 +18,7 @@ def ended(monkeypatch):
     """Statuses with which the process would have ended; nothing else is changed but how long things take."""
     statuses = []
     monkeypatch.setattr("vqclip.watchdog.os._exit", statuses.append)
-    monkeypatch.setattr("vqclip.watchdog._GRACE_S", 0.2)
+    monkeypatch.setattr("vqclip.watchdog._GRACE_S", 5.0)
     monkeypatch.setattr("vqclip.watchdog._LOOK_S", 0.05)
     monkeypatch.setattr(StackFile, "dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
     return statuses
