@@ -69,7 +69,9 @@ def parse() -> argparse.Namespace:
 def start(options: argparse.Namespace, side: str, python: str) -> subprocess.Popen[str]:
     command = [python, __file__, "--side", side, "--shards", str(options.shards), "--tokenizer", options.tokenizer]
     command += ["--batch", str(options.batch), "--modality", options.modality]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    sources = Path(__file__).parents[1] / "src"  # PEER sees the packages beside an editable install, not what it names
+    environment = os.environ | {"PYTHONPATH": str(sources)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def ask(child: subprocess.Popen[str]) -> float:
