@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--precision",
         choices=("fp32", "fp64"),
         help="what the files compute in (fp32); fp64: everything in float64, several times slower, and ids that differ "
-        "from torch's about a billion times less often",
+        "from torch's about half a billion times less often",
     )
     parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
     parser.add_argument(

@@ -86,7 +86,7 @@ def command_line() -> argparse.ArgumentParser:
         choices=get_args(Precision),
         default="fp32",
         help="fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times "
-        "slower; batch sizes, threads and machines then change ids about a billion times less often",
+        "slower; batch sizes, threads and machines then change ids about half a billion times less often",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")
