@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from vqclip import load_tokenizer
+from vqclip.cli.export import batches
 from vqclip.data.pictures import open_pictures
 from vqclip.export import export_onnx
-from vqclip.export.command import batches
-from vqclip.precision import autocast
+from vqclip.nn.precision import autocast
 
 Encode = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,7 @@ import argparse
 import math
 
 import training
-from vqclip.data.scenes import make_scenes
+from vqclip.scenes import make_scenes
 
 
 def confident_median(values: list[float]) -> tuple[float, float]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from vqclip import load_tokenizer
+from vqclip.cli.export import batches
 from vqclip.data.pictures import open_pictures
 from vqclip.export import OnnxTokenizer, export_onnx, export_program
-from vqclip.export.command import batches
 
 Encode = Callable[[Tensor], Tensor]
 

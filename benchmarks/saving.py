@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from vqclip.config import load_config
-from vqclip.memory import keep_freed_memory
-from vqclip.recipe import TrainConfig
-from vqclip.resume import Kept, Snapshots
-from vqclip.step import TrainStep
+from vqclip.process.memory import keep_freed_memory
+from vqclip.train.config import TrainConfig
+from vqclip.train.resume import Kept, Snapshots
+from vqclip.train.step import TrainStep
 
 
 def training_step(config: TrainConfig) -> TrainStep:

@@ -109,7 +109,7 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
     import torch
 
     from vqclip.data import CaptionShardsData
-    from vqclip.tokenize import job
+    from vqclip.tokenize_dataset import job
 
     source = CaptionShardsData(path=str(options.shards))
     load = job._encoders

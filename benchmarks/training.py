@@ -158,7 +158,8 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
     """Our training loop."""
     import logging
 
-    from vqclip.train import TrainConfig, train
+    from vqclip.train import TrainConfig
+    from vqclip.train import run as train
 
     logging.basicConfig(level=logging.INFO)
     tower, quantizer = OURS[row]
@@ -196,7 +197,7 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
 
 def without_looking() -> None:
     """Take out the look at loss and gradient, which no configuration turns off, and the wait for the device in it."""
-    from vqclip import guards, step
+    from vqclip.train import guards, step
 
     guards.Guards.look = lambda self, step, values: None
     step._read = lambda values: {}
@@ -304,7 +305,7 @@ def main() -> None:
     if PEER in args.rows and not args.peer_python:
         parser.error(f"the row {PEER} needs --peer-python")
 
-    from vqclip.data.scenes import make_scenes
+    from vqclip.scenes import make_scenes
 
     rounds = measure(args, make_scenes().train)
     results = report(rounds)

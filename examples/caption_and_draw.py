@@ -2,8 +2,8 @@
 
     python examples/caption_and_draw.py runs/captions/tokenizer data/captions_noto_emoji
 
-It reads a picture's ids and goes on with words, or reads words and goes on with the picture's ids, one step of the
-delayed pattern after another (`vqclip.vocabulary.DelayedCodes`: all codebooks at once, each a step later than the one
+It reads an image's ids and continues with words, or reads words and continues with the image's ids, one step of the
+delayed pattern after another (`vqclip.lm_vocabulary.DelayedCodes`: all codebooks at once, each a step after the one
 before). An id is read as its vector in the codebook, and written as a distribution over the codebook's vectors, so that
 a few thousand pictures are enough.
 
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 import vqclip
 from vqclip.data import CaptionShardsData, EvalSet
 from vqclip.errors import VqclipError
+from vqclip.lm_vocabulary import DelayedCodes
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.vocabulary import DelayedCodes
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 TRAINED_STEPS = 6

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import vqclip
 from vqclip.data import ClassShards, ClassShardsData, EvalSet
 from vqclip.errors import VqclipError
+from vqclip.lm_vocabulary import projected_rows
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.vocabulary import projected_rows
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 FOLDS = 5

@@ -4,7 +4,7 @@
     python examples/hf_language_model.py runs/captions/tokenizer data/captions_noto_emoji
 
 The language model stands for any that is there already: a Llama of two layers with random weights, whose own 256 ids
-are the bytes of text. `vqclip.vocabulary.Vocabulary` puts the codes of pictures behind them, with marks of begin and
+are the bytes of text. `vqclip.lm_vocabulary.Vocabulary` puts the codes of pictures behind them, with marks of begin and
 end; `resize` makes room in the model's table, and the new rows begin as projections of the codebooks' vectors, so that
 codes that are alike begin alike. A sample is `caption, begin_image, N·C codes, end_image`. Generation is held to the
 codebook of each place, so every picture that comes out can be decoded.
@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import vqclip
 from vqclip.data import CaptionShardsData, EvalSet
 from vqclip.errors import VqclipError
+from vqclip.lm_vocabulary import Vocabulary, resize
 from vqclip.tokenizer import ImageTokenizer
-from vqclip.vocabulary import Vocabulary, resize
 
 BYTES = 256
 """Ids that the language model has of its own."""

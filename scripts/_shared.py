@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vqclip import arguments as types
 from vqclip import checkpoint, dist
+from vqclip.cli import arguments as types
 from vqclip.data import masked
 from vqclip.errors import CheckpointError, VqclipError
 from vqclip.evaluation import (
@@ -24,9 +24,9 @@ from vqclip.evaluation import (
     format_results,
     write_json,
 )
-from vqclip.logs import put, unfailing_streams
 from vqclip.model import CLIP
-from vqclip.pretrained import CONFIG_FILE
+from vqclip.runlog.console import put, unfailing_streams
+from vqclip.tokenizer.pretrained import CONFIG_FILE
 
 MODEL_HELP = """run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer
 folder, or hub name (owner/name)"""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from _shared import main, options
 
-from vqclip import arguments as types
+from vqclip.cli import arguments as types
 from vqclip.errors import ConfigError
 from vqclip.evaluation import CaptionedData, CaptionsData, RetrievalConfig, ScenesCaptionsData
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from vqclip.errors import CheckpointError, DataError, VqclipError, printable
-from vqclip.logs import PrintableFormatter
+from vqclip.runlog.console import PrintableFormatter
 
 HOSTILE = "a\x1b[2J\x9b31m\u202egnp.\u2066x\ud800\x00\x7f\u2028b\r"
 SPELT = r"a\x1b[2J\x9b31m\u202egnp.\u2066x\ud800\x00\x7f\u2028b\r"

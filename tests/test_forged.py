@@ -18,13 +18,13 @@ import vqclip
 from tests.models import BUSY_VQ, FSQ, tiny_model
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError
-from vqclip.guards import GuardConfig
+from vqclip.io.sealed import facts_of, seal
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
-from vqclip.optim import OptimConfig
-from vqclip.resume import Kept, Snapshots
-from vqclip.sealed import facts_of, seal
-from vqclip.step import ComputeConfig, TrainStep
+from vqclip.train.guards import GuardConfig
+from vqclip.train.optim import OptimConfig
+from vqclip.train.resume import Kept, Snapshots
+from vqclip.train.step import ComputeConfig, TrainStep
 
 EACH = 30
 DEEP: Any = []

@@ -27,8 +27,8 @@ from tests.data.making import caption_members, class_folder, encode, pixels, wri
 from tests.models import tiny_model
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.sealed import facts_of, seal
 from vqclip.model import CLIP
-from vqclip.sealed import facts_of, seal
 from vqclip.towers import TimmTowerConfig
 
 GIB = 1 << 30
@@ -68,7 +68,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.errors import VqclipError
 from vqclip.evaluation.image_folder import ImageFolder
-from vqclip.recipe import TrainConfig
+from vqclip.train.config import TrainConfig
 from vqclip.towers import TimmTowerConfig
 
 def peak():

@@ -14,31 +14,29 @@ SOURCE = Path(__file__).parent.parent / "src" / "vqclip"
 
 # Each layer may import from the layers above it. Parts of one layer do not import each other, save within a folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("arguments", "bounds", "card", "errors", "file_locks", "memory", "progress", "seeds", "stacks"),
-    ("files",),
-    ("fingerprint", "inputs", "logs", "precision", "sealed", "signals", "tensors"),
-    ("_config_yaml",),
-    ("_config_types",),
-    ("config", "dist", "pretrained"),
-    ("attention", "hub"),
-    ("data", "towers", "quantizers", "pooling", "projection", "temperature", "vocabulary"),
-    ("reader", "collapse"),
+    ("errors", "seeds"),
+    ("io",),
+    ("config", "checkpoint"),
+    ("nn",),
+    ("dist",),
+    ("process",),
+    ("scenes",),
+    ("data",),
+    ("lm_vocabulary", "losses", "quantizers", "towers"),
     ("tokenizer",),
-    ("folder", "guards"),
-    ("loading", "model"),
-    ("export", "losses", "replay", "search"),
-    ("optim", "checkpoint", "evaluation"),
-    ("report", "step"),
-    ("lock", "resume", "recipe", "watchdog", "tokenize"),
-    ("loop",),
-    ("train",),
+    ("model",),
+    ("evaluation", "export", "search"),
+    ("runlog",),
+    ("tokenize_dataset", "train"),
     ("cli",),
     ("__main__",),
 )
 # Losses see embeddings and nothing else.
-ONLY = {"losses": {"errors", "config", "dist", "precision"}}
+ONLY = {"losses": {"errors", "config", "dist", "nn"}}
 
 FILES = sorted(SOURCE.rglob("*.py"))
+DOORS = {"vqclip.train.__main__"}
+"""Lead from ``python -m`` to the command line, and hold nothing else."""
 
 
 def part_of(module: str) -> str:
@@ -92,6 +90,9 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
 def test_imports_go_one_way(file):
+    if module_of(file) in DOORS:
+        assert len(file.read_text().splitlines()) < 10
+        return
     assert breaches(file.read_text(), module_of(file), file.name == "__init__.py") == []
 
 
@@ -148,7 +149,10 @@ assert distributed is None or not distributed.is_available() or not distributed.
     ("imports", "heavy"),
     [
         ("import vqclip", ["torch", "webdataset", "open_clip", "timm", "pydantic", "yaml"]),
-        ("import vqclip.cli; vqclip.cli.main(['--help'])", ["torch", "webdataset", "open_clip", "timm", "pydantic"]),
+        (
+            "import vqclip.cli.main; vqclip.cli.main.main(['--help'])",
+            ["torch", "webdataset", "open_clip", "timm", "pydantic"],
+        ),
         ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
         ("import vqclip; vqclip.load_tokenizer", ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics"]),
     ],

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.sealed import facts_of, seal
 from vqclip.model import CLIP, ModelConfig
-from vqclip.sealed import facts_of, seal
 
 BIAS = "image.project_out.0.bias"
 
@@ -334,7 +334,9 @@ def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatc
     (folder / "README.md").write_text("the card of the former one")
     before = contents(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("vqclip.pretrained.seal_folder", lambda *_: (_ for _ in ()).throw(OSError("No space left")))
+        patch.setattr(
+            "vqclip.tokenizer.pretrained.seal_folder", lambda *_: (_ for _ in ()).throw(OSError("No space left"))
+        )
         with pytest.raises(OSError, match="No space left"):
             model.image.save_pretrained(folder)
     assert contents(folder) == before

@@ -11,7 +11,7 @@ import torch
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
-from vqclip.step import TrainStep
+from vqclip.train.step import TrainStep
 
 SIGLIP = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
 # At the default temperature of 0.01 the entropy looks at so few tokens that training itself amplifies rounding by 10^8

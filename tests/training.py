@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models import FSQ, tiny_model
-from vqclip.report import read_metrics
-from vqclip.step import TrainStep
-from vqclip.train import TrainConfig, train
+from vqclip.runlog import read_metrics
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.step import TrainStep
 
 STEPS = 20
 

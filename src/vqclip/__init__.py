@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vqclip.loading import load_tokenizer as load_tokenizer
+    from vqclip.tokenizer.loading import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0.dev0"
 """Version of the installed package."""
@@ -19,12 +19,12 @@ __version__ = "0.1.0.dev0"
 __all__ = ["__version__", "load_tokenizer"]
 
 _PARENT_PID = os.getppid()
-"""Process that started this one, read before torch's slow import; see `vqclip.signals`."""
+"""Process that started this one, read before torch's slow import; see `vqclip.dist.launcher_is_gone`."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "load_tokenizer":
-        from vqclip.loading import load_tokenizer
+        from vqclip.tokenizer.loading import load_tokenizer
 
         return load_tokenizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

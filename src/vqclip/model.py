@@ -10,15 +10,15 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from vqclip.bounds import EmbedDim
 from vqclip.config import Config
+from vqclip.config.bounds import EmbedDim
 from vqclip.errors import CheckpointError
-from vqclip.folder import build_filled, read_folder
-from vqclip.hub import push_saved
-from vqclip.pretrained import resolve, save_folder
+from vqclip.nn.temperature import TemperatureConfig
 from vqclip.quantizers import Quantizer
-from vqclip.temperature import TemperatureConfig
 from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, tower_errors_in
+from vqclip.tokenizer.folder import build_filled, read_folder
+from vqclip.tokenizer.hub import push_saved
+from vqclip.tokenizer.pretrained import resolve, save_folder
 
 
 class BothTowersConfig(Config):

@@ -9,8 +9,8 @@ from tests.data.making import caption_members, caption_shards, write_tar
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ScenesSourceConfig, index, prepare
-from vqclip.data.scenes import ScenesConfig, make
 from vqclip.errors import DataError
+from vqclip.scenes import ScenesConfig, make
 
 
 def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -25,6 +25,7 @@ from tests.data.serving import FaultyServer, status
 from tests.ranks import RankError, RankPool
 from tests.training import run_tree
 from vqclip import dist
+from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
@@ -32,7 +33,6 @@ from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown, trans
 from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.retry import Failure
 from vqclip.errors import DataError, StorageError
-from vqclip.train import main
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 

@@ -27,7 +27,7 @@ from vqclip.data.tokens import (
 from vqclip.data.tokens.layout import without_padding
 from vqclip.data.tokens.manifest import Settings, ShardFacts, TokenizerFacts, sealed_bytes
 from vqclip.errors import DataError, ShapeError
-from vqclip.sealed import facts_of, seal
+from vqclip.io.sealed import facts_of, seal
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)

@@ -23,7 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from torch.distributed.run import get_args_parser
 
 from tests.docs.blocks import ROOT
-from vqclip import train
+from vqclip.cli import train
 
 PROGRAMS = ("python", "python3", "torchrun", "vqclip", "make", "pip")
 TINY = ("train.steps=2", "train.batch_size=8", "optim.warmup_steps=0", "data.workers=0", "evaluation=[]")

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.data.making import caption_shards, class_folder, pixels
 from tests.docs.blocks import ROOT
 from tests.training import run_tree
-from vqclip.train import main
+from vqclip.cli.train import main
 
 
 def make_place(folder: Path) -> Path:

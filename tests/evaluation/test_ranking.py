@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vqclip import progress
 from vqclip.evaluation import ranking
 from vqclip.evaluation.ranking import hit_chance, hit_rates
+from vqclip.process import progress
 
 
 def brute_force(queries, candidates, query_group, group, k):

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, on_the_border, tiny_model
+from vqclip.cli.export import main
 from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
-from vqclip.export.command import main
-from vqclip.fingerprint import fingerprint
+from vqclip.io.sealed import facts_of, seal
 from vqclip.model import CLIP
-from vqclip.sealed import facts_of, seal
+from vqclip.tokenizer.fingerprint import fingerprint
 
 FAMILIES = {
     "fsq": FSQ,
@@ -191,8 +191,8 @@ def test_what_onnxruntime_raises_is_translated(onnx, monkeypatch):
 
 def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
     tokenizer, folder = onnx
-    monkeypatch.setattr("vqclip.export.command.load_tokenizer", lambda *_: tokenizer)
-    monkeypatch.setattr("vqclip.export.command.open_pictures", lambda *_: None)
+    monkeypatch.setattr("vqclip.cli.export.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("vqclip.cli.export.open_pictures", lambda *_: None)
     given = ["--data", "https://user:secret@example.org/{0..1}.tar?token=hidden", "--keep", "--out", str(folder)]
     assert main(["t", "--modality", "text", *given]) == 0
     printed = capsys.readouterr().out

@@ -15,16 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import vqclip.train as training
+import vqclip.train.main as training
 from vqclip import dist
 from vqclip.checkpoint import store
+from vqclip.cli.train import main
 from vqclip.data import prepare
 from vqclip.data.loader import BatchMaker
 from vqclip.evaluation.encode import Encoder
-from vqclip.resume import Snapshots
-from vqclip.step import TrainStep
 from vqclip.tokenizer import Tokenizer
-from vqclip.train import torch  # which is not imported before vqclip, as in the command itself
+from vqclip.train.main import torch  # which is not imported before vqclip, as in the command itself
+from vqclip.train.resume import Snapshots
+from vqclip.train.step import TrainStep
 
 
 def loop_for_ever() -> None:
@@ -148,4 +149,4 @@ def inject(fault: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     inject(json.loads(Path(sys.argv[2]).read_text()))
-    sys.exit(training.main(["--config", sys.argv[1]]))
+    sys.exit(main(["--config", sys.argv[1]]))

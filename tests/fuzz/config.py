@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.fuzz.mutate import mutated
 from vqclip.config import load_config, to_yaml
 from vqclip.errors import ConfigError
-from vqclip.recipe import TrainConfig
+from vqclip.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORDS = (

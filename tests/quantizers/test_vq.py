@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.optim import parameter_groups
 from vqclip.quantizers import BSQ, VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.kmeans import kmeans
 from vqclip.quantizers.nearest import _Rotation, nearest
+from vqclip.train.optim import parameter_groups
 
 
 def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:

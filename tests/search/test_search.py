@@ -15,11 +15,11 @@ from PIL import Image
 
 from tests.data.making import caption_shards, class_folder
 from tests.models import FSQ, PRODUCT, RESIDUAL, tiny_model
-from vqclip import files
+from vqclip.cli.search import build, main
 from vqclip.data.pictures import PictureFolder, open_pictures
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
+from vqclip.io import files
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
-from vqclip.search.command import build, main
 from vqclip.search.index import _VERSIONS
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import _require_float32

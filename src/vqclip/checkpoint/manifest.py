@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.sealed import Facts, Strict, facts_of, read_versioned, require_facts, seal, validated
+from vqclip.io.sealed import Facts, Strict, facts_of, read_versioned, require_facts, seal, validated
 
 MANIFEST = "manifest.json"
 VERSIONS = {"format": "vqclip-checkpoint", "version": 2}

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from vqclip.checkpoint.background import Staging
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError, NonFiniteError
-from vqclip.files import save_file
-from vqclip.sealed import Strict, read_plain, write_plain
-from vqclip.tensors import listed, nonfinite, open_tensors, shapes_in
+from vqclip.io.files import save_file
+from vqclip.io.sealed import Strict, read_plain, write_plain
+from vqclip.io.tensors import listed, nonfinite, open_tensors, shapes_in
 
 logger = logging.getLogger(__name__)
 

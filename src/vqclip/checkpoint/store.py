@@ -15,9 +15,9 @@ from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
 from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
-from vqclip.files import save_file
-from vqclip.sealed import Strict, read_plain, write_plain
-from vqclip.tensors import open_tensors, shapes_in
+from vqclip.io.files import save_file
+from vqclip.io.sealed import Strict, read_plain, write_plain
+from vqclip.io.tensors import open_tensors, shapes_in
 
 _MODEL = "model"
 _STATE = "state.json"

@@ -1,7 +1,6 @@
 """The public names of `vqclip.data`, apart so that one module of it can be had without the others."""
 
 from vqclip.data.batch import BadSample, Batch, EvalBatch
-from vqclip.data.cache import cache_folder
 from vqclip.data.config import DataConfig
 from vqclip.data.decode import decode_image, pil_to_uint8
 from vqclip.data.eval_set import EvalSet
@@ -26,6 +25,7 @@ from vqclip.data.sources import (
 )
 from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
+from vqclip.io.cache import cache_folder
 
 __all__ = [
     "BadSample",

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.data.cache import cache_folder
 from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
+from vqclip.io.cache import cache_folder
 
 __all__ = ["KINDS", "ShardIndex", "forget_index", "load_index"]
 

@@ -10,7 +10,7 @@ from vqclip.data.sources import CaptionShardsData, ClassShardsData, RawSample, S
 from vqclip.data.sources.class_folder import CLASSNAMES, chosen_split
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, printable
-from vqclip.files import read_bounded
+from vqclip.io.files import read_bounded
 
 __all__ = ["PictureFolder", "Pictures", "open_pictures"]
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from vqclip import dist, progress
-from vqclip.data.cache import cache_folder
+from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StopRequested, StorageError
+from vqclip.io.cache import cache_folder
+from vqclip.process import progress
 
 __all__ = ["HasShards", "prepare_sources"]
 
@@ -34,11 +35,11 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
     shards out among themselves, so every shard is read once for each cache, be it shared by all nodes or local to each.
     All ranks meet every few seconds, so that only a shard that stalls can exceed the timeout of the job, however large
     the data are. Drawing is one wait: draw hundreds of thousands of scenes beforehand
-    (``python -m vqclip.data.scenes``).
+    (``python -m vqclip.scenes``).
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.
-        StopRequested: on every rank, when one has been asked to stop (`vqclip.progress`).
+        StopRequested: on every rank, when one has been asked to stop (`vqclip.process.progress`).
     """
     group = _ranks_with_this_cache()
     place = group.index(dist.rank())

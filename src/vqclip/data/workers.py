@@ -19,9 +19,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from vqclip import dist
 from vqclip.errors import DataError, StorageError
-from vqclip.signals import ignore_stop_signals, signal_at_parent_death
-from vqclip.stacks import answer_requests
+from vqclip.process.signals import ignore_stop_signals
+from vqclip.process.stacks import answer_requests
 
 __all__ = ["named_deaths", "ordered_map"]
 
@@ -187,7 +188,7 @@ def _end_with_parent() -> None:
     A stuck worker would not notice that its reader is gone, and hold its pipes and memory for ever.
     """
     threading.Thread(target=_exit_after_parent, daemon=True).start()
-    signal_at_parent_death(signal.SIGKILL)  # at once, and also where native code holds the interpreter's lock
+    dist.signal_at_parent_death(signal.SIGKILL)  # at once, and also where native code holds the interpreter's lock
 
 
 def _exit_after_parent() -> None:

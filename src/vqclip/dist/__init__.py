@@ -38,6 +38,7 @@ from vqclip.dist._collectives import (
 from vqclip.dist._control import any_rank, any_rank_each, barrier, broadcast_json, from_main, gather_json, shared_seed
 from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
+from vqclip.dist._launcher import launcher_is_gone, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._state import (
     Group,
     group_name,
@@ -70,6 +71,7 @@ __all__ = [
     "init",
     "is_distributed",
     "is_main",
+    "launcher_is_gone",
     "local_rank",
     "named_errors",
     "named_group",
@@ -82,6 +84,8 @@ __all__ = [
     "ring_shift",
     "shared_seed",
     "shutdown",
+    "signal_at_parent_death",
+    "stop_with_launcher",
     "unwrap_ddp",
     "world_size",
     "wrap_ddp",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vqclip.dist._state import Group, control_device, is_distributed, rank, run_collective, world_size
 from vqclip.errors import DistributedError, ShapeError
-from vqclip.precision import first_derivative_only
+from vqclip.nn.precision import first_derivative_only
 
 
 def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = None) -> Tensor:

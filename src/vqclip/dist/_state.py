@@ -14,9 +14,9 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vqclip.dist import _history
+from vqclip.dist._launcher import stop_with_launcher
 from vqclip.dist._meeting import own_store
 from vqclip.errors import DistributedError
-from vqclip.signals import stop_with_launcher
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
 """A process group; None for that of the whole job."""

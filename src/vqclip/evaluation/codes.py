@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.files import save_file
+from vqclip.io.files import save_file
 
 _NAME, _SIZES = "ids", "codebook_sizes"
 

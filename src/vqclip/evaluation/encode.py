@@ -14,11 +14,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vqclip import progress
 from vqclip.errors import NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
 from vqclip.evaluation.share import Share
-from vqclip.precision import Precision, autocast
+from vqclip.nn.precision import Precision, autocast
+from vqclip.process import progress
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import CaptionLengths
 
@@ -83,7 +83,7 @@ class Encoder:
 
         Raises:
             NonFiniteError: an embedding is NaN or infinite; raised on every rank.
-            StopRequested: a rank has been asked to stop (`vqclip.progress`); raised on every rank.
+            StopRequested: a rank has been asked to stop (`vqclip.process.progress`); raised on every rank.
         """
         device = tokenizer.device
         sizes = tokenizer.codebook_sizes

@@ -10,7 +10,7 @@ from vqclip.data import RawSample
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError, printable
-from vqclip.files import read_bounded
+from vqclip.io.files import read_bounded
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 DEFAULT_TEMPLATE = "a photo of a {c}"

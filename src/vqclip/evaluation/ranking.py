@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vqclip import progress
+from vqclip.process import progress
 
 BLOCK = 2**24
 """Most scores held at once: 64 MiB in fp32."""
@@ -41,7 +41,7 @@ def hit_rates(
         One rate in [0, 1] for each k; NaN without queries.
 
     Raises:
-        StopRequested: this rank has been asked to stop (`vqclip.progress`).
+        StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
     hits = torch.zeros(len(ks), dtype=torch.float64)
     rows = max(1, BLOCK // max(1, len(candidates)))

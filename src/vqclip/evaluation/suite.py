@@ -22,7 +22,7 @@ from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.share import Share
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
-from vqclip.precision import Precision
+from vqclip.nn.precision import Precision
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from vqclip.errors import CheckpointError, DataError, NonFiniteError
 from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
-from vqclip.fingerprint import fingerprint
+from vqclip.tokenizer.fingerprint import fingerprint
 
 __all__ = ["Agreement", "verify", "verify_program"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
-from vqclip.sealed import Facts, read_versioned, require_facts
+from vqclip.io.sealed import Facts, read_versioned, require_facts
 
 __all__ = ["OnnxTokenizer"]
 

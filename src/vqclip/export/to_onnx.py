@@ -14,11 +14,11 @@ from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
 from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
-from vqclip.files import replace_folder, require_replaceable
-from vqclip.fingerprint import fingerprint
-from vqclip.pretrained import ID_LAYOUT_VERSION
-from vqclip.sealed import facts_of, seal
+from vqclip.io.files import replace_folder, require_replaceable
+from vqclip.io.sealed import facts_of, seal
 from vqclip.tokenizer import ImageTokenizer
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.pretrained import ID_LAYOUT_VERSION
 
 __all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
 
@@ -36,7 +36,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
 
     Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
     renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
-    call puts that back first (`vqclip.files.replace_folder`).
+    call puts that back first (`vqclip.io.files.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.

@@ -24,7 +24,7 @@ from vqclip.losses.features import (
     precise,
 )
 from vqclip.losses.tiled import tiled_softmax
-from vqclip.precision import full_precision
+from vqclip.nn.precision import full_precision
 
 
 class ContrastiveLoss(nn.Module):

@@ -11,7 +11,7 @@ from vqclip.losses.exchange import Block, Exchange
 from vqclip.losses.features import Implementation, check_implementation, check_numbers, gathered, precise
 from vqclip.losses.tiled import EXCHANGES, Outputs, outputs_like, without_gradients
 from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, add_logsumexp_, connected, softmaxes
-from vqclip.precision import full_precision
+from vqclip.nn.precision import full_precision
 
 
 class DistillationLoss(nn.Module):

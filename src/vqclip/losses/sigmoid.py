@@ -23,7 +23,7 @@ from vqclip.losses.features import (
     precise,
 )
 from vqclip.losses.tiled import tiled_sigmoid
-from vqclip.precision import full_precision
+from vqclip.nn.precision import full_precision
 
 
 class SigmoidLoss(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from vqclip.errors import ConfigError
-from vqclip.precision import full_precision
+from vqclip.nn.precision import full_precision
 from vqclip.quantizers.checks import require_ids, require_vectors
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage, usage_if_uniform

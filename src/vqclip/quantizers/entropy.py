@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from vqclip.precision import first_derivative_only
+from vqclip.nn.precision import first_derivative_only
 
 
 def bit_entropy(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.precision import first_derivative_only
+from vqclip.nn.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.vectors import ids_from_digits
 

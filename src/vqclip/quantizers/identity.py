@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers.base import Quantizer
 

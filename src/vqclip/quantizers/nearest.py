@@ -12,7 +12,7 @@ from einops import reduce
 from torch import Tensor
 
 from vqclip.errors import ConfigError
-from vqclip.precision import first_derivative_only
+from vqclip.nn.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES

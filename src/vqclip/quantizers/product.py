@@ -8,8 +8,8 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
-from vqclip.bounds import MAX_CODEBOOKS
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_CODEBOOKS
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.bounds import MAX_CODEBOOKS
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_CODEBOOKS
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.draws import random_integers, stream

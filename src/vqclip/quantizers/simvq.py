@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.quantizers.checks import checked_weights
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer

@@ -12,10 +12,10 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
-from vqclip.precision import full_precision
+from vqclip.nn.precision import full_precision
 from vqclip.quantizers.checks import check_channels
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap

@@ -13,18 +13,18 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from vqclip.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.files import replace_folder, require_replaceable, save_file
-from vqclip.fingerprint import fingerprint
-from vqclip.inputs import require_ids
-from vqclip.pretrained import ID_LAYOUT_VERSION
-from vqclip.sealed import Facts, facts_of, read_versioned, require_facts, seal, validated
+from vqclip.io.files import replace_folder, require_replaceable, save_file
+from vqclip.io.sealed import Facts, facts_of, read_versioned, require_facts, seal, validated
+from vqclip.io.tensors import open_tensors
+from vqclip.nn.inputs import require_ids
 from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
-from vqclip.tensors import open_tensors
 from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.pretrained import ID_LAYOUT_VERSION
 
 __all__ = ["CodeIndex", "Origin"]
 
@@ -87,7 +87,7 @@ class CodeIndex:
     modality: str
     """``image`` or ``text``: whose ids they are."""
     tokenizer_sha256: str
-    """`vqclip.fingerprint` of the tokenizer that made them."""
+    """`vqclip.tokenizer.fingerprint` of the tokenizer that made them."""
     places: Tensor | None = None
     """``(n,)`` int64: the number of each item in its source; None where they are those of the items."""
     origin: Origin = field(default_factory=Origin)
@@ -141,7 +141,7 @@ class CodeIndex:
 
         An index that lies there already stays until the new one is whole, and is then renamed away. A kill between the
         two renames leaves no index at ``folder`` but the former one beside it; the next `save` puts that back first
-        (`vqclip.files.replace_folder`).
+        (`vqclip.io.files.replace_folder`).
 
         Raises:
             ConfigError: the folder holds something else.

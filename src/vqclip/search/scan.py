@@ -3,7 +3,7 @@
 A query is compared with what the codes stand for, not with other codes: only one side of the comparison is quantized
 ("asymmetric"; Jégou et al. 2011). Product quantizers do that by tables, one look-up a codebook, because there the score
 is a sum over codebooks. Here it is not: a token's vector is normalised and the tokens are weighted by a softmax before
-they are summed (`vqclip.pooling`), so no choice of tables gives the score (ADR 20). Codes go through
+they are summed (`vqclip.nn.pooling`), so no choice of tables gives the score (ADR 20). Codes go through
 ``tokenizer.embed``, a chunk at a time; `CodeSearch` can keep what comes out, in the precision that the memory allows.
 
 Shapes: Q queries, U distinct codes, n items, E embedding width, k results.
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
-from vqclip.fingerprint import fingerprint
 from vqclip.search.index import CodeIndex
 from vqclip.search.topk import best, ranks, scores_and_items
 from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.fingerprint import fingerprint
 
 __all__ = ["Cache", "CodeSearch", "Found", "require_queries"]
 

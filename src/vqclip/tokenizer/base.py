@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.hub import push_saved
-from vqclip.pooling import isometric_
-from vqclip.pretrained import save_folder
-from vqclip.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
+from vqclip.nn.pooling import isometric_
+from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
 from vqclip.quantizers import Stats
 from vqclip.quantizers.checks import check_channels
-from vqclip.reader import ReadingConfig, ReadingHalf
+from vqclip.tokenizer.hub import push_saved
+from vqclip.tokenizer.pretrained import save_folder
+from vqclip.tokenizer.reader import ReadingConfig, ReadingHalf
 from vqclip.towers import ImageTower, TextTower
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
@@ -145,7 +145,7 @@ class Tokenizer(ReadingHalf, ABC):
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
     ) -> str:
-        """Write this tokenizer to the hub, as `save_pretrained` writes it, with a card; see `vqclip.hub.push_folder`.
+        """Push this tokenizer to the hub, as `save_pretrained` writes it, with a card; see `hub.push_folder`.
 
         Args:
             name: ``owner/name``; made if it is missing.

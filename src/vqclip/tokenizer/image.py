@@ -11,7 +11,7 @@ from torch import Tensor
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ShapeError
-from vqclip.inputs import require_picture, require_pictures
+from vqclip.nn.inputs import require_picture, require_pictures
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import ImageTower, ImageTowerConfig
 

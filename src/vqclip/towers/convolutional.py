@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vqclip.bounds import MAX_WIDTH
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.towers.image import ImageTower
 from vqclip.towers.pixels import Normalize
 

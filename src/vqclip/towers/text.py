@@ -12,11 +12,11 @@ from einops import repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.attention import heads_divide_width
-from vqclip.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.inputs import require_captions
+from vqclip.nn.attention import heads_divide_width
+from vqclip.nn.inputs import require_captions
 
 MAX_CONTEXT = 4096
 """Largest context length."""

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.pretrained import misfits
-from vqclip.tensors import nonfinite
+from vqclip.io.tensors import misfits, nonfinite
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
-from vqclip.file_locks import held, is_at, try_lock
-from vqclip.files import sync_folder
+from vqclip.io.file_locks import held, is_at, try_lock
+from vqclip.io.files import sync_folder
 
 __all__ = ["Held", "Part", "ShardCache"]
 

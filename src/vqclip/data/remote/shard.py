@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from vqclip.data.cache import cache_folder
 from vqclip.data.remote.cache import Part, ShardCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
@@ -13,6 +12,7 @@ from vqclip.data.remote.retry import Failure, retried
 from vqclip.data.remote.transfer import Body, opened
 from vqclip.data.remote.urls import digest, file_name, shown
 from vqclip.errors import DataError, StorageError
+from vqclip.io.cache import cache_folder
 
 __all__ = ["RemoteShard", "fetch_text"]
 

@@ -10,7 +10,7 @@ from vqclip.data.remote import RemoteConfig, beneath, fetch_text, local_path, pr
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import ConfigError, DataError
-from vqclip.files import read_bounded
+from vqclip.io.files import read_bounded
 
 __all__ = [
     "CLASSNAMES",

@@ -62,7 +62,7 @@ class ClassShards:
 
     Args:
         config: where the folder lies.
-        cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
+        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
 
     Raises:
         DataError: no shards, a damaged one, or class names or templates missing.

@@ -38,7 +38,7 @@ class ShardReader:
 
     Args:
         shards: tar files, here or at URLs.
-        cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
+        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
 
     Raises:
         DataError: see `vqclip.data.index.load_index`.

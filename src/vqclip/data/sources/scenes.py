@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from vqclip.config import Config
-from vqclip.data.scenes import ScenesConfig, make_scenes
 from vqclip.data.shard import Shard
 from vqclip.data.sources.classes import ClassShards, ClassShardsData
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsData, Weight
+from vqclip.scenes import ScenesConfig, make_scenes
 
 __all__ = ["ScenesData", "ScenesSourceConfig"]
 

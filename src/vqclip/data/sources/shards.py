@@ -70,7 +70,7 @@ class CaptionShards:
 
     Args:
         config: where the shards lie and where their captions are.
-        cache: folder of the indexes; default `vqclip.data.cache.cache_folder()`.
+        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
 
     Raises:
         DataError: no shards, a damaged one, or no sample with an image and a caption.

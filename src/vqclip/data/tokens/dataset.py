@@ -28,8 +28,8 @@ from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.storage import TokenShard, open_shard
 from vqclip.errors import CheckpointError, DataError
-from vqclip.files import open_regular
-from vqclip.sealed import Facts, require_facts
+from vqclip.io.files import open_regular
+from vqclip.io.sealed import Facts, require_facts
 from vqclip.seeds import derive_seed
 
 __all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
@@ -81,7 +81,7 @@ class TokenDataset(Dataset[TokenItem]):
 
     Attributes:
         manifest: what the folder says of itself.
-        tokenizer_sha256: modality → `vqclip.fingerprint` of the tokenizer that made its ids, which is the
+        tokenizer_sha256: modality → `vqclip.tokenizer.fingerprint` of the tokenizer that made its ids, which is the
             `tokenizer_sha256` of a search index and of an ONNX folder too.
         image: `IdLayout` of the image ids: N, codebook sizes; None where images were not tokenized.
         text: the same for texts.

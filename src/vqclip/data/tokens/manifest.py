@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError, model_validator
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
 from vqclip.errors import CheckpointError, DataError
-from vqclip.precision import Precision
-from vqclip.sealed import read_versioned, seal
+from vqclip.io.sealed import read_versioned, seal
+from vqclip.nn.precision import Precision
 
 __all__ = [
     "BAD_FILE",
@@ -51,7 +51,7 @@ class TokenizerFacts(Config):
     """Which tokenizer made the ids."""
 
     image: _Hash | None
-    """`vqclip.fingerprint` of the image tokenizer, as indexes and ONNX folders have it; None where it made no ids."""
+    """`vqclip.tokenizer.fingerprint` of the image tokenizer, also in indexes and ONNX folders; None: no image ids."""
     text: _Hash | None
     """The same of the text tokenizer."""
     weights: _Hash

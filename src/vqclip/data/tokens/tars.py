@@ -21,7 +21,7 @@ import numpy as np
 from vqclip.data.tar import walk
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
 from vqclip.errors import DataError, printable
-from vqclip.files import open_regular
+from vqclip.io.files import open_regular
 
 __all__ = ["TarShard", "write_tar"]
 

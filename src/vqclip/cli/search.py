@@ -1,0 +1,254 @@
+"""Make an index of the codes of pictures or captions, and search it.
+
+vqclip search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
+vqclip search query --index pictures.index "a red apple" --images path/to/pictures --html page.html
+vqclip search query --index pictures.index --image apple.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqclip.cli import arguments as types
+from vqclip.data import ClassShards, EvalSet, decode_image, masked
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.pictures import PictureFolder, Pictures, open_pictures
+from vqclip.data.samples import read_decoded
+from vqclip.data.sources.class_folder import SPLIT_HELP
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
+from vqclip.io.files import read_bounded, write_text
+from vqclip.runlog.console import put, tell_error, tell_interrupt, unfailing_streams
+from vqclip.search.index import CodeIndex, Origin
+from vqclip.search.page import Hit, page
+from vqclip.search.scan import CodeSearch, Found
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.tokenizer.loading import load_tokenizer
+
+__all__ = ["build", "main", "parser"]
+
+
+@unfailing_streams()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 2 for anything that the user can mend, which is told on stderr; 130 for Ctrl-C.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        _build(options) if options.command == "build" else _query(options)
+    except (VqclipError, OSError) as error:
+        tell_error("vqclip search", error, masked)
+        return 2
+    except KeyboardInterrupt:
+        return tell_interrupt("vqclip search")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="vqclip search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="make an index")
+    build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
+    what = build.add_mutually_exclusive_group(required=True)
+    what.add_argument("--images", type=types.text, help="pictures: a folder, tars, or clip_benchmark's layout")
+    what.add_argument("--captions", type=types.text, help="the captions of the same")
+    build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    build.add_argument("--out", type=types.path, required=True, help="folder of the index")
+    build.add_argument("--batch-size", type=types.batch_size, default=64, help="encoded at a time (64)")
+    build.add_argument(
+        "--bad-fraction", type=types.share, default=0.01, help="largest share of pictures left out as unusable (0.01)"
+    )
+    query = commands.add_parser("query", help="search an index")
+    query.add_argument(
+        "--tokenizer", type=types.text, help="the tokenizer that the index was built with (where it then was)"
+    )
+    query.add_argument("--images", type=types.text, help="the pictures that the index was built from; for --html")
+    query.add_argument("--index", type=types.path, required=True, help="folder of the index")
+    query.add_argument("text", type=types.text, nargs="?", help="what to look for")
+    query.add_argument("--image", type=types.path, help="a picture to look for in place of a text")
+    query.add_argument("-k", type=types.count, default=24, help="results (24)")
+    query.add_argument("--continuous", action="store_true", help="do not quantize the query")
+    query.add_argument("--html", type=types.path, help="write a page with the pictures of --images to this file")
+    return parser
+
+
+def build(
+    tokenizer: ImageTokenizer | TextTokenizer,
+    source: Pictures,
+    batch_size: int = 64,
+    bad_fraction: float = 0.0,
+    origin: Origin | None = None,
+) -> CodeIndex:
+    """An index of a source: of its pictures, or of its captions, as the tokenizer's modality has it.
+
+    Items are called by the place of their picture, and by their caption or class where it has one of its own:
+    ``pets/cat.png``, ``00003.tar/000031415: a red apple``.
+
+    Raises:
+        DataError: more pictures than ``bad_fraction`` of them cannot be used.
+    """
+    if isinstance(tokenizer, ImageTokenizer):
+        ids, names, places = _images(tokenizer, source, batch_size, bad_fraction)
+    else:
+        every = [(caption, index) for index in range(len(source)) for caption in source.read(index).captions]
+        names = [_name(source, index, caption) for caption, index in every]
+        places = torch.tensor([index for _, index in every])
+        captions = [caption for caption, _ in every]
+        batches = [captions[start : start + batch_size] for start in range(0, len(captions), batch_size)]
+        ids = [tokenizer.encode(batch).cpu() for batch in batches]
+    if not ids:
+        raise DataError("got no items, expected at least one")
+    same = torch.equal(places, torch.arange(len(names)))
+    return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, origin)
+
+
+def _images(
+    tokenizer: ImageTokenizer, source: Pictures, batch_size: int, bad_fraction: float
+) -> tuple[list[Tensor], list[str], Tensor]:
+    ids, names, places = [], [], []
+    for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
+        if not len(batch):
+            continue
+        ids.append(tokenizer.encode(batch.images).cpu())
+        places.append(batch.sample_ids)
+        rows = zip(batch.sample_ids.tolist(), batch.labels.tolist(), batch.captions, strict=True)
+        names += [
+            _name(source, index, source.classnames[label] if source.classnames else captions[0])
+            for index, label, captions in rows
+        ]
+    return ids, names, torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
+def _name(source: Pictures, index: int, caption: str) -> str:
+    place = source.place(index)
+    return place if isinstance(source, PictureFolder) else f"{place}: {caption}"  # a file's caption is from its name
+
+
+def _build(options: argparse.Namespace) -> None:
+    path = options.images or options.captions
+    tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
+    source = open_pictures(path, options.split)
+    origin = Origin(
+        tokenizer=_local(options.tokenizer),
+        pictures=_local(path),
+        split=source.config.split if isinstance(source, ClassShards) else None,
+        fingerprint=source.fingerprint,
+    )
+    index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)
+    index.save(options.out)
+    floats = 4 * tokenizer.embed_dim
+    print(
+        f"{options.out}: {len(index):,} items of {index.packing.bits} bits, {len(index.codes):,} of them distinct; "
+        f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an "
+        f"item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
+    )
+
+
+def _query(options: argparse.Namespace) -> None:
+    if (options.text is None) == (options.image is None):
+        raise ConfigError("query: got a text and --image, or neither; expected one of them")
+    index = CodeIndex.load(options.index)
+    if options.html is not None and options.images is None:
+        # An index of unknown origin could name any folder, whose pictures would then stand in a page that is shared.
+        raise ConfigError(
+            f"--images: missing, expected the pictures for --html; the index says they were {_former(index)}"
+        )
+    tokenizer = options.tokenizer or index.origin.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: missing, and the index does not know a folder; expected the one it was built with"
+        )
+    search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
+    found = search.search(_embedded(options, tokenizer), options.k)
+    asked = options.text if options.text is not None else options.image.name
+    hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
+    lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
+    put("\n".join(lines))
+    if options.html is not None:
+        notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
+        _write(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"--html: {path}: cannot be written ({error.strerror}); expected a file in a folder"
+        ) from None
+
+
+def _former(index: CodeIndex) -> str:
+    return "nowhere on this machine" if index.origin.pictures is None else f"in {index.origin.pictures}"
+
+
+def _local(path: str) -> str | None:
+    """What is here as an absolute path; None for what is not, such as a URL or the name of a hub."""
+    found = Path(path).expanduser().absolute()
+    return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
+
+
+@torch.no_grad()
+def _embedded(options: argparse.Namespace, tokenizer: str) -> Tensor:
+    """``(1, E)``: the query, of its codes unless asked otherwise."""
+    if options.text is not None:
+        text = load_tokenizer(tokenizer, "text")
+        tokens = text.preprocess([options.text])
+        return text.continuous(tokens) if options.continuous else text.embed(text.encode(tokens))
+    image = load_tokenizer(tokenizer, "image")
+    pixels = image.transform(_decoded(options.image))[None]
+    return image.continuous(pixels) if options.continuous else image.embed(image.encode(pixels))
+
+
+def _decoded(path: Path) -> Tensor:
+    data = read_bounded(path, MAX_IMAGE_BYTES)
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read")
+    try:
+        return decode_image(data)
+    except DataError as error:
+        raise DataError(f"{path}: {error}", error.kind) from error
+
+
+def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
+    """The results of the first query, with their pictures; one that cannot be used is told on stderr, and left out.
+
+    Raises:
+        CheckpointError: a number of a picture that the source does not have.
+        DataError: the source is not what the index was built from.
+        StorageError: it cannot be fetched.
+    """
+    scores, items = found.scores[0].tolist(), found.items[0].tolist()
+    source = open_pictures(images, index.origin.split)
+    if source.fingerprint != index.origin.fingerprint:
+        raise DataError(f"{images}: is not what the index was built from; build it anew")
+    places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
+    if places and max(places) >= len(source):
+        raise CheckpointError(
+            f"index: places: got {max(places)}, expected less than {len(source)}, the pictures of {images}; build the "
+            "index anew"
+        )
+    pictures = {place: _picture(source, place) for place in dict.fromkeys(places)}  # captions may share one
+    rows = zip(scores, items, places, strict=True)
+    return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]
+
+
+def _picture(source: Pictures, place: int) -> Tensor | None:
+    try:
+        return read_decoded(source, place, MAX_PIXELS)[1]
+    except StorageError:
+        raise  # no picture is to blame
+    except DataError as error:
+        print(f"vqclip search: left out of the page: {printable(masked(str(error)))}", file=sys.stderr)
+        return None

@@ -1,5 +1,0 @@
-import sys
-
-from vqclip.export.command import main
-
-sys.exit(main())

@@ -1,0 +1,93 @@
+"""A run folder that one job at a time may write to."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from vqclip import dist
+from vqclip.errors import ConfigError
+from vqclip.io.file_locks import is_at
+from vqclip.io.files import named
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_FILES = (LOCK_FILE, f".{LOCK_FILE}")
+"""Two, so that a job that loses one to an ``rm`` still holds the folder."""
+
+
+class RunLock:
+    """Rank 0's lock on a run folder, held until the context ends or the process does, however it does.
+
+        with RunLock(folder) as lock:
+            ...
+            lock.take()
+            ...
+
+    The files stay behind; what they say counts only while they are locked. `take` again restores a deleted one.
+
+    Args:
+        folder: the run's.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._held: dict[str, TextIO] = {}
+
+    def take(self) -> None:
+        """Lock the folder, making it if need be, or check that it is still locked. A collective.
+
+        Raises:
+            ConfigError: another job holds the lock; on every rank.
+        """
+
+        def take() -> str | None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return next((holder for name in _FILES if (holder := self._take(self._folder / name))), None)
+
+        holder = dist.from_main(take)
+        if holder is not None:
+            raise ConfigError(
+                f"run.name: {self._folder} is in use by another job ({holder}); wait for its end or stop it, or give "
+                "this run another name"
+            )
+
+    def _take(self, path: Path) -> str | None:
+        """None, or who holds the lock."""
+        held = self._held.get(path.name)
+        if held is not None:
+            if is_at(held.fileno(), path):
+                return None
+            logger.warning("%s was deleted or replaced while this job held it", path)
+            held.close()
+        self._held[path.name] = file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            # Not flock, which the data workers would inherit and hold beyond the death of this process.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                return file.read(200).strip() or "which has not said who it is"
+            logger.warning("%s cannot be locked (%s): see to it that one job uses it", self._folder, error.strerror)
+            return None
+        with named(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        return None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._held:
+            self._held.popitem()[1].close()

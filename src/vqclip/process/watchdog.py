@@ -1,0 +1,209 @@
+"""Ends a job whose training loop stands still, and has every rank write down where it stood."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+import traceback
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from vqclip import dist
+from vqclip.errors import DistributedError
+from vqclip.process.stacks import StackFile
+
+STATUS = 3
+"""The exit status of a rank that a watchdog has ended."""
+
+_FIRST_STEPS = 5
+"""So many steps of a process may take long: they compile, warm up, and fill the data workers' queues."""
+_LOOK_S = 1.0
+"""Seconds between two looks."""
+_GRACE_S = 5.0
+"""What a stuck interpreter gets beyond the limit, before its stacks are written without its help; then the same for the
+other ranks to hear of it."""
+
+_HEADER = re.compile(r"^=== (\w+) rank (\d+) at collective #(\d+): (.*)$", re.MULTILINE)
+
+
+class _Position(NamedTuple):
+    """Where the main thread was last seen."""
+
+    since: float
+    limit: float
+    done: int
+    doing: str
+    patient: bool
+
+
+class Watchdog:
+    """Watches over the main thread of this process while its context is open.
+
+        with Watchdog(folder, step_timeout_s=300.0, timeout_s=600.0) as watchdog:
+            for batch in batches:
+                watchdog.at(done, "in the next step")
+                ...
+                watchdog.at(done, "waiting for the next batch")
+
+    When the limit has passed, a thread appends the stacks of all threads, those of the data workers and the last
+    collectives to ``rank-<number>.txt``, waits a little for the other ranks to do the same, says on stderr who stood
+    where, and ends the process with status 3. Ranks meet in every step, so all of them are late when one is. Where the
+    interpreter itself is stuck, in code that does not let go of its lock, a thread in C appends the stacks five seconds
+    later, and the status is 1. When another rank is lost, so that a collective raises, the stacks are written too.
+
+    Args:
+        folder: for the files, shared by all ranks.
+        step_timeout_s: longest time between two steps, once five are done; None: no watchdog, no thread.
+        timeout_s: longest time before that, and wherever patience is asked for; the other is never longer.
+    """
+
+    def __init__(self, folder: Path, step_timeout_s: float | None, timeout_s: float):
+        self._folder = folder
+        self._on = step_timeout_s is not None
+        self._short, self._long = min(step_timeout_s or timeout_s, timeout_s), timeout_s
+        self._first_steps = _FIRST_STEPS
+        self._position = _Position(0.0, timeout_s, -1, "starting", True)
+        self._patient_at = -1
+        self._closing = threading.Event()
+
+    def at(self, done: int, doing: str, patient: bool = False) -> None:
+        """Say where the main thread is. The limit counts from the end of a step, or from what asks for patience.
+
+        Args:
+            done: steps done.
+            doing: what it does now, for the report.
+            patient: this may take as long as a wait for another rank.
+        """
+        before, since = self._position, time.monotonic()
+        if done > before.done >= 0 and self._first_steps:
+            self._first_steps -= 1
+        if done == before.done and not patient and not before.patient:
+            since = before.since
+        if patient:
+            self._patient_at = done
+        # One rank may still save where the others have gone on, and wait for it in the next step.
+        limit = self._long if self._first_steps or done == self._patient_at else self._short
+        self._position = _Position(since, limit, done, doing, patient)
+
+    def beat(self) -> None:
+        """Long work goes on."""
+        self._position = self._position._replace(since=time.monotonic())
+
+    def __enter__(self) -> Watchdog:
+        if self._on:
+            self._token = f"{dist.shared_seed():016x}"
+            self._file = StackFile(self._folder / f"rank-{dist.rank()}.txt")
+            self._rank, self._world_size = dist.rank(), dist.world_size()
+            self.beat()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._on:
+            return
+        self._closing.set()
+        self._thread.join()  # for ever where it has told of a hang: it ends the process
+        if isinstance(error, DistributedError):
+            with contextlib.suppress(OSError):
+                self._write(f"another rank is lost: {self._where()}", "".join(traceback.format_exception(error)))
+        self._file.close()
+
+    def _watch(self) -> None:
+        while (left := self._left()) > 0:
+            self._file.dump_and_exit_after(left + _GRACE_S)
+            if self._closing.wait(min(left, _LOOK_S)):
+                return
+        self._end()
+
+    def _left(self) -> float:
+        position = self._position
+        return position.since + position.limit - time.monotonic()
+
+    def _end(self) -> None:
+        """Tell, and end the process; whatever the disk does, which may be what hangs."""
+        self._file.dump_and_exit_after(4 * _GRACE_S)
+        limit = self._position.limit
+        name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
+        where = f"no progress for {limit:g} s ({name}): {self._where()}"
+        _say(f"rank {self._rank}: {where}")
+        for work, patience in ((lambda: self._write(where), _GRACE_S), (self._tell_of_all, 2 * _GRACE_S)):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(patience)
+        os._exit(STATUS)
+
+    def _where(self) -> str:
+        position, recent = self._position, dist.recent_collectives()
+        text = f"{position.done} steps done, {position.doing}"
+        if not recent:
+            return text
+        last = recent[-1]
+        named = f"collective #{last.number} ({last.name})"
+        if last.finished is None:
+            return f"{text}; in {named} for {time.monotonic() - last.started:.1f} s"
+        return f"{text}; in no collective, {named} ended {time.monotonic() - last.finished:.1f} s ago"
+
+    def _write(self, where: str, trace: str = "") -> None:
+        recent, now = dist.recent_collectives(), time.monotonic()
+        number = recent[-1].number if recent else 0
+        lines = [
+            f"=== {self._token} rank {self._rank} at collective #{number}: {where}",
+            f"process {os.getpid()} on {socket.gethostname()}, {datetime.now(timezone.utc).isoformat()}",
+            "last collectives:",
+            *(f"  {_described(each, now)}" for each in recent),
+            f"{trace}stacks:",
+        ]
+        self._file.write("\n".join(lines) + "\n")
+        self._file.dump()
+        self._file.write("\n")
+
+    def _tell_of_all(self) -> None:
+        """Once all ranks have written, or had time to: the first of those that have tells who stood where."""
+        end, found = time.monotonic() + _GRACE_S + _LOOK_S, self._found()
+        while len(found) < self._world_size and time.monotonic() < end:
+            time.sleep(0.1)
+            found = self._found()
+        if self._rank == min(found, default=self._rank):
+            _say(f"the job hangs and is ended with status {STATUS}:\n{self._summary(found)}")
+
+    def _found(self) -> dict[int, tuple[int, str]]:
+        """Rank → number of its last collective, and where it stood."""
+        found = {}
+        for path in self._folder.glob("rank-*.txt"):
+            for token, rank, number, where in _HEADER.findall(path.read_text(errors="replace")):
+                if token == self._token:
+                    found[int(rank)] = int(number), where
+        return found
+
+    def _summary(self, found: dict[int, tuple[int, str]]) -> str:
+        silent = "has written nothing itself: it is dead, cannot write here, or its interpreter is stuck"
+        lines = [f"  rank {rank}: {found[rank][1] if rank in found else silent}" for rank in range(self._world_size)]
+        newest = max((number for number, _ in found.values()), default=0)
+        late = [rank for rank in range(self._world_size) if rank not in found or found[rank][0] < newest]
+        if late and self._world_size > 1:
+            lines.append(f"  the others wait for {'ranks' if len(late) > 1 else 'rank'} {', '.join(map(str, late))}")
+        return "\n".join([*lines, f"  stacks and collectives: {self._folder}/rank-*.txt"])
+
+
+def _described(collective: dist.Collective, now: float) -> str:
+    if collective.finished is None:
+        state = "not finished"
+    else:
+        state = f"finished after {1e3 * (collective.finished - collective.started):.1f} ms"
+    shapes = " ".join(str(shape) for shape in collective.shapes)
+    return f"#{collective.number} {collective.name} {shapes} started {now - collective.started:.3f} s ago, {state}"
+
+
+def _say(text: str) -> None:
+    # Not through print: the main thread may be stuck in the middle of one.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\nvqclip.train: {text}\n".encode())

@@ -1,5 +1,0 @@
-"""What a run leaves for people to read."""
-
-from vqclip.report.log import MetricsLog, read_metrics
-
-__all__ = ["MetricsLog", "read_metrics"]

@@ -1,0 +1,116 @@
+"""The metrics of a run: one JSON object a line in ``metrics.jsonl``, and TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from vqclip.errors import DataError
+from vqclip.runlog.lines import Lines, parsed, spelt
+
+logger = logging.getLogger(__name__)
+
+_FILE = "metrics.jsonl"
+_BOARD = "tensorboard"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+Value = float | int | bool | str | Tensor | None
+
+
+class MetricsLog:
+    """Writes the metrics of a run; for one process only, the caller decides which.
+
+    What a killed run wrote about later steps is dropped on resume (`Lines`). What the file says already about
+    ``start_step`` itself, such as the final evaluation of a finished run that is evaluated again, is not written a
+    second time.
+
+    Args:
+        folder: The run's folder; made if it is missing.
+        start_step: Number of steps done: 0 for a new run, the checkpoint's step on resume.
+        tensorboard: Write event files into ``folder/tensorboard`` as well.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
+        self._lines = Lines(Path(folder) / _FILE, start_step)
+        self.path = self._lines.path
+        self.recorded = self._lines.recorded
+        """What the file says about ``start_step`` itself, all its lines in one."""
+        self._start_step = start_step
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+            # purge_step: TensorBoard hides what an earlier event file says about this step and later ones.
+            self._board = SummaryWriter(str(self.path.parent / _BOARD), purge_step=start_step + 1)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Append one line, ``{"step": step, **values}``, and flush it.
+
+        Numbers go to TensorBoard as well; text, booleans and None to the file only. Reading a tensor waits for its
+        device. Several lines about one step (training, then evaluation) are possible; going back is not.
+
+        Args:
+            step: Number of steps done; at least that of the line before.
+            values: Name to value; tensors have one element.
+        """
+        self._lines.check(step)
+        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+        if step == self._start_step:
+            missing = object()
+            known = self._lines.recorded
+            plain = {name: value for name, value in plain.items() if known.get(name, missing) != spelt(value)}
+            if not plain:
+                return
+        self._lines.write(step, plain)
+        for name, value in plain.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._on_board("add_scalar", name, value, step)
+
+    def flush(self) -> None:
+        """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
+        self._lines.flush()
+        self._on_board("flush")
+
+    def close(self) -> None:
+        """Flush and close; may be called twice."""
+        try:
+            self._lines.close()
+        finally:
+            self._on_board("close")
+
+    def _on_board(self, method: str, *values: object) -> None:
+        """Write no more to TensorBoard once that fails: its folder may have been deleted, and the file has it all."""
+        try:
+            if self._board is not None:
+                getattr(self._board, method)(*values)
+        except Exception as error:  # its thread passes on whatever ended it
+            self._board = None
+            logger.warning("%s: cannot be written (%s): the run goes on without", self.path.parent / _BOARD, error)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, with its not-finite numbers as floats again.
+
+    Raises:
+        DataError: A line is no JSON object with a step; the message gives its number.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            entry = parsed(line)
+            if entry is None:
+                raise DataError(f"{path}:{number}: not a line of metrics: {line[:80]!r}")
+            yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}

@@ -1,0 +1,99 @@
+"""All that a run writes down while it trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vqclip import dist
+from vqclip.data import TrainData
+from vqclip.runlog.bad_samples import BadSamples
+from vqclip.runlog.best import PREFIX, Best
+from vqclip.runlog.events import Events
+from vqclip.runlog.lines import Lines
+from vqclip.runlog.log import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+
+class Records:
+    """``metrics.jsonl`` and TensorBoard, ``bad_samples.jsonl`` and ``events.jsonl``: rank 0 writes, all ranks hold it.
+
+    Making one is a collective.
+
+    Args:
+        folder: The run's folder.
+        start_step: Number of steps done.
+        data: What this rank reads.
+        bad_before: Counts of the steps done, as `BadSamples.saved` gives them.
+        keep_best: Figure by which a step is best; None for none.
+        best: The best of the steps done, as a checkpoint gives it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        start_step: int,
+        data: TrainData,
+        bad_before: Mapping[str, Mapping[str, int]],
+        keep_best: str | None,
+        best: Mapping[str, Any] | None = None,
+    ):
+        writes = dist.is_main()
+        self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
+        """None on all ranks but one."""
+        self._files = [Lines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
+        bad, events = self._files or (None, None)
+        self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
+
+        known = self.metrics.recorded if self.metrics else {}
+        self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
+        """Whether nothing is known of an evaluation after ``start_step``; the same on every rank."""
+
+        self._best: Best | None = None
+        if keep_best is not None:
+            self._best = Best(keep_best, best, folder if writes else None)
+            self._best.see(start_step, known)  # the evaluation after a save is in no checkpoint yet
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The run's best step, its figure and that one's value, for rank 0; None where there is none."""
+        return None if self._best is None else self._best.facts()
+
+    def evaluated(self, done: int, figures: Mapping[str, float]) -> None:
+        """Take down what an evaluation after ``done`` steps found, if anything; on every rank."""
+        figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
+        if self.metrics and figures:
+            self.metrics.write(done, figures)
+        if self._best and figures:
+            self._best.see(done, figures)
+
+    def flush(self) -> None:
+        """Wait until all is on the disk; to be called before a checkpoint, which vouches for its steps."""
+        for file in (self.metrics, *self._files):
+            if file is not None:
+                file.flush()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:  # all of them, whatever happens to one
+            for file in (self.metrics, *self._files):
+                if file is not None:
+                    stack.callback(_close, file)
+
+
+def _close(file: MetricsLog | Lines) -> None:
+    """Close a file; what goes wrong is logged too, as one error alone can be raised."""
+    try:
+        file.close()
+    except OSError as error:
+        logger.error("%s: may lack its last lines: %s", file.path, error)
+        raise

@@ -1,0 +1,18 @@
+"""The drawn data set: coloured shapes with captions, made once as ordinary shards.
+
+Layout of a data set's folder:
+
+    train/00000.tar ...      captioned, img2dataset layout; combinations of colour and shape in `TRAINED`
+    val/00000.tar            captioned; only combinations in `HELD_OUT`; every caption fits its own picture alone
+    test/                    clip_benchmark layout: single objects of trained combinations, 99 classes
+    heldout/                 the same for held-out combinations, told from all 121 classes
+    scenes.json              the stamp: configuration, sizes and hashes
+
+Every sample's `.json` holds its scene: the objects and the background. `python -m vqclip.scenes` draws it and
+makes a contact sheet.
+"""
+
+from vqclip.scenes.make import ScenesConfig, ScenesPaths, make_scenes
+from vqclip.scenes.splits import HELD_OUT, TRAINED
+
+__all__ = ["HELD_OUT", "TRAINED", "ScenesConfig", "ScenesPaths", "make_scenes"]

@@ -1,0 +1,112 @@
+"""Turn a scene into pixels: a soft gradient with a little grain, and objects with shadow, rim and light."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from vqclip.scenes.draws import Draws
+from vqclip.scenes.palette import BACKGROUNDS, COLOURS
+from vqclip.scenes.scene import Scene, SceneObject
+from vqclip.scenes.shapes import FIELD_CELLS, FIELD_EXTENT, distance_field
+
+_LIGHT = np.array([-0.5, -0.87], np.float32)
+"""Direction to the light, x right and y down: from above, a little from the left."""
+
+
+def draw_scene(scene: Scene, image_size: int, draws: Draws) -> np.ndarray:
+    """Draw a scene.
+
+    Args:
+        scene: what to draw; every colour, shape and place in it is kept exactly, up to the shading.
+        image_size: side S in pixels.
+        draws: gradient direction, grain and shade.
+
+    Returns:
+        (S, S, 3) uint8 RGB.
+    """
+    canvas = _background(scene.background, image_size, draws)
+    for thing in scene.objects:
+        _shadow(canvas, thing)
+    for thing in scene.objects:
+        _object(canvas, thing, shade=draws.uniform(0.94, 1.05))
+    return np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
+
+
+@functools.cache
+def _axis(image_size: int) -> np.ndarray:
+    return (np.arange(image_size, dtype=np.float32) + 0.5) / image_size
+
+
+@functools.cache
+def _grain(image_size: int) -> np.ndarray:
+    """A fixed texture twice as large as the picture, of which each picture shows a different part."""
+    side = 2 * image_size
+    fine = np.random.Generator(np.random.PCG64(1)).random((side, side), np.float32) - 0.5
+    soft = fine.copy()
+    for shift in (1, 2, 3):
+        soft += np.roll(fine, shift, 0) + np.roll(fine, shift, 1)
+    return (4.0 * fine + 3.0 * soft)[..., None]
+
+
+def _background(name: str, image_size: int, draws: Draws) -> np.ndarray:
+    light, dark = (np.array(colour, np.float32) for colour in BACKGROUNDS[name])
+    axis = _axis(image_size)
+    angle = draws.uniform(-0.6, 0.6) - np.pi / 2
+    glow_x, glow_y = draws.uniform(0.2, 0.8), draws.uniform(0.0, 0.5)
+    ramp = 0.5 - 0.7 * (np.cos(angle) * (axis - 0.5)[None, :] + np.sin(angle) * (axis - 0.5)[:, None])
+    glow = (axis - glow_x)[None, :] ** 2 + (axis - glow_y)[:, None] ** 2
+    mix = np.clip(0.65 * ramp + 0.7 * glow, 0, 1)[..., None]
+    top, left = int(draws.uniform(0, image_size)), int(draws.uniform(0, image_size))
+    return light + (dark - light) * mix + _grain(image_size)[top : top + image_size, left : left + image_size]
+
+
+def _box(thing: SceneObject, image_size: int, reach: float) -> tuple[slice, slice]:
+    radius = thing.radius * reach
+    ends = [(int(max(0.0, (c - radius) * image_size)), int((c + radius) * image_size) + 2) for c in (thing.y, thing.x)]
+    return slice(*ends[0]), slice(*ends[1])
+
+
+def _distance(thing: SceneObject, image_size: int, box: tuple[slice, slice], shift: float = 0.0) -> np.ndarray:
+    """Return the distance of the box's pixels to the outline in units of the radius, bilinear in the stored field."""
+    axis = _axis(image_size)
+    y = ((axis[box[0]] - thing.y) / thing.radius)[:, None] - shift
+    x = ((axis[box[1]] - thing.x) / thing.radius)[None, :] - 0.4 * shift
+    turn = np.deg2rad(thing.angle)
+    cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
+    scale, middle = (FIELD_CELLS - 1) / (2 * FIELD_EXTENT), (FIELD_CELLS - 1) / 2
+    column = np.clip((cos * x + sin * y) * scale + middle, 0, FIELD_CELLS - 1.001)
+    row = np.clip((cos * y - sin * x) * scale + middle, 0, FIELD_CELLS - 1.001)
+    j, i = column.astype(np.int32), row.astype(np.int32)
+    column -= j
+    row -= i
+    field, at = distance_field(thing.shape).ravel(), i * FIELD_CELLS + j
+    upper = field[at] * (1 - column) + field[at + 1] * column
+    lower = field[at + FIELD_CELLS] * (1 - column) + field[at + FIELD_CELLS + 1] * column
+    return upper + (lower - upper) * row
+
+
+def _shadow(canvas: np.ndarray, thing: SceneObject) -> None:
+    """Darken the canvas below and to the right of the object, with a soft edge."""
+    box = _box(thing, len(canvas), reach=1.4)
+    distance = _distance(thing, len(canvas), box, shift=0.14)
+    soft = np.clip(0.5 - distance / 0.34, 0, 1)
+    canvas[box] *= 1 - (0.42 * soft * soft * (3 - 2 * soft))[..., None]
+
+
+def _object(canvas: np.ndarray, thing: SceneObject, shade: float) -> None:
+    """Paint the object: its colour, lighter towards the light, with a bevelled rim; edges are one pixel soft."""
+    size = len(canvas)
+    box = _box(thing, size, reach=1.1)
+    distance = _distance(thing, size, box)
+    coverage = np.clip(0.5 - distance * (thing.radius * size), 0, 1)[..., None]
+    # The field's gradient points outwards: its dot product with the light tells lit from shaded rims.
+    slope_y, slope_x = np.gradient(distance * (thing.radius * size))
+    facing = slope_x * _LIGHT[0] + slope_y * _LIGHT[1]
+    rim = np.clip(1 + distance / 0.2, 0, 1)
+    height = ((_axis(size)[box[0]] - thing.y) / thing.radius)[:, None]
+    light = (0.26 * rim * rim * facing - 0.10 * height)[..., None]
+    colour = np.array(COLOURS[thing.colour], np.float32) * shade
+    paint = np.where(light > 0, colour + (255 - colour) * light, colour * (1 + light))
+    canvas[box] += (paint - canvas[box]) * coverage

@@ -1,0 +1,122 @@
+"""Which combinations of colour and shape a model trains on, and what each split holds.
+
+All draws are keyed by (VERSION, dataset seed, split number, picture index, attempt), so a picture does not depend on
+how many there are, nor on the process that draws it. (`val` looks back at its earlier pictures, see `val_samples`.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from vqclip.errors import DataError
+from vqclip.scenes.captions import describe
+from vqclip.scenes.drawing import draw_scene
+from vqclip.scenes.draws import Draws
+from vqclip.scenes.meaning import Meaning, holds
+from vqclip.scenes.palette import COLOURS
+from vqclip.scenes.scene import Combination, Scene, sample_scene
+from vqclip.scenes.shapes import SHAPES
+
+VERSION = 3
+"""Raise it with any change that alters a picture, a caption or a split: it is part of the cache folder's name."""
+
+SPLITS = ("train", "val", "test", "heldout")
+
+TRAIN_DETAIL, VAL_DETAIL = 0.5, 0.85
+
+# No "a {c}": the class may be "orange star", and these forms read well with every class.
+TEMPLATES = ("{c}", "one {c}", "a single {c}", "a small {c}", "a large {c}", "a picture of one {c}", "a big {c}")
+
+_HELD_OUT_DIAGONALS = (0, 5)
+
+
+def _diagonals() -> list[list[Combination]]:
+    """Return the table of colours × shapes cut into wrapped diagonals: each has every colour and every shape once."""
+    colours = tuple(COLOURS)
+    assert len(colours) == len(SHAPES)
+    side = len(colours)
+    # A step of 3, which has no factor in common with 11, keeps neighbours in the lists apart.
+    return [[(colours[c], SHAPES[(d + 3 * c) % side]) for c in range(side)] for d in range(side)]
+
+
+HELD_OUT: tuple[Combination, ...] = tuple(pair for d in _HELD_OUT_DIAGONALS for pair in _diagonals()[d])
+"""Combinations that no training picture shows; two of every colour and two of every shape."""
+
+TRAINED: tuple[Combination, ...] = tuple(
+    pair for d, row in enumerate(_diagonals()) if d not in _HELD_OUT_DIAGONALS for pair in row
+)
+"""All others. Any 11 in a row hold every colour and every shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A picture with what is known of it: (S, S, 3) uint8 pixels, the scene, and a caption or a class label."""
+
+    pixels: np.ndarray
+    scene: Scene
+    caption: str | None = None
+    label: int | None = None
+
+
+def class_names(split: str) -> list[str]:
+    """Return the classes of a labelled split: trained combinations for `test`, all of them for `heldout`.
+
+    Chance is therefore 1/99 in `test` and 1/121 in `heldout`, whose pictures only show the 22 held-out classes: a
+    model that knows colours and shapes but prefers the combinations it has seen fails there.
+    """
+    combinations = TRAINED if split == "test" else TRAINED + HELD_OUT
+    return [f"{colour} {shape}" for colour, shape in combinations]
+
+
+def _draws(seed: int, split: str, index: int, attempt: int = 0) -> Draws:
+    return Draws(VERSION, seed, SPLITS.index(split), index, attempt)
+
+
+def train_samples(seed: int, count: int, image_size: int) -> Iterator[Sample]:
+    """Yield captioned pictures of trained combinations; the first object goes round all of them."""
+    for index in range(count):
+        draws = _draws(seed, "train", index)
+        scene = sample_scene(draws, TRAINED[index % len(TRAINED)], TRAINED)
+        caption, _ = describe(scene, draws, TRAIN_DETAIL)
+        yield Sample(draw_scene(scene, image_size, draws), scene, caption=caption)
+
+
+def val_samples(seed: int, count: int, image_size: int, attempts: int = 200) -> Iterator[Sample]:
+    """Yield captioned pictures of held-out combinations, each caption true of its own picture alone.
+
+    A scene and caption are drawn anew while the caption could (generously read) be said of an earlier picture, or an
+    earlier caption of this one; so a retrieval model can in principle be right every time.
+
+    Raises:
+        DataError: `count` is more than the grammar can tell apart.
+    """
+    seen: dict[frozenset[Combination], list[tuple[Scene, Meaning]]] = defaultdict(list)
+    counts = {1: 0.25, 2: 0.45, 3: 0.30}
+    for index in range(count):
+        for attempt in range(attempts):
+            draws = _draws(seed, "val", index, attempt)
+            scene = sample_scene(draws, HELD_OUT[index % len(HELD_OUT)], HELD_OUT, counts)
+            caption, meaning = describe(scene, draws, VAL_DETAIL)
+            alike = seen[frozenset(thing.combination for thing in scene.objects)]
+            if not any(holds(meaning, other, True) or holds(said, scene, True) for other, said in alike):
+                break
+        else:
+            raise DataError(
+                f"scenes: val picture {index} found no caption that fits it alone in {attempts} draws; "
+                f"got val={count}: ask for fewer"
+            )
+        alike.append((scene, meaning))
+        yield Sample(draw_scene(scene, image_size, draws), scene, caption=caption)
+
+
+def labelled_samples(seed: int, split: str, count: int, image_size: int) -> Iterator[Sample]:
+    """Yield single-object pictures for zero-shot classification, `split` test or heldout, classes in turn."""
+    shown, offset = (TRAINED, 0) if split == "test" else (HELD_OUT, len(TRAINED))
+    for index in range(count):
+        draws = _draws(seed, split, index)
+        scene = sample_scene(draws, shown[index % len(shown)], shown, {1: 1.0})
+        yield Sample(draw_scene(scene, image_size, draws), scene, label=offset + index % len(shown))

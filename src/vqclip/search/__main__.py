@@ -1,5 +1,0 @@
-import sys
-
-from vqclip.search.command import main
-
-sys.exit(main())

@@ -1,0 +1,104 @@
+"""Batches of one shard to the records of its token shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqclip.data.tokens import TokenRecord
+from vqclip.data.tokens.layout import without_padding
+from vqclip.nn.precision import Precision, autocast
+from vqclip.tokenize_dataset.batches import DecodedBatch, Found
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.towers import CaptionLengths
+
+__all__ = ["Collected", "Encoders"]
+
+
+class Encoders:
+    """The tokenizers, and how they are called: with ``batch_size`` rows, always.
+
+    Args:
+        image: the image tokenizer, or None.
+        text: the text tokenizer, or None.
+        batch_size: B.
+        precision: fp32: in the type of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
+            tokenizers are converted.
+    """
+
+    def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
+        self.image, self.text = image, text
+        self.lengths = CaptionLengths()
+        """The captions encoded so far."""
+        self._batch_size = batch_size
+        self._precision = precision
+        for tokenizer in (image, text):
+            if tokenizer is not None and precision == "fp64":
+                tokenizer.double()
+
+    def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
+        """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
+        if self.image is None or batch.images is None:
+            return None
+        ids = self._ids(self.image, batch.images)
+        return [without_padding(ids[sample.row], self.image.codebook_sizes) for sample in batch.found]
+
+    def captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
+        """Ids of each different caption, ``(n, C)``, in batches that are filled up with empty captions."""
+        assert self.text is not None
+        counts = Counter(captions)
+        different = list(counts)
+        known: dict[str, np.ndarray] = {}
+        for start in range(0, len(different), self._batch_size):
+            some = different[start : start + self._batch_size]
+            tokens, lengths = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
+            for caption, length in zip(some, lengths, strict=False):
+                self.lengths[length] += counts[caption]
+            for caption, ids in zip(some, self._ids(self.text, tokens), strict=False):
+                known[caption] = without_padding(ids, self.text.codebook_sizes)
+        return known
+
+    def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
+        """``(B, N, C)`` int64."""
+        with torch.inference_mode(), autocast(tokenizer.device, self._precision):
+            ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
+        return ids
+
+
+class Collected:
+    """What has been encoded of one shard."""
+
+    def __init__(self, encoders: Encoders):
+        self._encoders = encoders
+        self._samples: list[tuple[Found, np.ndarray | None]] = []
+        self.bad: list[dict[str, str | int]] = []
+        """The samples that are left out."""
+
+    def add(self, batch: DecodedBatch) -> None:
+        """Encode the images of a batch."""
+        images = self._encoders.pictures(batch)
+        self._samples += [(each, None if images is None else images[n]) for n, each in enumerate(batch.found)]
+        self.bad += [
+            {"sample_id": bad.sample_id, "key": key, "kind": bad.kind, "reason": bad.reason} for key, bad in batch.bad
+        ]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @property
+    def bad_by_kind(self) -> dict[str, int]:
+        """Kind → number of samples that are left out."""
+        return dict(sorted(Counter(str(bad["kind"]) for bad in self.bad).items()))
+
+    def records(self) -> Iterator[TokenRecord]:
+        """The samples in their order. Captions are encoded now: each once, though it may be that of many samples."""
+        texts: dict[str, np.ndarray] | None = None
+        if self._encoders.text is not None:
+            texts = self._encoders.captions(caption for sample, _ in self._samples for caption in sample.captions)
+        for sample, image in self._samples:
+            ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
+            yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)

@@ -1,0 +1,227 @@
+"""The folder that token shards are written to, as every process of a job, and the next job, finds it.
+
+    settings.json           what the bytes follow from; another command is refused
+    00000.tar, ...          a token shard for every input shard (.parquet)
+    records/00000.json ...  a finished shard: its hash, and what was left out
+    manifest.json           all of it, when every shard is there
+    bad_samples.jsonl       the samples that were left out
+
+Processes meet nowhere but here: who finishes a shard and finds all others finished writes the manifest. It follows
+from the records, so that two who do so at once write the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from vqclip.config import Config
+from vqclip.data.tokens import SUFFIXES, Manifest, TokenRecord, write_shard
+from vqclip.data.tokens.manifest import (
+    BAD_FILE,
+    MANIFEST_FILE,
+    RECORDS,
+    SETTINGS_FILE,
+    Settings,
+    ShardFacts,
+    read_sealed,
+    sealed_bytes,
+)
+from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.io.aside import clear, put, put_bytes, put_first
+from vqclip.io.sealed import Facts, require_facts
+
+__all__ = ["TokenFolder"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+class BadRecord(Config):
+    """A sample that was left out."""
+
+    sample_id: int
+    key: str
+    kind: str
+    reason: str
+
+
+class ShardRecord(Config):
+    """A finished shard."""
+
+    facts: ShardFacts
+    """The token shard."""
+    bad: tuple[BadRecord, ...] = Field(default=())
+    """The samples that were left out, in their order."""
+
+
+class TokenFolder:
+    """A folder of token shards that is being made.
+
+    Args:
+        folder: it; made if it is missing.
+        settings: what its bytes follow from.
+
+    Raises:
+        ConfigError: it was begun with other settings, which the message shows, or holds something else.
+    """
+
+    def __init__(self, folder: Path, settings: Settings):
+        self.folder, self.settings = folder, settings
+        self._records = folder / RECORDS
+        try:
+            self._records.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out: {folder}: cannot be made ({error.strerror}); expected a new folder") from None
+        path = folder / SETTINGS_FILE
+        if not path.exists():
+            _require_no_shards(folder)
+            put_first(path, sealed_bytes(settings))
+        # Read in any case: another job may have been a moment earlier.
+        _require_same(folder, read_sealed(path), settings.model_dump(mode="json"))
+
+    def name(self, shard: int) -> str:
+        """File name of a token shard."""
+        return f"{shard:05d}{SUFFIXES[self.settings.storage]}"
+
+    def finished(self, shard: int) -> ShardFacts | None:
+        """What is recorded of a token shard that lies here, whole; None where it has to be made."""
+        record = self._record(shard)
+        if record is None:
+            return None
+        if record.facts.name != self.name(shard):
+            logger.warning("%s: names %s; the shard is made anew", self._record_file(shard), record.facts.name)
+            return None
+        try:
+            require_facts(self.folder / record.facts.name, Facts(record.facts.size, record.facts.sha256), "its record")
+        except CheckpointError as error:
+            logger.warning("%s; it is made anew", error)
+            return None
+        return record.facts
+
+    def write(
+        self, shard: int, records: Iterable[TokenRecord], count: int, bad: list[Any], kinds: dict[str, int]
+    ) -> None:
+        """Write a token shard, and then its record.
+
+        Args:
+            shard: its number.
+            records: its samples.
+            count: how many they are.
+            bad: the samples that are left out, as `BadRecord` has them.
+            kinds: how many there are of each kind.
+        """
+        name = self.name(shard)
+        made = put(self.folder / name, lambda file: write_shard(file, records, self.settings))
+        facts = ShardFacts(name=name, size=made.size, sha256=made.sha256, samples=count, bad=kinds)
+        record = ShardRecord(facts=facts, bad=tuple(BadRecord.model_validate(each) for each in bad))
+        put_bytes(self._records / f"{shard:05d}.json", sealed_bytes(record))
+
+    def finish(self, allowed: int) -> Manifest | None:
+        """Write the manifest, if every shard is there.
+
+        Args:
+            allowed: samples that may be left out, over all shards.
+
+        Returns:
+            The manifest; None while shards are missing.
+
+        Raises:
+            DataError: more samples were left out than are allowed; the message names some.
+        """
+        records = [self._record(shard) for shard in range(len(self.settings.shards))]
+        whole = [record for record in records if record is not None]
+        if len(whole) < len(records) or not all((self.folder / record.facts.name).exists() for record in whole):
+            return None
+        bad = [each for record in whole for each in record.bad]
+        require_few_bad((each.reason for each in bad), len(bad), allowed)
+        kinds: Counter[str] = Counter()
+        for record in whole:
+            kinds.update(record.facts.bad)
+        manifest = Manifest(
+            settings=self.settings,
+            samples=sum(record.facts.samples for record in whole),
+            bad=dict(sorted(kinds.items())),
+            shards=tuple(record.facts for record in whole),
+        )
+        lines = "".join(json.dumps(each.model_dump(), sort_keys=True) + "\n" for each in bad)
+        self._put_if_new(BAD_FILE, lines.encode())
+        self._put_if_new(MANIFEST_FILE, sealed_bytes(manifest))
+        for folder in (self.folder, self._records):
+            clear(folder)
+        return manifest
+
+    def missing(self) -> int:
+        """Shards without a record."""
+        return sum(not self._record_file(shard).exists() for shard in range(len(self.settings.shards)))
+
+    def _put_if_new(self, name: str, data: bytes) -> None:
+        path = self.folder / name
+        if not path.exists() or path.read_bytes() != data:
+            put_bytes(path, data)
+
+    def _record_file(self, shard: int) -> Path:
+        return self._records / f"{shard:05d}.json"
+
+    def _record(self, shard: int) -> ShardRecord | None:
+        path = self._record_file(shard)
+        try:
+            return ShardRecord.model_validate_json(json.dumps(read_sealed(path)))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:  # DataError and pydantic's are ValueErrors
+            logger.warning("%s: %s; the shard is made anew", path, error)
+            return None
+
+
+def require_few_bad(reasons: Iterable[str], count: int, allowed: int) -> None:
+    """Raises DataError where more samples are left out than are allowed."""
+    if count > allowed:
+        shown = "\n".join(f"  {reason}" for reason in [*reasons][:5])
+        raise DataError(
+            f"{count} samples cannot be used; --tolerance allows {allowed} of these data. Mend them, or raise it and "
+            f"run the command again. Some of them:\n{shown}"
+        )
+
+
+def _require_no_shards(folder: Path) -> None:
+    found = sorted(path.name for suffix in SUFFIXES.values() for path in folder.glob(f"*{suffix}"))
+    if found and not (folder / SETTINGS_FILE).exists():  # asked after: a process ahead has put them before its shards
+        raise ConfigError(
+            f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or "
+            "one that `vqclip tokenize` began"
+        )
+
+
+def _require_same(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ConfigError that shows how the settings of a folder differ from those of this command."""
+    before, now = dict(_flat(there)), dict(_flat(here))
+    absent = "nothing"
+    lines = [
+        f"  {key}: {before.get(key, absent)} there, {now.get(key, absent)} now"
+        for key in dict.fromkeys([*now, *before])
+        if before.get(key, absent) != now.get(key, absent)
+    ]
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise ConfigError(
+            f"--out: {folder} was begun with other settings; name another folder, or give the same ones:\n"
+            + "\n".join(lines[:_SHOWN])
+            + more
+        )
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    nested = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in items]
+    if not nested:
+        yield prefix, tree if not isinstance(tree, (Mapping, list, tuple)) else "nothing"
+    for key, value in nested:
+        yield from _flat(value, key)

@@ -1,0 +1,232 @@
+"""Tokenize a data set: shards are dealt to the processes of the job, and each becomes one token shard."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import ValidationError
+
+from vqclip import dist
+from vqclip.data import CaptionShardsData, ClassShardsData, ShardedSource, prepare_sources
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.tokens import IdLayout, Manifest
+from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerFacts
+from vqclip.data.tokens.parquet import require_pyarrow
+from vqclip.data.workers import named_deaths, ordered_map
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.sealed import read_json
+from vqclip.nn.precision import Precision
+from vqclip.process.memory import keep_freed_memory
+from vqclip.runlog.bar import Bar
+from vqclip.tokenize_dataset.batches import DecodedBatch, ShardBatches
+from vqclip.tokenize_dataset.encode import Collected, Encoders
+from vqclip.tokenize_dataset.folder import TokenFolder, require_few_bad
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.tokenizer.pretrained import CONFIG_FILE, read_config, resolve
+
+__all__ = ["Done", "Options", "tokenize"]
+
+_MADE_WITH = ("torch", "torchvision", "pillow", "open_clip_torch", "timm")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `vqclip tokenize` is asked for."""
+
+    tokenizer: str
+    """Tokenizer folder, or hub name."""
+    data: CaptionShardsData | ClassShardsData
+    """What is tokenized."""
+    out: Path
+    """Where the token shards go."""
+    modality: Literal["image", "text", "both"] = "both"
+    """Which tokenizers."""
+    storage: Literal["wds", "parquet"] = "wds"
+    """Format of the token shards."""
+    batch_size: int = 64
+    """Samples at once."""
+    workers: int = 0
+    """Processes that decode, for each process of the job."""
+    precision: Precision = "fp32"
+    """What the tokenizers compute in."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    threads: int = 1
+    """Threads of each process on the CPU."""
+    tolerance: float = 0.01
+    """Share of the samples that may be left out as unusable."""
+    max_pixels: int = MAX_PIXELS
+    """Larger images are unusable."""
+    timeout_s: float = 240.0
+    """Longest wait for a worker."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a process has done."""
+
+    made: int
+    """Shards that it made."""
+    found: int
+    """Shards of its share that were there, whole."""
+    samples: int
+    """Samples that it looked at."""
+    seconds: float
+    """Time that took, from the first batch on."""
+    missing: int
+    """Shards of the data set that other processes have yet to make."""
+    manifest: Manifest | None
+    """The manifest, if all shards are there."""
+    cut: str | None = None
+    """Message on the captions of these shards that were cut; None if none was."""
+
+
+def tokenize(options: Options) -> Done:
+    """Tokenize this process's share of the shards; under torchrun every process takes every W-th.
+
+    The processes index the shards together; from then on none waits for another.
+
+    Raises:
+        VqclipError: for anything a user can mend; the message says how.
+    """
+    if options.storage == "parquet":
+        require_pyarrow()  # now, not after the first shard
+    device = _device(options.device)
+    torch.set_num_threads(options.threads)
+    dist.init(device)
+    try:
+        prepare_sources([options.data])
+        rank, world_size = dist.rank(), dist.world_size()
+    finally:
+        dist.shutdown()
+    if device.type == "cpu":
+        keep_freed_memory()
+    source: ShardedSource = options.data.build()
+    encoders, facts = _encoders(options, device)
+    folder = TokenFolder(options.out, _settings(options, encoders, facts, source, device))
+    share = range(len(folder.settings.shards))[rank::world_size]
+    return _tokenize(options, source, encoders, folder, share, visible=rank == 0)
+
+
+def _tokenize(
+    options: Options, source: ShardedSource, encoders: Encoders, folder: TokenFolder, share: range, visible: bool
+) -> Done:
+    sizes = [shard.samples for shard in folder.settings.shards]
+    allowed = int(options.tolerance * sum(sizes))
+    there = {shard: facts for shard in share if (facts := folder.finished(shard)) is not None}
+    wanted = [shard for shard in share if shard not in there]
+    batches = ShardBatches(
+        source,
+        wanted,
+        options.batch_size,
+        None if encoders.image is None else encoders.image.transform,
+        0 if encoders.image is None else encoders.image.tower.image_size,
+        options.max_pixels,
+    )
+    bad = sum(sum(facts.bad.values()) for facts in there.values())
+    start, seen = time.monotonic(), 0
+    samples, done = sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there)
+    with named_deaths("tokenize"), Bar(samples, done, visible, "tokenize", "sample") as bar:
+        for shard, parts in _by_shard(batches, options):
+            collected = Collected(encoders)
+            for batch in parts:
+                collected.add(batch)
+                require_few_bad((str(each["reason"]) for each in collected.bad), bad + len(collected.bad), allowed)
+                bar.advance(batch.size)
+                bar.show()
+                seen += batch.size
+            bad += len(collected.bad)
+            folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)
+    manifest = folder.finish(allowed)
+    told = encoders.text and encoders.lengths.told(encoders.text.num_tokens, "the text tower's context_length")
+    return Done(len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None)
+
+
+def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, Iterator[DecodedBatch]]]:
+    decoded = ordered_map(
+        batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
+    )
+    return itertools.groupby(decoded, key=lambda batch: batch.shard)
+
+
+def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerFacts]:
+    """The tokenizers, and which they are; both halves from one folder, in one state of it."""
+    home = resolve(options.tokenizer)  # once: a name on the hub may mean another model a moment later
+    read_config(home)  # says what is wrong with it
+    body, _ = read_json(home / CONFIG_FILE)
+    image: ImageTokenizer | None = None
+    text: TextTokenizer | None = None
+    if options.modality in ("image", "both"):
+        image = load_tokenizer(home, "image").to(device)
+    if options.modality in ("text", "both"):
+        text = load_tokenizer(home, "text").to(device)
+    for tokenizer in (image, text):
+        if tokenizer is not None and not tokenizer.codebook_sizes:
+            raise ConfigError(
+                f"--tokenizer: the {tokenizer.modality} tokenizer in {options.tokenizer} has no codes (its quantizer "
+                "is the identity), so there are no ids; expected one with a codebook"
+            )
+    if read_json(home / CONFIG_FILE)[0] != body:
+        raise CheckpointError(f"{home}: has changed while it was loaded; run the command again")
+    facts = TokenizerFacts(
+        image=None if image is None else fingerprint(image),
+        text=None if text is None else fingerprint(text),
+        weights=body["weights"]["sha256"],
+        config=body["sha256"],
+        id_layout=body["id_layout"],
+    )
+    return Encoders(image, text, options.batch_size, options.precision), facts
+
+
+def _settings(
+    options: Options, encoders: Encoders, facts: TokenizerFacts, source: ShardedSource, device: torch.device
+) -> Settings:
+    image, text = encoders.image, encoders.text
+    return Settings(
+        storage=options.storage,
+        tokenizer=facts,
+        image=None if image is None else _layout(image),
+        text=None if text is None else _layout(text),
+        batch_size=options.batch_size,
+        precision=options.precision,
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        threads=options.threads,
+        max_pixels=options.max_pixels,
+        made_with={name: importlib.metadata.version(name) for name in _MADE_WITH},
+        data=source.fingerprint,
+        shards=tuple(
+            SourceShard(
+                name=str(shard["name"]),
+                size=int(shard["bytes"]),
+                samples=int(shard["samples"]),
+                sha256=str(shard["sha256"]),
+            )
+            for shard in source.shards
+        ),
+    )
+
+
+def _layout(tokenizer: ImageTokenizer | TextTokenizer) -> IdLayout:
+    padded = isinstance(tokenizer, TextTokenizer)
+    sizes = tokenizer.codebook_sizes
+    try:
+        return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
+    except ValidationError as error:
+        raise ConfigError(f"--tokenizer: {tokenizer.modality}: {error.errors()[0]['msg']}") from None
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: got cuda, but torch sees no GPU; expected cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, dist.local_rank()) if name == "cuda" else torch.device(name)

@@ -1,0 +1,266 @@
+"""Warnings when a run has died or a codebook hardly serves any more, and the verdict on a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vqclip.config import Config
+from vqclip.io.sealed import Strict
+from vqclip.quantizers import Stats
+
+TOKENS_PER_CODE = 4
+"""A window of tokens is full when it holds so many for each code of a codebook."""
+ONE_CODE = 1.05
+"""A perplexity below this is that of a single code."""
+EQUAL = 1e-5
+"""Embeddings whose mean cosine is so near to 1 are all the same."""
+AT_CHANCE = 1e-3
+"""Relative distance from the loss of a model that knows nothing."""
+
+_RESTART = (
+    "Such weights seldom recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
+    "resume from an earlier checkpoint"
+)
+
+
+class CollapseConfig(Config):
+    """When a run has died, or uses few codes of a codebook."""
+
+    usage: float = Field(0.005, gt=0, le=1)
+    """A codebook has collapsed when it uses less than this share of the codes that as many tokens would use if all
+    codes were equally likely; also when nearly all its tokens have one code."""
+    steps: int = Field(20, ge=1)
+    """For how long a codebook uses so few codes, or the loss is that of a model that knows nothing, before it is said;
+    a gradient of 0 and embeddings that are all equal are reported at once."""
+
+    def build(self) -> CollapseWatch:
+        """Make the watch of a run."""
+        return CollapseWatch(self)
+
+
+class _Codebook(Strict):
+    name: str
+    codes: int
+    tokens: float
+    usage_if_uniform: float
+    usage: float
+    perplexity: float
+
+
+class _Warning(Strict):
+    step: int
+    text: str
+
+
+class _State(Strict):
+    last: int
+    since: dict[str, int]
+    told: dict[str, str]
+    warnings: list[_Warning]
+    codebooks: list[_Codebook]
+
+
+class CollapseWatch:
+    """Counts codes over a window of tokens, looks at every report for signs of death, and warns once for each.
+
+    A window holds the last ``TOKENS_PER_CODE`` K to twice as many tokens of a codebook of K codes, and those of a step:
+    two parts, of which the older one is dropped when the newer one is full. Counts are over the global batch, so the
+    same for any number of processes. Two int64 numbers per code; codebooks that are not counted have none.
+
+    Args:
+        config: what counts as a collapse.
+    """
+
+    def __init__(self, config: CollapseConfig):
+        self._config = config
+        self._last = 0
+        """Step of the last report; 0 before the first."""
+        self._windows: dict[str, Tensor] = {}
+        """``image/0/codes`` → ``(2, 1 + C K)`` int64: of the older and of the newer part, tokens and code counts."""
+        self._since: dict[str, int] = {}
+        self._told: dict[str, str] = {}
+        """Sign → what was seen last, of those that were warned of and last."""
+        self._warnings: list[dict[str, Any]] = []
+        self._codebooks: list[dict[str, Any]] = []
+
+    def count(self, stats: Mapping[str, Stats]) -> None:
+        """Add the codes of a step to the windows, without waiting for the device.
+
+        Args:
+            stats: by modality, over the global batch.
+        """
+        for modality, name in ((modality, name) for modality, each in stats.items() for name in _counted(each)):
+            codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
+            new = torch.cat((tokens.view(1), codes.flatten()))
+            window = self._windows.get(f"{modality}/{name}")
+            if window is None or window.shape[1] != len(new):  # another codebook, where the run allows it on resume
+                window = new.new_zeros(2, len(new))
+            older, newer = window.to(new.device)
+            full = newer[0] >= TOKENS_PER_CODE * codes.shape[-1]
+            parts = torch.where(full, newer, older), torch.where(full, new, newer + new)
+            self._windows[f"{modality}/{name}"] = torch.stack(parts)
+
+    def window(self, modality: str, stats: Stats) -> Stats:
+        """The statistics of a step with the codes and tokens of the window in place of its own."""
+        sums = dict(stats)
+        for name in _counted(stats):
+            if f"{modality}/{name}" in self._windows:
+                tokens, codes = self._windows[f"{modality}/{name}"].sum(dim=0).tensor_split([1])
+                sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(stats[name])}
+        return Stats(sums, is_global=True)
+
+    def look(
+        self, done: int, figures: Mapping[str, float], sizes: Mapping[str, Sequence[int]], loss: float, chance: float
+    ) -> list[str]:
+        """Look at a report; what to warn of, if anything.
+
+        Args:
+            done: steps done.
+            figures: ``grad_norm``; of each modality ``<modality>/embedding_cosine`` and the metrics of its quantizer
+                over the window.
+            sizes: codebook sizes by modality.
+            loss: the contrastive loss; NaN while the learning rate warms up, when it may stay at chance.
+            chance: what it is for a model that knows nothing.
+        """
+        signs = self._signs(figures, loss, chance)
+        self._codebooks = [each for name, every in sizes.items() for each in _codebooks(name, figures, every)]
+        collapsed = {each["name"]: each for each in self._codebooks if self._has_collapsed(each)}
+        unseen = done if self._last or done < self._config.steps else 0  # a first report this late covers the start
+        self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
+        self._last = done
+        due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
+        messages = [f"{signs[name]}. {_RESTART}" for name in due if name in signs and name not in self._told]
+        for modality in sizes:
+            late = [collapsed[name] for name in due if _modality(name) == modality and name in collapsed]
+            if any(each["name"] not in self._told for each in late):
+                messages.append(f"{self._describe(late)}. {_remedies(modality)}")
+        self._told = {name: signs.get(name, "") for name in due}
+        self._warnings += [{"step": done, "text": message} for message in messages]
+        return messages
+
+    def health(self) -> dict[str, Any]:
+        """The verdict on the run as of the last report, JSON-able.
+
+        ``verdict`` is a line of text, ``codebooks`` their usage over the window, ``warnings`` those of the whole run.
+        """
+        signs = [text for text in self._told.values() if text]
+        lost = [each for each in self._codebooks if each["name"] in self._told]
+        for modality in dict.fromkeys(_modality(each["name"]) for each in lost):
+            signs.append(self._describe([each for each in lost if _modality(each["name"]) == modality]))
+        dead = any(self._told.values())
+        verdict = f"{'DEAD' if dead else 'COLLAPSED'}: {'; '.join(signs)}" if signs else "no sign of collapse"
+        return {"verdict": verdict, "codebooks": self._codebooks, "warnings": self._warnings}
+
+    def _signs(self, figures: Mapping[str, float], loss: float, chance: float) -> dict[str, str]:
+        signs = {}
+        if figures["grad_norm"] < 1e-12:
+            signs["gradient"] = "the gradient is 0, so nothing is learnt any more"
+        for modality in ("image", "text"):
+            if figures[f"{modality}/embedding_cosine"] > 1 - EQUAL:
+                signs[f"{modality} embeddings"] = f"all {modality} embeddings of a batch are equal"
+        if abs(loss - chance) <= AT_CHANCE * chance:
+            signs["loss"] = f"the loss is {loss:.4f}, that of a model that knows nothing ({chance:.4f})"
+        return signs
+
+    def _has_collapsed(self, codebook: Mapping[str, Any]) -> bool:
+        possible, size = codebook["usage_if_uniform"], codebook["codes"]
+        if possible * size < min(10, 0.9 * size):  # too few tokens to tell
+            return False
+        return bool(codebook["usage"] < self._config.usage * possible or codebook["perplexity"] < ONE_CODE)
+
+    def _describe(self, codebooks: Sequence[Mapping[str, Any]]) -> str:
+        """Codebooks of one modality that have collapsed."""
+        first = codebooks[0]
+        modality, _, number = first["name"].partition("/")
+        of = [each for each in self._codebooks if _modality(each["name"]) == modality]
+        numbers = ", ".join(each["name"].partition("/")[2] for each in codebooks)
+        named = f"codebook{'s' * (len(codebooks) > 1)} {numbers} of {len(of)}" if number else "the codebook"
+        used = sorted(round(each["usage"] * each["codes"]) for each in codebooks)
+        spread = f"{used[0]}" if used[0] == used[-1] else f"{used[0]} to {used[-1]}"
+        since = min(self._since[each["name"]] for each in codebooks)
+        return (
+            f"{modality}: {named} ha{'ve' if len(codebooks) > 1 else 's'} collapsed since step {since} or before: "
+            f"{spread} of {first['codes']:,} codes in use over {first['tokens']:,.0f} tokens, where evenly used codes "
+            f"would be {first['usage_if_uniform'] * first['codes']:,.0f}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-able part of the state; `tensors` is the other."""
+        plain = {"since": self._since, "told": self._told, "warnings": self._warnings, "codebooks": self._codebooks}
+        return {"last": self._last, **plain}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the windows, which are never changed in place."""
+        return dict(self._windows)
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from what `state_dict` and `tensors` gave; checkpoints of older versions have nothing of it.
+
+        Raises:
+            ValueError: they could not have given this.
+        """
+        if "last" not in state:
+            return
+        for name, window in tensors.items():
+            fits = window.dtype == torch.int64 and window.dim() == 2 and len(window) == 2 and window.numel() > 2
+            if not fits or window.min() < 0 or window.max() > 2**53:
+                raise ValueError(
+                    f"{name}: got {window.dtype} {tuple(window.shape)}; expected counts, int64 (2, 1 + C K)"
+                )
+        plain = _State.model_validate(state).model_dump()
+        self._last, self._since, self._told = plain["last"], plain["since"], plain["told"]
+        self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], dict(tensors)
+
+
+_AT_ONCE = {"gradient", "image embeddings", "text embeddings"}
+
+
+def mean_cosine(embedded: Stats, modality: str) -> float:
+    """Mean cosine of all pairs of a batch of unit vectors, of which the sum and ``count`` are given."""
+    count = float(embedded["count"])
+    return (float(embedded[modality].double().square().sum()) - count) / max(count * (count - 1), 1.0)
+
+
+def _counted(stats: Stats) -> list[str]:
+    """Names of the code counts over the global batch."""
+    return [name for name in stats if name.split("/")[-1] == "codes" and "own" not in name.split("/")]
+
+
+def _tokens_of(name: str) -> str:
+    return f"{name.removesuffix('codes')}tokens"
+
+
+def _modality(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _codebooks(modality: str, figures: Mapping[str, float], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Usage of each codebook of a modality that has tokens, named as in the metrics: ``image/3``, ``image/0/3``."""
+    usages = [name.removesuffix("usage") for name in figures if name.startswith(f"{modality}/")]
+    usages = [name for name in usages if name.endswith("/") and f"{name}usage" in figures]
+    found = []
+    for name in usages:
+        if any(other != name and other.startswith(name) for other in usages):
+            continue  # the mean of those
+        above = name
+        while f"{above}usage_if_uniform" not in figures:
+            above = f"{above.rstrip('/').rpartition('/')[0]}/"
+        values = {each: figures[f"{name}{each}"] for each in ("usage", "perplexity")}
+        possible = figures[f"{above}usage_if_uniform"]
+        tokens = figures[f"{modality}/tokens"]
+        codes = {"codes": sizes[0], "tokens": tokens, "usage_if_uniform": possible}  # all parts are of one layer
+        found.append({"name": name.rstrip("/"), **codes, **values})
+    return found
+
+
+def _remedies(modality: str) -> str:
+    return (
+        f"What may help: model.{modality}.normalize: layer before the quantizer, a lower optim.lr or a longer "
+        "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
+        "higher entropy_temperature; several smaller codebooks (kind: product)"
+    )

@@ -1,0 +1,163 @@
+"""The configuration tree of a run: every section stands beside what it builds, and is put together here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vqclip import dist
+from vqclip.config import Config
+from vqclip.data import DataConfig
+from vqclip.evaluation import Evaluations, scalar_names
+from vqclip.losses import LossConfig
+from vqclip.model import ModelConfig
+from vqclip.runlog.best import PREFIX
+from vqclip.train.guards import GuardConfig
+from vqclip.train.optim import OptimConfig
+from vqclip.train.step import ComputeConfig
+
+
+class RunConfig(Config):
+    """Where a run lives and how it continues."""
+
+    name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is `folder/name`."""
+    folder: Path = Path("runs")
+    """Folder of all runs."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
+    resume_allow: tuple[str, ...] = ()
+    """What may differ from the checkpoint, by the names that the error gives, such as `train.steps`, or the beginning
+    of several, such as `data`. The run then goes on, but not as it would have."""
+    seed: int = Field(0, ge=0)
+    """Key of every random draw: weights, sample order, augmentation, dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu."""
+    timeout_s: float = Field(600.0, gt=0, le=604_800)
+    """Longest wait for another rank, in seconds, at most a week; then the job ends with a message."""
+    step_timeout_s: float | None = Field(300.0, gt=0, le=604_800)
+    """Longest time between two steps in seconds, waiting for data included, once the first five are done; those,
+    evaluation and saving have `timeout_s`, which is also the limit of this. Then the job ends, and every rank writes
+    its stacks and last collectives into the run's folder. null: no such watch."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder / self.name
+
+
+class ScheduleConfig(ComputeConfig):
+    """How long to train and how a step is computed."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run."""
+    batch_size: int = Field(256, ge=2, le=2**24)
+    """G, samples of one optimizer step over all ranks."""
+    report_every: int = Field(20, ge=1)
+    """Steps between two lines of metrics."""
+    checkpoint_every: int = Field(500, ge=1)
+    """Steps between two checkpoints; the last step is always one."""
+    save_in_background: bool = True
+    """Write checkpoints while the training goes on, from a copy in the host's memory; false: the training waits."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, ge=1)
+    """Also keep, for good, the checkpoints after every so many steps; a multiple of `checkpoint_every`."""
+    keep_best: str | None = None
+    """Also keep the checkpoint that does best by a figure of `evaluation`, named as in `metrics.jsonl`, such as
+    `eval/unseen pictures/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Steps between two evaluations during training; null: only at the end."""
+    export: Literal["last", "best"] = "last"
+    """Which step the run's `tokenizer` folder and summary are of at the end; best: that of `keep_best`."""
+
+    @model_validator(mode="after")
+    def _what_is_kept_is_saved(self) -> ScheduleConfig:
+        for name, every in (("keep_every", self.keep_every), ("evaluate_every", self.evaluate_every)):
+            needed = name == "keep_every" or self.keep_best is not None
+            if needed and every is not None and every % self.checkpoint_every:
+                raise ValueError(f"got {name} {every}; expected a multiple of checkpoint_every {self.checkpoint_every}")
+        if self.keep_best is not None and self.evaluate_every is None:
+            raise ValueError(f"got keep_best {self.keep_best!r} and evaluate_every null; expected a number of steps")
+        if self.export == "best" and self.keep_best is None:
+            raise ValueError("got export 'best' and keep_best null; expected keep_best to name a figure")
+        return self
+
+
+class TrainConfig(Config):
+    """The whole tree of a run."""
+
+    run: RunConfig = RunConfig()
+    """Where the run lives."""
+    data: DataConfig
+    """Samples to train on."""
+    model: ModelConfig
+    """The two tokenizers."""
+    loss: LossConfig
+    """The loss over the global batch."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning rate."""
+    train: ScheduleConfig = ScheduleConfig()
+    """Length and precision of the training."""
+    guards: GuardConfig = GuardConfig()
+    """What is watched in every step, and what happens then."""
+    evaluation: Evaluations = ()
+    """What to measure at the end, and in between every `train.evaluate_every` steps."""
+
+    @model_validator(mode="after")
+    def _loss_and_temperature_fit(self) -> TrainConfig:
+        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
+        if needs and not has:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
+            )
+        if has and not needs:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
+                "expected null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
+        self.optim.schedule(self.train.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_a_figure(self) -> TrainConfig:
+        codes = "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
+        names = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes)]
+        if self.train.keep_best not in (None, *names):
+            expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
+            raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
+        return self
+
+    def identity(self, samples: dict[str, Any], *, towers_draw: bool) -> dict[str, object]:
+        """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
+
+        What only rounds otherwise (the device, compiling, kernels) may change, and so may the number of processes
+        and of micro-batches, unless the towers draw random numbers: each rank draws its own, for each micro-batch. So
+        may the guards, which a run that they have stopped may need.
+
+        Args:
+            samples: the data's fingerprint.
+            towers_draw: whether the towers hold dropout, stochastic depth or the like.
+        """
+        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
+        facts: dict[str, object] = {
+            "run.seed": self.run.seed,
+            "train.steps": self.train.steps,
+            "train.batch_size": self.train.batch_size,
+            "train.precision": self.train.precision,
+            "data": samples | reading,
+            "model": self.model.model_dump(mode="json"),
+            "loss": self.loss.model_dump(mode="json"),
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
+        }
+        by_share = {
+            "processes (dropout is drawn by rank)": dist.world_size(),
+            "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
+        }
+        return facts | (by_share if towers_draw else {})

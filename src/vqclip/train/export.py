@@ -1,0 +1,85 @@
+"""Tokenizer folders of a run, with their cards, and `summary.json`; the command ``vqclip export-tokenizer``."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vqclip import checkpoint
+from vqclip.errors import CheckpointError, ConfigError, printable
+from vqclip.io.files import replace_folder, write_text
+from vqclip.model import CLIP
+from vqclip.runlog.best import PREFIX
+from vqclip.runlog.log import read_metrics
+from vqclip.tokenizer.card import card
+from vqclip.tokenizer.pretrained import CARD_FILE, WEIGHTS_FILE
+from vqclip.train.summary import RunSummary, model_card
+
+if TYPE_CHECKING:
+    from vqclip.train.config import TrainConfig
+
+_SUMMARY = "summary.json"
+
+
+def export_tokenizer(model: CLIP, folder: Path) -> None:
+    """Write the tokenizer folder; a card that stands there for the very same weights stays."""
+
+    def fill(aside: Path) -> None:
+        model.save_pretrained(aside)
+        card, weights = folder / CARD_FILE, folder / WEIGHTS_FILE
+        if card.is_file() and weights.is_file() and filecmp.cmp(weights, aside / WEIGHTS_FILE, shallow=False):
+            shutil.copyfile(card, aside / CARD_FILE)
+
+    replace_folder(folder, fill)
+
+
+def write_summary(summary: RunSummary, config: TrainConfig) -> None:
+    """Write the card into the exported folder and the summary into the run's."""
+    write_text(Path(summary.tokenizer) / CARD_FILE, model_card(summary, config))
+    write_text(Path(summary.folder) / _SUMMARY, summary.to_json())
+
+
+def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
+    """Speed and number of processes that the summary of the run in ``folder`` tells; None without one."""
+    try:
+        summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
+        speed = {name: float(summary["speed"][name]) for name in ("images_per_second", "data_wait")}
+        return speed, int(summary["processes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> Path:
+    """Write the tokenizer folder of one checkpoint, after comparing the checkpoint's bytes with their hashes.
+
+    Args:
+        run: the run's folder.
+        step: steps done; None for the newest checkpoint.
+        out: the folder to write; None for ``tokenizer-step-<step>`` in the run's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: there is no checkpoint of that step, or ``out`` holds what would be lost.
+        CheckpointError: the run has no checkpoint, or this one is damaged.
+    """
+    found = {checkpoint.step_of(path): path for path in checkpoint.checkpoints(run / "checkpoints")}
+    if not found:
+        raise CheckpointError(f"{run / 'checkpoints'}: no checkpoints; expected the folder of a run, such as runs/base")
+    step = max(found) if step is None else step
+    if step not in found:
+        raise ConfigError(f"{run}: no checkpoint of step {step}; expected one of {', '.join(map(str, found))}")
+    model = CLIP.from_pretrained(checkpoint.load(found[step]).model_folder)
+    out = out or run / f"tokenizer-step-{step}"
+    metrics = run / "metrics.jsonl"
+    lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
+    rates = [f"- {name}: {rate:.1%}" for line in lines for name, rate in line.items() if name.startswith(PREFIX)]
+    figures = "\n".join(rates) or "No evaluation was recorded after this step."
+    what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run."
+    model.save_pretrained(out)
+    write_text(out / CARD_FILE, card(printable(run.resolve().name, one_line=True), what, f"## Measured\n\n{figures}"))
+    return out

@@ -1,0 +1,213 @@
+"""What a finished run tells: sizes, speed, figures, and where everything is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vqclip
+from vqclip.config import to_yaml
+from vqclip.data import Coverage, masked
+from vqclip.errors import printable
+from vqclip.evaluation import Result, format_results
+from vqclip.model import CLIP
+from vqclip.tokenizer.card import card
+from vqclip.towers import CaptionLengths
+
+if TYPE_CHECKING:
+    from vqclip.train.config import TrainConfig
+
+_LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
+"""A path on this machine, also as one of several in braces."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A finished run. Paths are those of the run."""
+
+    name: str
+    coverage: str
+    """How much of the data was seen."""
+    samples: int
+    """Different training samples there are."""
+    replaced: int
+    """How often, over all ranks and the whole run, a bad sample was replaced by another."""
+    parameters: dict[str, int]
+    """Trained weights of each tokenizer."""
+    tokens: dict[str, int]
+    """N of each tokenizer."""
+    codebook_sizes: dict[str, list[int]]
+    """K of each codebook of each tokenizer."""
+    bits_per_sample: dict[str, float]
+    """Of each tokenizer; for text that of a caption that fills every position."""
+    speed: dict[str, float]
+    """``images_per_second`` over all ranks and ``data_wait`` (0..1) of the training; empty when nothing is known."""
+    processes: int
+    """W, the number of ranks that reached this speed."""
+    results: list[Result]
+    folder: str
+    checkpoint: str
+    tokenizer: str
+    step: int = 0
+    """Steps after which the model was measured and exported."""
+    captions: dict[str, Any] | None = None
+    """Captions shown, how many were cut, and the lengths that hold 95 and 99 % of them; see `caption_facts`."""
+    best: dict[str, Any] | None = None
+    """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without `guards.collapse`."""
+
+    def to_json(self) -> str:
+        """The whole summary as JSON."""
+        return json.dumps(masked(asdict(self)), indent=2, allow_nan=False) + "\n"
+
+
+def summarise(
+    name: str,
+    model: CLIP,
+    coverage: Coverage,
+    replaced: int,
+    speed: Mapping[str, float],
+    processes: int,
+    results: list[Result],
+    paths: Mapping[str, Path],
+) -> RunSummary:
+    """Gather a summary; ``paths`` has folder, checkpoint and tokenizer."""
+    parts = {"image": model.image, "text": model.text}
+    return RunSummary(
+        name=name,
+        coverage=str(coverage),
+        samples=coverage.available,
+        replaced=replaced,
+        parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
+        tokens={key: part.num_tokens for key, part in parts.items()},
+        codebook_sizes={key: list(part.codebook_sizes) for key, part in parts.items()},
+        bits_per_sample={key: part.bits_per_sample for key, part in parts.items()},
+        speed=dict(speed),
+        processes=processes,
+        results=results,
+        folder=str(paths["folder"]),
+        checkpoint=str(paths["checkpoint"]),
+        tokenizer=str(paths["tokenizer"]),
+    )
+
+
+def caption_facts(lengths: CaptionLengths, context_length: int) -> dict[str, Any]:
+    """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
+    return {
+        "shown": lengths.total(),
+        "cut": lengths.cut(context_length),
+        "context_length": context_length,
+        "holds_95": lengths.holding(95),
+        "holds_99": lengths.holding(99),
+        "told": lengths.told(context_length, "model.text.tower.context_length"),
+    }
+
+
+def render(summary: RunSummary) -> str:
+    """The summary as text for a terminal."""
+    lines = [
+        f"run {summary.name}",
+        facts(summary),
+        "",
+        f"  run         {summary.folder}   (config.yaml, train.log, metrics.jsonl, tensorboard/, summary.json, ...)",
+        f"  checkpoint  {summary.checkpoint}",
+        f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
+    ]
+    verdict = summary.health.get("verdict", "")
+    if verdict.startswith(("DEAD", "COLLAPSED")):
+        lines += ["", f"This run is {verdict}"]
+    return "\n".join(lines)
+
+
+def facts(summary: RunSummary) -> str:
+    """Data, sizes, speed and figures as text, without a path of this machine."""
+    lines = [
+        f"  data        {_data(summary)}",
+        *([f"  captions    {summary.captions['told']}"] if summary.captions and summary.captions["told"] else []),
+        f"  model       {_sizes(summary.parameters)} trained weights",
+        f"  tokens      {_tokens(summary)}",
+        f"  speed       {_speed(summary)}",
+        *([f"  health      {summary.health['verdict']}"] if summary.health else []),
+    ]
+    if summary.best:
+        found = "{figure} was best after step {step}: {value:.1%}".format(**summary.best)
+        lines.append(f"  best        {found}; exported and measured here: step {summary.step}")
+    if summary.results:
+        lines += ["", format_results(summary.results)]
+    return "\n".join(lines)
+
+
+def _data(summary: RunSummary) -> str:
+    return summary.coverage + (f"; {summary.replaced:,} times a bad one was replaced" if summary.replaced else "")
+
+
+def _sizes(parameters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in parameters.items())
+
+
+def _tokens(summary: RunSummary) -> str:
+    def one(name: str) -> str:
+        sizes = summary.codebook_sizes[name]
+        if not sizes:
+            return f"{name} {summary.tokens[name]}, continuous"
+        codes = f"{sizes[0]} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]}"
+        return f"{name} {summary.tokens[name]} × {codes} = {summary.bits_per_sample[name]:.0f} bits"
+
+    return "; ".join(one(name) for name in summary.tokens) + " a sample"
+
+
+def _speed(summary: RunSummary) -> str:
+    if not summary.speed:
+        return "nothing left to train"
+    speed, wait = summary.speed["images_per_second"], summary.speed["data_wait"]
+    plural = "process" if summary.processes == 1 else "processes"
+    return f"{speed:.0f} images/s on {summary.processes} {plural}, {wait:.0%} of the time waiting for data"
+
+
+def model_card(summary: RunSummary, config: TrainConfig) -> str:
+    """A card for the exported folder: what it is, how it was measured and made, how it is used (Markdown)."""
+    figures = "No evaluation was configured, so nothing was measured."
+    if summary.results:
+        figures = (
+            "Rates are in percent, beside those of a model that knows nothing. *Continuous* bypasses the quantizers, "
+            "*quantized* is the training path, *codes only* stored the ids and embedded them again."
+        )
+    more = f"""## Measured
+
+{figures}
+
+{_indented(facts(summary))}
+
+## How it was made
+
+From the data of `data.sources` below, by vqclip {vqclip.__version__}, {summary.processes} process(es), seed
+{config.run.seed}. With the configuration in a file `config.yaml` (of paths on the machine of the run only the last part
+is given, and no credentials):
+
+    torchrun --nproc-per-node {summary.processes} -m vqclip.train --config config.yaml
+
+{_indented(to_yaml(config, _publishable))}
+"""
+    what = "An image and a text tokenizer with one joint embedding, trained with vqclip."
+    return card(printable(summary.name, one_line=True), what, more)
+
+
+def _publishable(value: Any) -> Any:
+    """Plain data without credentials and without the folders of this machine."""
+    if isinstance(value, Mapping):
+        return {name: _publishable(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_publishable(each) for each in value]
+    if isinstance(value, str) and _LOCAL.search(value):
+        return value.rstrip("/").rpartition("/")[2] or "."
+    return masked(value)
+
+
+def _indented(text: str) -> str:
+    """As a block of code, which nothing in it can end."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

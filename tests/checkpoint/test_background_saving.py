@@ -1,0 +1,168 @@
+"""Checkpoints are written while the training goes on, and hold what they would hold if it waited."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL
+from tests.training import run_tree
+from vqclip import checkpoint
+from vqclip.checkpoint import Staging, Writer
+from vqclip.errors import CheckpointError, NonFiniteError
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.step import TrainStep
+
+EVERY = 3
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture
+def config(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+    def make(name: str, **changes):
+        every = {"train__steps": STEPS, "train__checkpoint_every": EVERY, "train__keep_checkpoints": 9}
+        return TrainConfig.model_validate(run_tree(tmp_path / name, shards, BUSY_RESIDUAL, **(every | changes)))
+
+    return make
+
+
+@pytest.fixture
+def steps_run(monkeypatch):
+    """Numbers of the steps that have been run so far."""
+    numbers: list[int] = []
+    step = TrainStep.__call__
+
+    def counting(self, batch, number):
+        numbers.append(number)
+        return step(self, batch, number)
+
+    monkeypatch.setattr(TrainStep, "__call__", counting)
+    return numbers
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def held_back(monkeypatch, steps_run):
+    """Let no checkpoint be written before somebody waits for it; tells how many steps had been run by then."""
+    asked = threading.Event()
+    save, wait = checkpoint.save, Writer.wait
+    found = {}
+
+    def late(folder, step, **rest):
+        assert asked.wait(60)
+        asked.clear()
+        found[step] = len(steps_run)
+        return save(folder, step, **rest)
+
+    def waiting(self):
+        if self._running is not None:
+            asked.set()
+        return wait(self)
+
+    monkeypatch.setattr(checkpoint, "save", late)
+    monkeypatch.setattr(Writer, "wait", waiting)
+    return found
+
+
+def test_what_is_saved_does_not_follow_the_training(config, monkeypatch, steps_run):
+    train(waiting := config("waiting", train__save_in_background=False))
+    steps_run.clear()
+    found = held_back(monkeypatch, steps_run)
+    train(going_on := config("going on"))
+    assert found == {3: 6, 6: 7, 7: 7}  # each but the last was written when more steps had been run
+    one, other = (files(each.run.path / "checkpoints") for each in (waiting, going_on))
+    assert len(one) > 12
+    assert one == other
+
+
+def test_a_failed_write_ends_the_run_at_the_next_step(config, monkeypatch, steps_run):
+    save = checkpoint.save
+    failed = threading.Event()
+
+    def full(folder, step, **rest):
+        if step < 2 * EVERY:
+            return save(folder, step, **rest)
+        failed.set()
+        raise CheckpointError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    look = Writer.look
+
+    def patient(self):
+        if failed.wait(0):
+            while not self._running.done():
+                pass
+        look(self)
+
+    monkeypatch.setattr(Writer, "look", patient)
+    settings = config("full", train__steps=40)
+    with pytest.raises(CheckpointError, match="disk full"):
+        train(settings)
+    assert len(steps_run) <= 2 * EVERY + 1
+    assert checkpoint.latest(settings.run.path / "checkpoints").name == "step-00000003"
+
+
+def test_an_error_in_the_training_leaves_the_last_checkpoint_whole(config, monkeypatch, steps_run):
+    found = held_back(monkeypatch, steps_run)
+    step = TrainStep.__call__
+
+    def failing(self, batch, number):
+        if number == EVERY + 1:
+            raise NonFiniteError("the loss is NaN")
+        return step(self, batch, number)
+
+    monkeypatch.setattr(TrainStep, "__call__", failing)
+    settings = config("failing")
+    with pytest.raises(NonFiniteError):
+        train(settings)
+    assert found == {EVERY: EVERY + 1}
+    assert checkpoint.latest(settings.run.path / "checkpoints").name == "step-00000003"
+
+
+def test_no_thread_outlives_a_run(config):
+    before = threading.active_count()
+    train(config("alone"))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_staged_tensors_are_copies_in_the_same_memory(dtype):
+    staging = Staging()
+    tensor = torch.arange(12).reshape(3, 4).to(dtype).T
+    first = staging.copy({"a": tensor, "scalar": tensor[0, 0]})
+    memory, kept = first["a"].data_ptr(), tensor.clone()
+    tensor.zero_()
+    assert first["a"].equal(kept)
+    assert first["a"].dtype == dtype
+    assert first["a"].is_contiguous()
+    second = staging.copy({"a": tensor, "scalar": tensor[0, 0]})
+    assert second["a"].data_ptr() == memory
+    assert second["a"].equal(tensor)
+    assert staging.copy({"a": tensor[:2]})["a"].shape == (2, 3)
+
+
+def test_tied_tensors_are_stored_apart(tmp_path):
+    from safetensors.torch import load_file
+
+    from vqclip.tokenizer.pretrained import WEIGHTS_FILE, write_folder
+
+    tensor = torch.arange(6.0)
+    state = {"one": tensor, "other": tensor, "part": tensor[2:], "turned": tensor.reshape(2, 3).T}
+    write_folder(tmp_path, {}, state)
+    stored = load_file(tmp_path / WEIGHTS_FILE)
+    assert all(stored[name].equal(value) for name, value in state.items())
+    assert len(list(itertools.chain(stored))) == 4

@@ -1,0 +1,114 @@
+"""What every command and script does with options that cannot be."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.making import class_folder
+from vqclip.cli.main import main
+from vqclip.data.pictures import open_pictures
+from vqclip.data.sources.class_folder import chosen_split
+from vqclip.errors import ConfigError, DataError
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CALLS = {
+    "tokenize": ["--tokenizer", "t", "--data", "d", "--out", "o"],
+    "export": ["t", "--modality", "image", "--out", "o"],
+    "search build": ["--tokenizer", "t", "--images", "i", "--out", "o"],
+    "search query": ["--index", "i", "words"],
+    "zero_shot.py": ["t", "--data", "d"],
+    "retrieval.py": ["t", "--data", "d"],
+}
+"""Each command with what it cannot do without."""
+WHOLE = {
+    "tokenize": ("--batch-size", "--workers", "--threads"),
+    "export": ("--batch-size", "--limit"),
+    "search build": ("--batch-size",),
+    "search query": ("-k",),
+    "zero_shot.py": ("--batch-size", "--workers", "--limit"),
+    "retrieval.py": ("--batch-size", "--workers", "--limit"),
+}
+SHARES = {
+    "tokenize": "--tolerance",
+    "search build": "--bad-fraction",
+    "zero_shot.py": "--bad-fraction",
+    "retrieval.py": "--bad-fraction",
+}
+TEXTS = {
+    "tokenize": ("--tokenizer", "--data", "--out", "--json-key"),
+    "export": ("--out", "--data"),
+    "search build": ("--tokenizer", "--images", "--out"),
+    "search query": ("--tokenizer", "--images", "--index", "--image", "--html"),
+    "zero_shot.py": ("--data", "--template", "--device", "--codes", "--json"),
+    "retrieval.py": ("--data", "--json-key", "--device", "--codes", "--json"),
+}
+
+
+def refusal(call: str, option: str, value: str, capsys, monkeypatch) -> str:
+    """What a command says of a value of an option, when it stops there."""
+    arguments = [*CALLS[call], option, value]
+    monkeypatch.setattr(sys, "argv", [call, *arguments])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / call), run_name="__main__") if call.endswith(".py") else main(
+            [*call.split(), *arguments]
+        )
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("call", "option"), [(call, option) for call, each in WHOLE.items() for option in each])
+def test_numbers_that_cannot_be_are_refused(call, option, capsys, monkeypatch):
+    for value in ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000):
+        said = refusal(call, option, value, capsys, monkeypatch)
+        assert f"argument {option}: got {value!r}, expected a whole number from " in said
+    if option != "--workers":
+        assert f"argument {option}: got '0'" in refusal(call, option, "0", capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("call", SHARES)
+def test_shares_that_cannot_be_are_refused(call, capsys, monkeypatch):
+    for value in ("nan", "inf", "-0.1", "1", "x"):
+        said = refusal(call, SHARES[call], value, capsys, monkeypatch)
+        assert f"argument {SHARES[call]}: got {value!r}, expected a share: a number from 0 to less than 1" in said
+
+
+@pytest.mark.parametrize("call", TEXTS)
+def test_empty_texts_are_refused(call, capsys, monkeypatch):
+    for option in TEXTS[call]:
+        said = refusal(call, option, "", capsys, monkeypatch)
+        assert f"argument {option}: got '', expected a text that is not empty" in said
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if not call.endswith(".py")])
+def test_help_names_the_command_as_it_is_typed(call, capsys):
+    with pytest.raises(SystemExit):
+        main([*call.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: vqclip {call} [-h]")
+    assert "python -m" not in shown
+
+
+def test_no_command_guesses_among_splits(tmp_path):
+    class_folder(tmp_path / "one")
+    assert chosen_split(str(tmp_path / "one"), None) == "train"
+    assert len(open_pictures(str(tmp_path / "one"))) > 0
+    class_folder(tmp_path / "two")
+    class_folder(tmp_path / "two", split="test")
+    assert chosen_split(str(tmp_path / "two"), "train") == "train"
+    for opening in (chosen_split, open_pictures):
+        with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
+            opening(str(tmp_path / "two"), None)
+    with pytest.raises(ConfigError, match=r"split: got 'val', but .*empty has no classnames.txt"):
+        open_pictures(str(tmp_path / "empty"), "val")
+    with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
+        chosen_split("https://host.invalid/x", None)
+    with pytest.raises(DataError, match="none: no such folder"):
+        chosen_split(str(tmp_path / "none"), None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: there is no \*.tar in it"):
+        chosen_split(str(tmp_path / "empty"), None)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.tokenize_dataset.making import shards, tokenizer_folder
+from tests.training import run_tree
+from vqclip.cli.main import COMMANDS, main
+from vqclip.data import TokenDataset
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in COMMANDS)
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenise"]) == 2
+    assert 'did you mean "tokenize"' in capsys.readouterr().err
+
+
+def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--print-config", "--config", "nothing.yaml"]) == 2
+    assert "nothing.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--lr=3"], '--lr=3: expected section.key=value; did you mean "optim.lr=3"?'),
+        (["--config", "x.yaml", "--batch-size", "64"], 'did you mean "train.batch_size=64"?'),
+        (["--optim.lr=3", "train.steps=3"], 'did you mean "optim.lr=3"?'),
+        (["--nonsense"], "--nonsense: expected section.key=value; --print-config lists all keys"),
+    ],
+)
+def test_an_option_that_is_a_key_is_named(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *given])
+    assert meant in capsys.readouterr().err
+
+
+def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+    pattern = str(shards(tmp_path / "in", (3, 2)) / "{00000..00001}.tar")
+    command = ["tokenize", "--tokenizer", tokenizer, "--data", pattern, "--out", str(tmp_path / "out")]
+    assert main([*command, "--batch-size", "2", "--device", "cpu"]) == 0
+    assert "5 samples in 2 shards" in capsys.readouterr().out
+    assert len(TokenDataset(tmp_path / "out")) == 5
+    assert main([*command, "--batch-size", "3", "--device", "cpu"]) == 2
+    assert "batch_size: 2 there, 3 now" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--batch-size", "0"])
+
+
+@pytest.mark.parametrize(
+    ("call", "work"),
+    [
+        ("export t --modality image --out o", "vqclip.cli.export._run"),
+        ("search query --index i x", "vqclip.cli.search._query"),
+        ("tokenize --tokenizer t --data d --out o", "vqclip.cli.tokenize.tokenize"),
+        ("tokenize --tokenizer t --data d --out o", "vqclip.cli.main.importlib.import_module"),
+    ],
+)
+def test_ctrl_c_is_told_in_a_line(call: str, work: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = COMMANDS[call.split()[0]].module
+    command = importlib.import_module(module).main
+    with mock.patch(work, side_effect=KeyboardInterrupt):
+        run = main(call.split()) if work.startswith("vqclip.cli.main") else command(call.split()[1:])
+    assert run == 130
+    said = capsys.readouterr().err
+    assert said.startswith(f"vqclip {call.split()[0]}: interrupted")
+    assert said.count("\n") == 1
+
+
+def test_errors_of_the_system_are_a_line_without_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer_folder(tmp_path / "tokenizer")
+    (tmp_path / "file").touch()
+    command = ["export", str(tmp_path / "tokenizer"), "--modality", "image", "--out", str(tmp_path / "file" / "onnx")]
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith("onnx: Not a directory\n")
+    data = shards(tmp_path / "in", (2,))
+    out = str(tmp_path / "file" / "tokens")
+    assert main(["tokenize", "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--out", out]) == 2
+    assert f"--out: {out}: cannot be made (Not a directory); expected a new folder" in capsys.readouterr().err
+
+
+def run_with(out: int, error: int, *arguments: str | Path) -> int:
+    """The exit status of ``vqclip`` with these streams, for which only ASCII can be written."""
+    settings = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "vqclip", *map(str, arguments)]
+    return subprocess.run(command, stdout=out, stderr=error, env=settings, timeout=120).returncode
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """A pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.fixture
+def full() -> Iterator[int]:
+    """A device that is full."""
+    device = os.open("/dev/full", os.O_WRONLY)
+    yield device
+    os.close(device)
+
+
+def test_dead_streams_end_no_run(tmp_path: Path, closed_pipe: int, full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, which needs no stream, logs into its folder; it goes on from there with other dead streams."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "shards").mkdir()
+    tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", counts=(13,)), train__steps=2, optim__warmup_steps=1)
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    for out, error in ((closed_pipe, full), (full, closed_pipe)):
+        assert run_with(out, error, "train", "--config", tmp_path / "config.json") == 0
+        assert (tmp_path / "tiny" / "summary.json").exists()
+    lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
+    timed = r"[\d-]{10} [\d:]{8} I vqclip"
+    for said in ("report.bar: step 2/2 loss", "said: run tiny", "resume: resumed from step 2"):
+        assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
+
+
+def test_a_product_that_cannot_be_written_is_an_error(tmp_path: Path, closed_pipe: int, full: int) -> None:
+    """Unless its reader has gone."""
+    with (tmp_path / "error").open("w+b") as error:
+        assert run_with(full, error.fileno(), "train", "--json-schema") == 1
+        assert run_with(closed_pipe, error.fileno(), "train", "--json-schema") == 0
+    assert (tmp_path / "error").read_text() == "vqclip.train: standard output: No space left on device\n"

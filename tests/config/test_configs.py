@@ -1,0 +1,89 @@
+"""Every configuration that we ship loads, is written out in full and read back, and has no mistake."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.errors import ConfigError
+from vqclip.train import TrainConfig
+
+FOLDER = Path(__file__).parents[2] / "configs"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+
+
+def test_the_promised_files_are_there():
+    assert {"base.yaml", "eurosat.yaml", "captions.yaml", "vit_b16.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_loads_and_round_trips(file, tmp_path):
+    config = load_config(TrainConfig, file)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(TrainConfig, resolved) == config
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_begins_with_a_comment_that_says_what_it_is(file):
+    assert file.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_a_wait_that_overflows_is_refused():
+    with pytest.raises(ConfigError, match=r"run.timeout_s: got 1e\+30 \(float\); expected a number > 0 and <= 604800"):
+        load_config(TrainConfig, FOLDER / "base.yaml", ["run.timeout_s=1.0e+30"])
+
+
+def numbers(tree: object, path: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of a resolved configuration, with its key path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from numbers(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from numbers(value, f"{path}[{index}]")
+    elif isinstance(tree, (int, float)) and not isinstance(tree, bool):
+        yield path, tree
+
+
+def test_any_number_in_any_place_is_accepted_or_refused_by_its_key():
+    file, huge = FOLDER / "base.yaml", "1" + "0" * 30
+    for path, number in numbers(load_config(TrainConfig, file).model_dump()):
+        for value in (huge, "-1", "1000000000", ".nan"):
+            said, began = "", time.monotonic()
+            try:
+                load_config(TrainConfig, file, [f"{path}={value}"])
+            except ConfigError as error:
+                said = str(error)
+            assert said.startswith(f'override "{path}={value}": ' if said else ""), said
+            assert said or (value != ".nan" and (value != huge or isinstance(number, float))), path
+            assert time.monotonic() - began < 10, path
+
+
+def test_integers_of_every_section_are_bounded():
+    def bare(schema: Any) -> Iterator[Any]:
+        if isinstance(schema, dict):
+            if schema.get("type") == "int" and not ({"le", "lt"} & schema.keys() and {"ge", "gt"} & schema.keys()):
+                yield schema
+            schema = schema.values()
+        for each in schema if not isinstance(schema, str) and isinstance(schema, Iterable) else ():
+            yield from bare(each)
+
+    assert list(bare(TrainConfig.__pydantic_core_schema__)) == []
+
+
+def test_every_field_of_every_section_has_a_docstring():
+    schema = json_schema(TrainConfig)
+    sections = {"TrainConfig": schema, **schema["$defs"]}
+    bare = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, field in section.get("properties", {}).items()
+        if key != "kind" and not field.get("description")
+    ]
+    assert bare == []

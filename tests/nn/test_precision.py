@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from vqclip.errors import ConfigError
+from vqclip.losses import ContrastiveConfig
+from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast, full_precision
+
+CPU = torch.device("cpu")
+
+
+def product_type() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_autocast_is_on_for_half_precision_alone(precision):
+    with torch.autocast("cpu", torch.bfloat16), autocast(CPU, precision):
+        assert product_type() == AUTOCAST_DTYPES.get(precision, torch.float32)
+
+
+def test_full_precision_within_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product_type() == torch.bfloat16
+        with full_precision(CPU):
+            assert product_type() == torch.float32
+    with full_precision(torch.device("meta")):  # which has no autocast
+        pass
+
+
+def test_unknown_precision():
+    with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp32, bf16, fp16, fp64"):
+        autocast(CPU, "int8")
+
+
+def test_one_graph():
+    """Not every question about autocast can be compiled."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        with full_precision(x.device):
+            return x @ x
+
+    compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_losses_use_it_compiled():
+    loss = torch.compile(ContrastiveConfig().build(), fullgraph=True, backend="eager")
+    rows = torch.nn.functional.normalize(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
+    assert torch.isfinite(loss(rows, rows, torch.tensor(10.0)))

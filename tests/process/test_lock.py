@@ -1,0 +1,110 @@
+"""One job at a time in a run folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from vqclip.errors import ConfigError
+from vqclip.process.lock import LOCK_FILE, RunLock
+
+HOLDER = """
+import sys, time
+from multiprocessing import get_context
+from pathlib import Path
+from vqclip.process.lock import RunLock
+
+with RunLock(Path(sys.argv[1])) as lock:
+    lock.take()
+    worker = get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    print(worker.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder, with a worker forked while it does."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    os.kill(worker, signal.SIGKILL)
+
+
+def test_a_second_job_is_told_who_holds_the_folder(tmp_path, holder):
+    with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError) as error:
+        lock.take()
+    assert f"in use by another job (process {holder.pid} on {socket.gethostname()})" in str(error.value)
+    assert "run.name" in str(error.value)
+
+
+def test_a_killed_holder_holds_nothing_though_its_workers_live(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    with RunLock(tmp_path / "run") as lock:
+        lock.take()
+        assert str(os.getpid()) in (tmp_path / "run" / LOCK_FILE).read_text()
+
+
+def take(folder):
+    try:
+        with RunLock(folder) as lock:
+            lock.take()
+    except ConfigError as error:
+        return str(error)
+
+
+def test_the_end_of_the_context_frees_the_folder(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with RunLock(tmp_path) as lock:
+            lock.take()
+            assert "in use" in pool.apply(take, (tmp_path,))
+        assert pool.apply(take, (tmp_path,)) is None
+
+
+def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, caplog):
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError, match=f"process {holder.pid}"):
+        lock.take()
+    with RunLock(tmp_path / "own") as lock:
+        lock.take()
+        (tmp_path / "own" / LOCK_FILE).unlink()
+        lock.take()
+        assert f"{LOCK_FILE} was deleted or replaced while this job held it" in caplog.text
+        assert str(os.getpid()) in (tmp_path / "own" / LOCK_FILE).read_text()
+
+
+def test_a_job_whose_lock_another_has_taken_says_so(tmp_path, holder):
+    """As after the whole folder was deleted and another job began in it."""
+    with RunLock(tmp_path / "mine") as lock:
+        lock.take()
+        shutil.rmtree(tmp_path / "mine")
+        (tmp_path / "run").rename(tmp_path / "mine")
+        with pytest.raises(ConfigError, match=f"in use by another job .process {holder.pid}"):
+            lock.take()
+
+
+def test_every_rank_is_refused(tmp_path, ranks, holder):
+    for message in ranks(2, take, tmp_path / "run"):
+        assert f"process {holder.pid}" in message
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with RunLock(tmp_path) as lock:
+        lock.take()
+    assert "No locks available" in caplog.text

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from vqclip.errors import StopRequested
+from vqclip.process.signals import STOP_SIGNALS, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored():
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signal_sets_the_flag(number, capfd):
+    with StopSignals() as stop:
+        assert (stop.requested, stop.name) == (False, None)
+        stop.require_going_on()
+        os.kill(os.getpid(), number)
+        assert (stop.requested, stop.name) == (True, number.name)
+        with pytest.raises(StopRequested):
+            stop.require_going_on()
+        os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat it
+    assert stop.requested
+    assert capfd.readouterr().err.count(f"{number.name}: stopping, to go on another time") == 1
+
+
+def test_second_interrupt_is_the_usual_one(capfd):
+    stop = StopSignals(notice=False)
+    with pytest.raises(KeyboardInterrupt), stop:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == ""
+
+
+def test_interrupt_after_sigterm_still_counts_as_the_first(capfd):
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+    error = capfd.readouterr().err
+    assert "SIGTERM: stopping" in error
+    assert "SIGINT" not in error
+
+
+def test_handlers_come_back_after_an_error():
+    with pytest.raises(ZeroDivisionError), StopSignals():
+        _ = 1 / 0
+
+
+def test_other_signals_and_reuse():
+    stop = StopSignals(signals=(signal.SIGUSR1,))
+    with stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.requested
+    with stop:
+        assert not stop.requested
+
+
+def test_other_threads_are_refused():
+    errors = []
+
+    def open_it() -> None:
+        try:
+            with StopSignals():
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=open_it)
+    thread.start()
+    thread.join()
+    assert "main one only" in errors[0]
+
+
+def test_workers_ignore_the_signals_of_their_group():
+    script = (
+        "import os; from vqclip.process.signals import STOP_SIGNALS, ignore_stop_signals; ignore_stop_signals(); "
+        + ("[os.kill(os.getpid(), number) for number in STOP_SIGNALS]; print('alive')")
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "alive\n", done.stderr
+
+
+def test_sighup_stays_ignored_under_nohup():
+    script = "import os, signal; from vqclip.process.signals import StopSignals\nwith StopSignals() as stop: " + (
+        "os.kill(os.getpid(), signal.SIGHUP); print(stop.requested)"
+    )
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["by torchrun", "by a shell"])
+def test_a_rank_stops_when_its_launcher_dies(launched):
+    rank = """
+import time
+from vqclip.dist import launcher_is_gone, stop_with_launcher
+from vqclip.process.signals import StopSignals
+stop_with_launcher()
+with StopSignals() as stop:
+    print("ready", flush=True)
+    end = time.monotonic() + (30 if LAUNCHED else 0.5)
+    while not stop.requested and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print(stop.name, launcher_is_gone(), flush=True)
+""".replace("LAUNCHED", str(launched))
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    settings |= {"TORCHELASTIC_RUN_ID": "x"} if launched else {}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        said, _ = process.communicate(timeout=60)  # until the rank has ended too
+    assert said == ("SIGTERM True\n" if launched else "None False\n")

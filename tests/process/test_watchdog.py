@@ -1,0 +1,157 @@
+"""The watchdog of one process; tests/faults has those of whole jobs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from vqclip import dist
+from vqclip.errors import DistributedError
+from vqclip.process.stacks import StackFile
+from vqclip.process.watchdog import STATUS, Watchdog
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Statuses with which the process would have ended; nothing else is changed but how long things take."""
+    statuses = []
+    monkeypatch.setattr("vqclip.process.watchdog.os._exit", statuses.append)
+    monkeypatch.setattr("vqclip.process.watchdog._GRACE_S", 5.0)
+    monkeypatch.setattr("vqclip.process.watchdog._LOOK_S", 0.05)
+    monkeypatch.setattr(StackFile, "dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
+    return statuses
+
+
+def test_without_a_limit_there_is_no_thread_and_no_folder(tmp_path):
+    before = threading.active_count()
+    with Watchdog(tmp_path / "stacks", None, 0.01) as watchdog:
+        watchdog.at(3, "in the next step")
+        assert threading.active_count() == before
+        time.sleep(0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_goes_on_leaves_nothing(tmp_path, ended):
+    before = threading.active_count()
+    with Watchdog(tmp_path / "stacks", 1.0, 1.0) as watchdog:
+        assert threading.active_count() == before + 1
+        for done in range(12):
+            watchdog.at(done, "in the next step")
+            time.sleep(0.01)
+            watchdog.beat()
+    assert (ended, threading.active_count()) == ([], before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def stand_here(ended):
+    end = time.monotonic() + 30
+    while not ended and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path, ended, capfd):
+    with Watchdog(tmp_path / "stacks", 0.2, 20.0) as watchdog:
+        for done in range(7):
+            watchdog.at(done, "waiting for the next batch")
+        stand_here(ended)
+    assert ended == [STATUS] == [3]
+    error = capfd.readouterr().err
+    assert "rank 0: no progress for 0.2 s (run.step_timeout_s): 6 steps done, waiting for the next batch" in error
+    assert "the job hangs and is ended with status 3:\n  rank 0: no progress" in error
+    assert f"{tmp_path}/stacks/rank-*.txt" in error
+    written = (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert "in stand_here" in written
+    assert "last collectives:" in written
+
+
+def limits(watchdog, *positions):
+    result = []
+    for position in positions:
+        watchdog.at(*position)
+        result.append(watchdog._position.limit)
+    return result
+
+
+def test_the_first_steps_and_what_asks_for_patience_have_the_long_limit(tmp_path):
+    watchdog = Watchdog(tmp_path, 3.0, 60.0)
+    assert limits(watchdog, *((done, "") for done in range(10, 18))) == [60.0] * 5 + [3.0] * 3
+    assert limits(watchdog, (18, ""), (18, "saving", True), (18, "")) == [3.0, 60.0, 60.0]
+    assert limits(watchdog, (19, "")) == [3.0]  # where one rank saves, the others wait for it in the next step
+    assert limits(Watchdog(tmp_path, 90.0, 60.0), *((done, "") for done in range(8))) == [60.0] * 8
+
+
+def test_the_limit_counts_from_the_end_of_a_step(tmp_path):
+    watchdog = Watchdog(tmp_path, 3.0, 60.0)
+
+    def since(*position):
+        time.sleep(0.002)
+        watchdog.at(*position)
+        return watchdog._position.since
+
+    waiting, computing = since(8, "waiting"), since(8, "in the next")
+    saving = since(9, "saving", True)
+    evaluating, waiting_again = since(9, "evaluating", True), since(9, "waiting")
+    assert waiting == computing < saving < evaluating < waiting_again
+    watchdog.beat()
+    assert watchdog._position.since > waiting_again
+    assert watchdog._position.doing == "waiting"
+
+
+def test_a_lost_rank_is_written_down_too(tmp_path, ended):
+    with pytest.raises(DistributedError, match="gone"), Watchdog(tmp_path / "stacks", 20.0, 20.0):
+        raise DistributedError("rank 1 is gone")
+    written = (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert "another rank is lost" in written
+    assert "rank 1 is gone" in written
+    assert "Current thread" in written.partition("stacks:\n")[2]
+    assert ended == []
+
+
+def history():
+    before = len(dist.recent_collectives())
+    dist.barrier()
+    dist.gather_json({"rank": dist.rank()})
+    try:
+        with dist.named_errors("what fails"):
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    recent = dist.recent_collectives()
+    last = recent[-1]
+    return before < 32 or len(recent) == 32, [each.name for each in recent[-4:]], recent[-3].shapes, last.finished
+
+
+def test_the_last_collectives_are_remembered(ranks):
+    for bounded, names, shapes, finished in ranks(2, history):
+        assert bounded
+        assert names == ["reduce_", "all_gather", "all_gather", "what fails"]
+        assert shapes == ((2,), (1,))
+        assert finished is None
+
+
+def stops_on_one_rank(where):
+    from vqclip.data import prepare
+    from vqclip.errors import StopRequested
+    from vqclip.evaluation.share import Share
+    from vqclip.process import progress
+
+    def leave():
+        if dist.rank() == 1:
+            raise StopRequested
+
+    with progress.heard_by(leave):
+        try:
+            if where == "indexing":
+                prepare._agree(progress.point)
+            else:
+                with Share(dist.rank(), dist.world_size()).together():
+                    progress.point()
+        except StopRequested:
+            return dist.gather_json("all are here")
+
+
+@pytest.mark.parametrize("where", ["indexing", "evaluating"])
+def test_work_that_one_rank_leaves_is_left_by_all(ranks, where):
+    assert ranks(2, stops_on_one_rank, where) == [["all are here"] * 2] * 2

@@ -1,0 +1,367 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tarfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.data.making import caption_members, class_folder, write_tar
+from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
+from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
+from vqclip import load_tokenizer
+from vqclip.cli.tokenize import main
+from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
+from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.model import CLIP
+from vqclip.nn.precision import AUTOCAST_DTYPES
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.pretrained import read_config, seal_folder
+
+LFQ_LARGE = {"kind": "lfq", "bits": 20}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    return tokenizer_folder(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storage: str, workers: int) -> None:
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", text=LFQ_LARGE)
+    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    done = run(tokenizer, source, tmp_path / "out", storage=storage, workers=workers)
+    assert done.manifest is not None
+    assert (done.made, done.samples, done.manifest.samples) == (len(COUNTS), sum(COUNTS), sum(COUNTS))
+
+    data, read = TokenDataset(tmp_path / "out"), source.build()
+    image, text = load_tokenizer(tokenizer, "image"), load_tokenizer(tokenizer, "text")
+    assert data.tokenizer_sha256 == {"image": fingerprint(image), "text": fingerprint(text)}
+    assert [item.sample_id for item in data] == list(range(sum(COUNTS)))
+    assert (data.record(0).image.dtype, data.record(0).texts[0].dtype) == (np.uint8, np.int32)
+    for item in data:
+        raw = read.read(item.sample_id)
+        assert (item.key, item.caption, item.label) == (f"{item.sample_id:09d}", raw.captions[0], -1)
+        assert torch.equal(item.text_ids, text.encode([item.caption])[0])
+        assert torch.equal(item.image_ids, image.encode(image.transform(decode_image(raw.image))[None])[0])
+    assert len({tuple(item.image_ids.flatten().tolist()) for item in data}) > 10
+    assert (data[0].text_ids < 0).any()
+
+
+def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:
+    """Features lie on a border, so in float32 other batch sizes give other ids."""
+    model = CLIP.from_pretrained(tokenizer_folder(tmp_path / "first", WIDE_LFQ, WIDE_LFQ))
+    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    raw = [source.build().read(index) for index in range(sum(COUNTS))]
+    pixels = torch.stack([model.image.transform(decode_image(each.image)) for each in raw])
+    tokens = model.text.preprocess([each.captions[0] for each in raw])
+    put_on_the_border(model.image, pixels)
+    put_on_the_border(model.text, tokens)
+    model.save_pretrained(tmp_path / "tokenizer")
+    facts = fingerprint(model.image)
+    model.double()
+    expected = model.image.encode(pixels), model.text.encode(tokens)
+
+    def ids(precision: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = tmp_path / f"{precision}{size}"
+        run(str(tmp_path / "tokenizer"), source, out, batch_size=size, precision=precision)
+        data = TokenDataset(out)
+        assert data.tokenizer_sha256["image"] == facts
+        return torch.stack([item.image_ids for item in data]), torch.stack([item.text_ids for item in data])
+
+    for size in (1, 3, 8):
+        assert all(map(torch.equal, ids("fp64", size), expected))
+    assert not any(map(torch.equal, ids("fp32", 1), expected))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str, precision: str) -> None:
+    source = CaptionShardsData(path=str(shards(tmp_path / "in", (BATCH,))))
+    done = run(tokenizer, source, tmp_path / "out", precision=precision)
+    assert done.manifest is not None
+    assert done.manifest.settings.precision == precision
+    image, raw = load_tokenizer(tokenizer, "image"), [source.build().read(index) for index in range(BATCH)]
+    with torch.autocast("cpu", AUTOCAST_DTYPES[precision]):
+        expected = image.encode(torch.stack([image.transform(decode_image(each.image)) for each in raw]))
+    assert torch.equal(torch.stack([item.image_ids for item in TokenDataset(tmp_path / "out")]), expected)
+
+
+def test_captions_of_a_class_folder_are_all_there(tmp_path: Path, tokenizer: str) -> None:
+    run(tokenizer, ClassShardsData(path=class_folder(tmp_path / "in", 6)), tmp_path / "out")
+    data = TokenDataset(tmp_path / "out")
+    record = data.record(5)
+    assert (record.key, record.label, record.captions) == ("s0000005", 2, ("a photo of a red panda", "the red panda"))
+    text = load_tokenizer(tokenizer, "text")
+    for draw, caption in enumerate(record.captions):
+        item = data[5, draw]
+        assert item.caption == caption
+        assert torch.equal(item.text_ids, text.encode([caption])[0])
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_one_modality(tmp_path: Path, tokenizer: str, modality: str) -> None:
+    both, one = tmp_path / "both", tmp_path / "one"
+    shards(tmp_path / "in", (5,))
+    run(tokenizer, tmp_path / "in", both)
+    run(tokenizer, tmp_path / "in", one, modality=modality)
+    for whole, part in zip(TokenDataset(both), TokenDataset(one), strict=True):
+        other = "text" if modality == "image" else "image"
+        assert getattr(part, f"{other}_ids") is None
+        assert torch.equal(getattr(part, f"{modality}_ids"), getattr(whole, f"{modality}_ids"))
+        assert part.caption == whole.caption
+
+
+def test_batches_have_one_shape(tmp_path: Path, tokenizer: str) -> None:
+    from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+
+    shapes = set()
+    encode = {kind: kind.encode for kind in (ImageTokenizer, TextTokenizer)}
+
+    def recording(self, inputs):
+        shapes.add((self.modality, *inputs.shape))
+        return encode[type(self)](self, inputs)
+
+    with mock.patch.object(ImageTokenizer, "encode", recording), mock.patch.object(TextTokenizer, "encode", recording):
+        run(tokenizer, shards(tmp_path / "in"), tmp_path / "out")
+    assert shapes == {("image", BATCH, 3, 16, 16), ("text", BATCH, 12)}
+
+
+def tokenize_here(tokenizer: str, source: str, out: str, cache: str, storage: str) -> int:
+    os.environ["VQCLIP_CACHE"] = cache
+    return run(tokenizer, Path(source), Path(out), storage=storage).made
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+def test_two_processes_and_a_killed_one_write_the_same(
+    tmp_path: Path, tokenizer: str, storage: str, ranks, cache: Path
+) -> None:
+    shards(tmp_path / "in", damaged=(5,))
+    changes = {"storage": storage, "tolerance": 0.1}
+    run(tokenizer, tmp_path / "in", tmp_path / "one", **changes)
+    expected = hashes(tmp_path / "one")
+    assert len(expected) == 2 * len(COUNTS) + 3
+
+    killed = tmp_path / "killed"
+    child = os.fork()
+    if not child:  # writes the first shard, and half of the second
+        from vqclip.tokenize_dataset import folder as module
+
+        write = module.write_shard
+
+        def stuck(file, records, settings):
+            write(file, records, settings)
+            if (killed / "records" / "00000.json").exists():
+                file.truncate(100)
+                (tmp_path / "stuck").touch()
+                time.sleep(600)
+
+        module.write_shard = stuck
+        run(tokenizer, tmp_path / "in", killed, **changes)
+        os._exit(1)
+    end = time.monotonic() + 60
+    while not (tmp_path / "stuck").exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(killed.glob(".tmp-*"))
+    with pytest.raises(DataError, match=r"not finished \(1 shards are\); run the same"):
+        TokenDataset(killed)
+    done = run(tokenizer, tmp_path / "in", killed, **changes)
+    assert (done.made, done.found) == (len(COUNTS) - 1, 1)
+    assert hashes(killed) == expected
+
+    changes.pop("tolerance")
+    shards(tmp_path / "in")  # without a bad sample, as the ranks take the default tolerance
+    run(tokenizer, tmp_path / "in", tmp_path / "again", **changes)
+    arguments = [tokenizer, *(str(tmp_path / name) for name in ("in", "two")), str(cache), storage]
+    assert ranks(2, tokenize_here, *arguments, init=False) == [2, 2]
+    assert hashes(tmp_path / "two") == hashes(tmp_path / "again")
+
+
+def test_what_is_finished_is_left_and_what_is_damaged_made_anew(
+    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards(tmp_path / "in")
+    out = tmp_path / "out"
+    run(tokenizer, tmp_path / "in", out)
+    expected = hashes(out)
+    before = (out / "00000.tar").stat().st_ino
+    data = bytearray((out / "00001.tar").read_bytes())
+    data[700] ^= 1
+    (out / "00001.tar").write_bytes(data)
+    (out / "00002.tar").unlink()
+    (out / "records" / "00003.json").write_text("{")
+    with pytest.raises(DataError, match="00002.tar: cannot be read"):
+        TokenDataset(out)
+    done = run(tokenizer, tmp_path / "in", out)
+    assert (done.made, done.found) == (3, 1)
+    assert caplog.text.count("made anew") == 3
+    assert (out / "00000.tar").stat().st_ino == before
+    assert hashes(out) == expected
+    assert run(tokenizer, tmp_path / "in", out).samples == 0
+
+
+def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in")
+    out = tmp_path / "out"
+    run(tokenizer, tmp_path / "in", out)
+    expected = hashes(out)
+    other = tokenizer_folder(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match=r"other settings.*\n  tokenizer.image: \w{64} there, \w{64} now"):
+        run(other, tmp_path / "in", out)
+    with pytest.raises(ConfigError, match="\n  batch_size: 4 there, 5 now$"):
+        run(tokenizer, tmp_path / "in", out, batch_size=5)
+    with pytest.raises(ConfigError, match="\n  text.num_tokens: 12 there, nothing now"):
+        run(tokenizer, tmp_path / "in", out, modality="image")
+    shards(tmp_path / "in", (11, 8, 3, 8))
+    with pytest.raises(ConfigError, match="\n  shards.3.samples: 9 there, 8 now"):
+        run(tokenizer, tmp_path / "in", out)
+    assert hashes(out) == expected
+
+
+def test_a_folder_with_other_tars_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", (3,))
+    with pytest.raises(ConfigError, match=r"has no settings.json, but holds 00000.tar"):
+        run(tokenizer, tmp_path / "in", tmp_path / "in")
+
+
+def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", damaged=(2, 12, 13))
+    out = tmp_path / "out"
+    with pytest.raises(
+        DataError, match=r"samples cannot be used; --tolerance allows 2(.|\n)*00001.tar: sample 00000001"
+    ):
+        run(tokenizer, tmp_path / "in", out, tolerance=0.09)
+    assert not (out / "manifest.json").exists()
+    manifest = run(tokenizer, tmp_path / "in", out, tolerance=0.1).manifest
+    assert manifest is not None
+    assert (manifest.samples, manifest.bad) == (sum(COUNTS) - 3, {"damaged image": 3})
+    assert [shard.bad for shard in manifest.shards] == [{"damaged image": 1}, {"damaged image": 2}, {}, {}]
+    lines = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
+    assert [(line["sample_id"], line["key"]) for line in lines] == [(n, f"{n:09d}") for n in (2, 12, 13)]
+    assert "00000.tar: sample 000000002" in lines[0]["reason"]
+    kept = [item.sample_id for item in TokenDataset(out)]
+    assert kept == [n for n in range(sum(COUNTS)) if n not in (2, 12, 13)]
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokenizer: str, storage: str) -> None:
+    shards(tmp_path / "in", (20, 2, 5), damaged=(20, 21))
+    write_tar(tmp_path / "in" / "00003.tar", {})
+    done = run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1)
+    assert done.manifest is not None
+    assert [shard.samples for shard in done.manifest.shards] == [20, 0, 5, 0]
+    assert [item.sample_id for item in TokenDataset(tmp_path / "out")] == [*range(20), *range(22, 27)]
+    assert run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1).found == 4
+
+
+def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str) -> None:
+    for number in range(2):
+        write_tar(tmp_path / "in" / f"{number}.tar", {})
+    with pytest.raises(DataError, match="in: every tar is empty; expected samples"):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_lead_out_of_the_folder_are_bad_samples(tmp_path: Path, tokenizer: str) -> None:
+    members = {
+        name.replace("000000003", "../../evil").replace("000000004", "/evil"): data
+        for name, data in caption_members(0, 6).items()
+    }
+    write_tar(tmp_path / "in" / "0.tar", members)
+    with pytest.raises(DataError, match=r"0.tar: sample ../../evil: its name leads out of the folder"):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+    done = run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.4)
+    assert done.manifest is not None
+    assert (done.manifest.samples, done.manifest.bad) == (4, {"unsafe name": 2})
+    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
+        assert not [name for name in tar.getnames() if "evil" in name]
+
+
+def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: str) -> None:
+    """Each process alone is within the tolerance; who would write the manifest sees that they are not together."""
+    shards(tmp_path / "in", damaged=(2, 12))
+    out, one = tmp_path / "out", {"tolerance": 0.04}
+    for rank in (0, 1):
+        with (
+            mock.patch("vqclip.tokenize_dataset.job.dist.rank", return_value=rank),
+            mock.patch("vqclip.tokenize_dataset.job.dist.world_size", return_value=2),
+            mock.patch("vqclip.tokenize_dataset.job.prepare_sources"),
+        ):
+            if rank == 0:
+                assert run(tokenizer, tmp_path / "in", out, **one).missing == 2
+            else:
+                with pytest.raises(DataError, match="2 samples cannot be used; --tolerance allows 1"):
+                    run(tokenizer, tmp_path / "in", out, **one)
+
+
+def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
+    shards(tmp_path / "in", (3,))
+    plain = tokenizer_folder(tmp_path / "plain", image=IDENTITY)
+    with pytest.raises(ConfigError, match="the image tokenizer in .* has no codes"):
+        run(plain, tmp_path / "in", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        run(str(tmp_path / "nothing"), tmp_path / "in", tmp_path / "out")
+    broken = tmp_path / "broken"
+    tokenizer_folder(broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["text.pool.position"][0, 0] = float("nan")
+    config = read_config(broken)
+    save_file(weights, broken / "model.safetensors")
+    seal_folder(broken, config)
+    with pytest.raises(CheckpointError, match=r"contain NaN or infinity: pool.position"):
+        run(str(broken), tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
+    """A name on the hub may mean another model a moment later."""
+    shards(tmp_path / "in", (3,))
+    other = tokenizer_folder(tmp_path / "other", seed=1)
+    with mock.patch("vqclip.tokenize_dataset.job.resolve", side_effect=[Path(tokenizer), Path(other), Path(other)]):
+        run("owner/name", tmp_path / "in", tmp_path / "out")
+    made_by = {each: fingerprint(load_tokenizer(tokenizer, each)) for each in ("image", "text")}
+    assert TokenDataset(tmp_path / "out").tokenizer_sha256 == made_by
+
+
+def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    shards(tmp_path / "in", (3,))
+
+    def load(folder: Path, modality: str) -> object:
+        loaded = load_tokenizer(folder, modality)
+        if modality == "image":
+            tokenizer_folder(folder, seed=1)
+        return loaded
+
+    with (
+        mock.patch("vqclip.tokenize_dataset.job.load_tokenizer", load),
+        pytest.raises(CheckpointError, match="has changed while it was loaded"),
+    ):
+        run(tokenizer, tmp_path / "in", tmp_path / "out")
+
+
+def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    url = "https://me:secret@host.invalid/{0}.tar"
+    told = DataError(f"{url}: cannot be read")
+    with mock.patch("vqclip.cli.tokenize.tokenize", side_effect=told):
+        assert main(["--tokenizer", "t", "--data", url, "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("vqclip tokenize: https://host.invalid/")
+    assert "secret" not in shown
+
+
+def test_the_tokenizer_of_a_run_is_named(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's folder is given in place of the tokenizer's."""
+    home = str(Path(tokenizer).parent)
+    assert main(["--tokenizer", home, "--data", str(shards(tmp_path / "in")), "--out", str(tmp_path / "out")]) == 1
+    assert f"got: a run's folder; name its tokenizer: {tokenizer}" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Ids mean the same elsewhere: encoded in one process and read in another, from the folder alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import reuse
+from tests.models import tiny_model
+from tests.quantizers.test_contract import CONFIGS
+from vqclip.config.types import kinds_of
+from vqclip.quantizers import QuantizerConfig
+
+ROOT = Path(__file__).parents[2]
+CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
+DISCRETE = [name for name, config in CONFIGS.items() if config.build().codebook_sizes]
+FAMILIES = [
+    *("fsq", "fsq of 10^18 codes", "lfq", "bsq", "vq", "vq, learned", "vq, cosine", "simvq"),
+    *("residual of fsq", "residual of vq", "product of vq"),
+]
+
+
+def trained(names, folders, store):
+    """A model of each family after a step of training, saved; returns what it makes of the inputs."""
+    store.mkdir()
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    save_file({"images": images}, store / "inputs.safetensors")
+    (store / "captions.json").write_text(json.dumps(CAPTIONS))
+    expected = {}
+    for name in names:
+        torch.manual_seed(0)
+        quantizer = CONFIGS[name].model_dump()
+        model = tiny_model(quantizer, quantizer).build()
+        tokens = model.text.preprocess(CAPTIONS)
+        out = model(images, tokens)
+        (out.image.embedding * out.text.embedding).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        model.image.quantizer.update(out.image.stats)
+        model.text.quantizer.update(out.text.stats)
+        model.eval().save_pretrained(folders / name)
+        with torch.no_grad():
+            for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
+                key, out = f"{name}/{tokenizer.modality}", tokenizer(inputs)
+                expected[key] = out.ids
+                expected[f"{key}/embedding"] = out.embedding
+                expected[f"{key}/vectors"] = tokenizer.decode(out.ids)
+    return expected
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(python, what, folders, store, cwd, **environment):
+    arguments = [python, str(cwd / "reuse.py"), what, str(folders), str(store)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def require_same(expected, store):
+    found = load_file(store / "ids.safetensors") | load_file(store / "read.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_every_family_is_here():
+    assert {CONFIGS[name].kind for name in FAMILIES} == set(kinds_of(QuantizerConfig)) - {"identity"}
+
+
+def test_other_processes_encode_and_read_the_same_bits(tmp_path, one_thread):
+    expected = trained(FAMILIES, tmp_path / "folders", tmp_path / "store")
+    shutil.copy(reuse.__file__, tmp_path)
+    for what in ("encode", "read"):
+        run(sys.executable, what, tmp_path / "folders", tmp_path / "store", tmp_path)
+    require_same(expected, tmp_path / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_wheel_alone_encodes_and_reads_the_same_bits(tmp_path, one_thread):
+    """``pytest -m slow tests/test_reuse.py``: an environment with the built wheel and the dependencies' packages.
+
+    The dependencies are those installed here, by a path file, lest gigabytes are fetched again; path files in
+    their folder, such as that of an editable vqclip, are not followed.
+    """
+    wheels, venv = tmp_path / "wheels", tmp_path / "venv"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run(
+        [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(wheels)], check=True, timeout=300
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=300)
+    python = venv / "bin" / "python"
+    (wheel,) = wheels.iterdir()
+    install = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
+    (own,) = venv.glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+
+    expected = trained(DISCRETE, tmp_path / "folders", tmp_path / "store")
+    shutil.copy(reuse.__file__, tmp_path)
+    for what in ("encode", "read"):
+        found = run(str(python), what, tmp_path / "folders", tmp_path / "store", tmp_path, PYTHONPATH="")
+        assert found.is_relative_to(own)
+    require_same(expected, tmp_path / "store")

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
+from vqclip.tokenizer.fingerprint import fingerprint
+
+CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
+QUANTIZERS = [FSQ, LFQ, PRODUCT, VQ, RESIDUAL]
+
+
+def built(quantizer=FSQ):
+    torch.manual_seed(0)
+    return tiny_model(quantizer, quantizer).build()
+
+
+def pictures(count=3):
+    return torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training, dtype):
+    model = built(quantizer).train(training).to(dtype)
+    tokens, images = model.text.preprocess(CAPTIONS), pictures()
+    for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
+        out = tokenizer(inputs)
+        ids = tokenizer.encode(inputs)
+        assert ids.dtype == torch.int64
+        assert ids.shape == (3, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
+        assert torch.equal(ids, out.ids)
+        assert ids.is_contiguous()
+        assert torch.equal(tokenizer.embed(ids), out.embedding)
+        assert tokenizer.features(inputs)[0].dtype == tokenizer.decode(ids).dtype == out.embedding.dtype == dtype
+        torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("tower", ["vit", "convolutional", "text"])
+def test_in_float64_the_rounding_of_float32_decides_no_id(tower):
+    """Features lie within the last bits of float32 of a border, so a step in float32 would change ids."""
+    tokenizer, batch = on_the_border(tower)
+    wide = copy.deepcopy(tokenizer).double()
+    expected = wide.encode(batch)
+    assert not torch.equal(tokenizer.encode(batch), expected)
+    for size in (1, 3, 8):
+        with torch.backends.mkldnn.flags(enabled=size == 3):
+            assert torch.equal(torch.cat([wide.encode(part) for part in batch.split(size)]), expected)
+    assert fingerprint(wide) == fingerprint(tokenizer)
+
+
+def test_dropped_stages_are_absent_in_the_training_embedding():
+    model = built(RESIDUAL | {"dropout": True})
+    depths = set()
+    for _ in range(12):
+        out = model.image(pictures())
+        assert torch.equal(model.image.embed(out.ids), out.embedding)
+        depths.add(int((out.ids[0, 0] >= 0).sum()))
+        model.image.quantizer.update(out.stats)
+    assert depths == {1, 2, 3}
+
+
+def test_the_embedding_depends_on_the_codes_alone():
+    """Two different pictures with equal ids have equal embeddings, though their continuous features differ."""
+    model = built().eval()
+    images = pictures()
+    with torch.no_grad():
+        model.image.project_in[1].weight.mul_(1e-6)  # all patches fall into one code
+    assert len(model.image.encode(images).unique()) <= 3
+    embedding, continuous = model.image(images).embedding, model.image.continuous(images)
+    assert torch.equal(embedding[0], embedding[1])
+    assert not torch.equal(continuous[0], continuous[1])
+
+
+def test_every_parameter_learns_through_the_codes():
+    model = built()
+    out = model(pictures(), model.text.preprocess(CAPTIONS))
+    (out.image.embedding * out.text.embedding * torch.randn(16)).sum().mul(out.scale).backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    for tokenizer in (model.image, model.text):
+        assert all(p.grad.abs().sum() > 0 for p in tokenizer.tower.parameters() if p.requires_grad and p.ndim > 1)
+
+
+def test_padding_has_id_minus_one_and_vector_zero():
+    model = built().eval()
+    tokens = model.text.preprocess(CAPTIONS)
+    ids = model.text.encode(CAPTIONS)
+    assert torch.equal(ids[..., 0] >= 0, tokens != 0)
+    assert torch.equal(model.text.encode(tokens), ids)
+    vectors = model.text.decode(ids)
+    assert vectors.shape == (3, 12, 16)
+    assert (vectors[tokens == 0] == 0).all()
+    assert (vectors[tokens != 0] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_a_token_is_absent_when_all_of_its_ids_are(modality):
+    """-1 beside other ids is a code that was left out, as in the dropped stages of a residual quantizer."""
+    model = built(PRODUCT).eval()
+    tokenizer = getattr(model, modality)
+    torch.nn.init.normal_(tokenizer.project_out[0].bias)
+    ids = tokenizer.encode(["a b c d e f g h i j"] * 2 if modality == "text" else pictures(2))
+    ids[0, 2], ids[1, 1, 0] = -1, -1
+    vectors = tokenizer.decode(ids)
+    assert ((vectors == 0).all(-1)).nonzero().tolist() == [[0, 2]]
+    embedding = tokenizer.embed(ids)
+    torch.nn.init.normal_(
+        tokenizer.pool.position.data[2]
+    )  # speaks for a token that is there, and not for an absent one
+    assert torch.equal(tokenizer.embed(ids)[0], embedding[0])
+    assert not torch.allclose(tokenizer.embed(ids)[1], embedding[1])
+    assert torch.equal(torch.compile(tokenizer.decode, backend="eager", fullgraph=True)(ids), vectors)
+
+
+def test_an_exclamation_mark_inside_a_word_is_no_padding():
+    tokenizer = built().text.eval()
+    ids = tokenizer.encode(["#!/bin a", "a"])
+    assert (ids[..., 0] >= 0).sum(1).tolist() == [7, 3]
+
+
+def test_a_row_without_tokens_is_no_nan():
+    model = built().train()
+    tokens = model.text.preprocess(CAPTIONS)
+    tokens[1] = 0
+    out = model.text(tokens)
+    assert (out.ids[1] == -1).all()
+    assert out.embedding.isfinite().all()
+    assert torch.equal(model.text.embed(out.ids), out.embedding)
+    out.embedding.square().sum(0)[0].backward()
+    assert all(p.grad.isfinite().all() for p in model.text.parameters() if p.grad is not None)
+
+
+def test_images_come_as_pictures_or_tensors():
+    tokenizer = built().image.eval()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    tensor = tokenizer.preprocess(picture)
+    assert tensor.dtype == torch.uint8
+    ids = tokenizer.encode(picture)
+    assert torch.equal(ids, tokenizer.encode(tensor[None]))
+    assert torch.equal(ids, tokenizer.encode([picture]))
+    assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
+
+
+def test_an_empty_list_is_an_empty_batch():
+    model = built(PRODUCT)
+    assert model.image.encode([]).shape == (0, 4, 2)
+    assert model.text.encode([]).shape == (0, 12, 2)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, float("nan")])
+def test_floats_that_are_no_pixels_are_refused(value):
+    tokenizer = built().image.eval()
+    images = torch.rand(2, 3, 16, 16)
+    tokenizer.encode(images)
+    images[1, 2, 3, 4] = value
+    with pytest.raises(ShapeError, match=r"images: got floating point from .*, expected 0 to 1: neither 0..255"):
+        tokenizer.encode(images)
+
+
+def test_sizes_and_bits():
+    tokenizer = built(PRODUCT).image
+    assert tokenizer.num_tokens == 4
+    assert tokenizer.codebook_sizes == (64, 64)
+    assert tokenizer.bits_per_sample == pytest.approx(4 * 2 * 6)
+
+
+def test_empty_batches_pass_through():
+    model = built()
+    images, tokens = pictures(0), torch.zeros(0, 12, dtype=torch.int64)
+    out = model(images, tokens)
+    assert out.image.embedding.shape == out.text.embedding.shape == (0, 16)
+    assert model.image.embed(model.image.encode(images)).shape == (0, 16)
+    (out.image.embedding.sum() + out.text.embedding.sum()).backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == ["logit_scale"]
+
+
+def test_wrong_ids_are_refused():
+    tokenizer = built().image
+    with pytest.raises(ShapeError, match=r"ids: got shape \(2, 5, 1\), expected \(B, 4, 1\)"):
+        tokenizer.decode(torch.zeros(2, 5, 1, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="id 64 in codebook 0, expected 0 to 63"):
+        tokenizer.embed(torch.full((1, 4, 1), 64))
+
+
+PICTURE = Image.new("RGB", (16, 16))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("cat.jpg", r"^images: got 'cat.jpg' \(str\), expected a PIL image; PIL.Image.open reads a file"),
+        (["cat.jpg"], r"^images\[0\]: got 'cat.jpg' \(str\)"),
+        (None, "^images: got None, expected a PIL image"),
+        ([PICTURE, None], r"^images\[1\]: got None"),
+        ([3], r"^images\[0\]: got 3 \(int\)"),
+        (np.zeros((16, 16, 3), np.uint8), r"^images: got a ndarray of shape \(16, 16, 3\) and dtype uint8.*fromarray"),
+        ([torch.zeros(3, 16, 16)], r"^images\[0\]: got a Tensor of shape.*torch.stack"),
+        (
+            (picture for picture in [PICTURE]),
+            r"^images: got <generator.*a list of PIL images or a \(B, 3, H, W\) tensor",
+        ),
+    ],
+)
+def test_what_is_no_picture_is_refused(images, message):
+    tokenizer = built().image
+    with pytest.raises(ShapeError, match=message):
+        tokenizer.encode(images)
+    if not isinstance(images, list):
+        with pytest.raises(ShapeError, match=message.replace("images", "image", 1)):
+            tokenizer.preprocess(images)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ("a cat", r"^captions: got 'a cat' \(str\), expected a list of str with one caption: \[caption\]"),
+        (b"a cat", r"^captions: got b'a cat' \(bytes\), expected a list of str$"),
+        (None, "^captions: got None"),
+        (["a", 3], r"^captions\[1\]: got 3 \(int\), expected a str"),
+        ([None], r"^captions\[0\]: got None"),
+        ([b"a"], r"^captions\[0\]: got b'a' \(bytes\), expected a str; bytes become one by .decode"),
+        (np.zeros((1, 12), np.int64), r"^captions: got a ndarray of shape \(1, 12\) and dtype int64"),
+        ((caption for caption in ["a"]), "^captions: got <generator"),
+        (torch.full((1, 12), 49408), r"^tokens: got the number 49408, expected 0 to 49407"),
+        (torch.full((1, 12), -1), r"^tokens: got the number -1"),
+        (
+            torch.tensor([[49406, 49407] + [0] * 10, [49406] + [5] * 11]),
+            r"^tokens\[1\]: got a row without the end mark",
+        ),
+        (torch.zeros(1, 12), r"^tokens: got shape \(1, 12\) and dtype torch.float32, expected \(B, 1 to 12\) int64"),
+    ],
+)
+def test_what_is_no_caption_is_refused(captions, message):
+    with pytest.raises(ShapeError, match=message):
+        built().text.encode(captions)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.zeros((1, 4, 1), np.int64), r"^ids: got a ndarray of shape \(1, 4, 1\).*torch.from_numpy\(ids\) makes one"),
+        ([[[0]] * 4], r"^ids: got .*\(list\), expected an int64 tensor \(B, N, C\).*torch.tensor\(ids\) makes one"),
+        (None, "^ids: got None, expected an int64 tensor"),
+    ],
+)
+def test_ids_that_are_no_tensor_are_refused(ids, message):
+    tokenizer = built().image
+    for use in (tokenizer.decode, tokenizer.embed):
+        with pytest.raises(ShapeError, match=message):
+            use(ids)
+
+
+def test_the_continuous_baseline_has_no_ids():
+    model = built(IDENTITY).eval()
+    images = pictures()
+    assert model.image.encode(images).shape == (3, 4, 0)
+    assert torch.equal(model.image(images).embedding, model.image.continuous(images))
+
+
+@pytest.mark.parametrize("normalize", ["layer", "l2"])
+def test_one_channel_has_nothing_to_normalize(normalize):
+    config = tiny_model({"kind": "lfq", "bits": 1})
+    least = 3 if normalize == "layer" else 2
+    with pytest.raises(
+        ConfigError, match=rf"^image.normalize {normalize}: got 1 channel, .* expected at least {least}, or"
+    ):
+        config.image.model_copy(update={"normalize": normalize}).build(16)
+
+
+def test_heads_must_divide_width():
+    with pytest.raises((ConfigError, ValueError), match="heads"):
+        tiny_model(image=tiny_model().image.model_dump() | {"heads": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.uint32, torch.uint64])
+def test_ids_of_any_integer_type_mean_the_same(dtype):
+    """Files hold the smallest type that fits; torch itself compares no uint16, uint32 or uint64."""
+    model = tiny_model().build().eval()
+    ids = model.image.encode(pictures(2))
+    stored = ids.to(dtype)
+    assert torch.equal(model.image.embed(stored), model.image.embed(ids))
+    assert torch.equal(model.image.decode(stored), model.image.decode(ids))
+    flat = model.image.to_vocabulary(ids)
+    assert torch.equal(model.image.to_vocabulary(stored), flat)
+    assert torch.equal(model.image.from_vocabulary(flat.to(dtype)), ids)
+    delayed = DelayedCodes(model.image.codebook_sizes)
+    assert torch.equal(delayed.from_vocabulary(delayed.to_vocabulary(stored).to(dtype)), ids)
+    both = Vocabulary(image=model.image.codebook_sizes, text=model.text.codebook_sizes)
+    assert torch.equal(both.from_vocabulary(both.to_vocabulary(stored, "image").to(dtype), "image"), ids)
+
+
+def test_an_image_has_all_of_its_tokens_in_a_vocabulary():
+    """A caption may be shorter."""
+    model = tiny_model(PRODUCT, PRODUCT).build()
+    ids = torch.zeros(1, 4, 2, dtype=torch.int64)
+    flat = model.image.to_vocabulary(ids)
+    for cut in (flat[:, :6], flat.repeat(1, 2)):
+        with pytest.raises(ShapeError, match=r"vocabulary ids as \(B, N, C\): got shape .*, expected \(B, 4, 2\)"):
+            model.image.from_vocabulary(cut)
+    with pytest.raises(ShapeError, match=r"ids: got shape \(1, 3, 2\), expected \(B, 4, 2\)"):
+        model.image.to_vocabulary(ids[:, :3])
+    assert torch.equal(model.text.from_vocabulary(model.text.to_vocabulary(ids)), ids)
+    with pytest.raises(ShapeError, match=r"expected \(B, 1 to 12, 2\)"):
+        model.text.from_vocabulary(flat.repeat(1, 4))
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(1, 4, 1), torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1)])
+def test_what_are_no_ids_is_refused(ids):
+    image = tiny_model().build().image
+    for use in (image.embed, image.decode, image.to_vocabulary):
+        with pytest.raises(ShapeError, match=r"^ids: got .*expected (integers|ids that fit int64)"):
+            use(ids)

@@ -1,0 +1,161 @@
+"""A training step works on the columns that hold a caption's tokens; the others change nothing (ADR 13)."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, PRODUCT, tiny_model
+from tests.test_world_size import ENTROPY_LFQ
+from tests.training import largest_difference
+from vqclip import dist
+from vqclip.data import Batch
+from vqclip.losses import ContrastiveConfig, pair_keys
+from vqclip.model import ModelConfig
+from vqclip.tokenizer import TextTokenizer
+from vqclip.towers.text import TransformerTowerConfig
+from vqclip.train.optim import OptimConfig
+from vqclip.train.step import ComputeConfig, TrainStep
+
+LENGTH = 24
+SHORT = ["a red star", "x", "a red star", "a b c"]
+LONG = ["one two three four five six seven eight", "a", "a red star", "a b c d e f g h i j k l m n o p q r s t u v"]
+QUANTIZERS = {"fsq": FSQ, "lfq with entropy loss": ENTROPY_LFQ, "vq": BUSY_VQ, "residual with dropout": BUSY_RESIDUAL}
+
+
+def built(quantizer=FSQ, causal=True, dtype=torch.float64, length=LENGTH):
+    torch.manual_seed(0)
+    tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
+    tree["text"]["tower"] |= {"context_length": length, "causal": causal}
+    return ModelConfig.model_validate(tree).build().to(dtype)
+
+
+def after_steps(sizes, quantizer, causal, all_columns=False, micro_batches=1):
+    """Losses, the model's state, and how many columns the text tower of this rank saw in each step."""
+    model = built(quantizer, causal)
+    optim = OptimConfig(lr=1e-3, warmup_steps=0)
+    loss = ContrastiveConfig(positives="caption").build()
+    compute = ComputeConfig(precision="fp64", micro_batches=micro_batches)
+    step = TrainStep(model, loss, optim.build(model), optim.schedule(10), compute, None, seed=3)
+    seen, losses = [], []
+    model.text.tower.register_forward_pre_hook(lambda tower, inputs: seen.append(inputs[0].shape[1]))
+    own = torch.arange(8).split(list(sizes))[dist.rank()]
+    needed = mock.patch.object(TextTokenizer, "needed_tokens", return_value=LENGTH)
+    with needed if all_columns else nullcontext():
+        for number in range(3):
+            images = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8, generator=torch.manual_seed(number))
+            texts = model.text.preprocess(SHORT + LONG)
+            labels = torch.full((len(own),), -1)
+            result = step(Batch(number, 0, images[own], texts[own], own, labels, own, 8), number)
+            losses.append(float(result.terms["total"]))
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}, seen
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_steps_are_those_with_all_columns(ranks, quantizer, causal):
+    """Also where one rank has short captions and the other long ones: gradients, updates of codes, keys of captions."""
+    whole = ranks(1, after_steps, (8,), quantizer, causal, True)[0]
+    for sizes, columns in (((8,), [24]), ((4, 4), [8, 24])):
+        results = ranks(len(sizes), after_steps, sizes, quantizer, causal)
+        for (losses, state, seen), expected in zip(results, columns, strict=True):
+            assert seen == [expected] * 3
+            assert losses == pytest.approx(whole[0], rel=1e-11)
+            assert largest_difference(state, whole[1]) < 1e-8  # Adam divides gradients near 0 by their size
+
+
+def test_micro_batches_leave_out_what_all_of_them_can(ranks):
+    whole = ranks(1, after_steps, (8,), BUSY_VQ, True, True)[0]
+    parts = functools.partial(after_steps, micro_batches=2)
+    losses, state, seen = ranks(1, parts, (8,), BUSY_VQ, True)[0]
+    assert set(seen) == {24}  # one length, though the first half is short: tokens are drawn by sample
+    assert losses == pytest.approx(whole[0], rel=1e-11)
+    assert largest_difference(state, whole[1]) < 1e-8
+
+
+def test_columns_needed():
+    text = built().text
+    for captions, expected in ((["x"], 8), (["a b c d e f"], 8), (["a b c d e f g"], 16), (LONG, 24), ([], 8)):
+        assert text.needed_tokens(text.preprocess(captions)) == expected
+    text = built(length=12).text  # no multiple of 8
+    assert text.needed_tokens(text.preprocess(LONG)) == 12
+    assert text.needed_tokens(torch.zeros(2, 12, dtype=torch.int64)) == 8
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masked_equals_cropped(causal):
+    model = built(PRODUCT, causal)
+    tokens = model.text.preprocess(SHORT)
+    results = []
+    for columns in (24, 8):
+        model.zero_grad()
+        out = model.text(tokens[:, :columns])
+        (out.embedding * torch.arange(16)).sum().backward()
+        results.append((out, [p.grad.clone() for p in model.text.parameters()]))
+    (full, full_gradients), (cropped, cropped_gradients) = results
+    assert cropped.ids.shape == (4, 8, 2)
+    assert torch.equal(cropped.ids, full.ids[:, :8])
+    assert (full.ids[:, 8:] == -1).all()
+    torch.testing.assert_close(cropped.embedding, full.embedding, rtol=0, atol=1e-12)
+    torch.testing.assert_close(cropped_gradients, full_gradients, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(dict(cropped.stats), dict(full.stats))
+
+
+@pytest.mark.parametrize("columns", [8, 16, 24])
+def test_stored_ids_give_the_training_embedding_of_the_same_columns_bit_for_bit(columns):
+    text = built(PRODUCT, dtype=torch.float32).text
+    tokens = text.preprocess(SHORT)[:, :columns]
+    out = text(tokens)
+    assert torch.equal(text.encode(tokens), out.ids)
+    assert torch.equal(text.embed(out.ids), out.embedding)
+
+
+def test_keys_of_captions_are_of_all_columns():
+    """So that they are equal on ranks that leave out different ones."""
+    tokens = built().text.preprocess(SHORT)
+    keys = pair_keys("caption", torch.arange(4), tokens)
+    assert not torch.equal(keys, pair_keys("caption", torch.arange(4), tokens[:, :8]))
+
+
+def without_mask(build):
+    def both(config):
+        tower = build(config)
+        tower.transformer.register_buffer("attn_mask", None)
+        tower.transformer.use_pad_mask = False
+        return tower
+
+    return both
+
+
+def test_a_tower_that_sees_padding_keeps_it(monkeypatch):
+    monkeypatch.setattr(TransformerTowerConfig, "build", without_mask(TransformerTowerConfig.build))
+    text = built().text
+    tokens = text.preprocess(SHORT)
+    assert text.tower.sees_padding
+    assert text.needed_tokens(tokens) == LENGTH
+    assert text(tokens).ids.shape == (4, LENGTH, 1)
+    for use, inputs in ((text, tokens[:, :8]), (text.embed, text.encode(tokens)[:, :8])):
+        with pytest.raises(Exception, match=rf"got shape .*expected \(B, {LENGTH}"):
+            use(inputs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_steps_of_any_length_compile_to_few_graphs(monkeypatch, micro_batches):
+    """One for any length and one for all positions, twice with micro-batches: with gradients and without."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = built(dtype=torch.float32)
+    optim = OptimConfig(lr=1e-3, warmup_steps=0)
+    compute = ComputeConfig(compile=True, micro_batches=micro_batches)
+    step = TrainStep(model, ContrastiveConfig().build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    own, graphs = torch.arange(4), []
+    for number, captions in enumerate(([SHORT[1]] * 4, LONG[:1] * 4, LONG, SHORT, LONG[:1] * 4)):
+        texts = model.text.preprocess(captions)
+        step(Batch(number, 0, torch.zeros(4, 3, 16, 16, dtype=torch.uint8), texts, own, own, own, 4), number)
+        graphs.append(counters["stats"]["unique_graphs"] // micro_batches)
+    assert graphs == [1, 1, 2, 2, 2]

@@ -1,0 +1,858 @@
+"""The training command as a user meets it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vqclip
+from tests.data.making import caption_shards, write_tar
+from tests.models import FSQ, IDENTITY, LFQ
+from tests.ranks import RankError
+from tests.training import largest_difference, metrics, run, run_tree, weights
+from vqclip import dist
+from vqclip.cli.tokenize import main as tokenize_command
+from vqclip.cli.train import command_line, main
+from vqclip.config import load_config
+from vqclip.data import TrainData, loader, prepare
+from vqclip.data.samples import SampleMaker
+from vqclip.errors import ConfigError, DataError, NonFiniteError
+from vqclip.evaluation import RetrievalConfig, evaluate, try_all
+from vqclip.losses.tiled import tiled_softmax
+from vqclip.model import CLIP
+from vqclip.process.lock import RunLock
+from vqclip.runlog import read_metrics
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.resume import Resumed, Snapshots
+from vqclip.train.step import TrainStep
+from vqclip.train.summary import render
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def write_config(path, tree):
+    path.write_text(json.dumps(tree))  # JSON is YAML
+    return path
+
+
+def retrieval(shards):
+    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+
+
+def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
+    tree = run_tree(
+        tmp_path / "runs", shards, train__steps=6, train__precision="fp32", train__evaluate_every=3,
+        evaluation=retrieval(shards),
+    )  # fmt: skip
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 0
+    printed = capsys.readouterr()
+    folder = tmp_path / "runs" / "tiny"
+    for text in (
+        "72 samples shown in 2.40 epochs: 30 of 30",
+        "codes only",
+        "chance",
+        "bits",
+        str(folder / "tokenizer"),
+    ):
+        assert text in printed.out
+    assert "30 of 30 at least once" in (folder / "train.log").read_text()
+    assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "summary.json"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert load_config(TrainConfig, folder / "config.yaml").train.steps == 6
+    lines = metrics(tmp_path / "runs")
+    assert [line["step"] for line in lines if "loss/total" in line] == [1, 2, 3, 4, 5, 6]
+    assert {"loss/contrastive", "grad_norm", "lr", "temperature/scale", "image/usage", "text/perplexity"} <= set(
+        lines[0]
+    )
+    assert any("eval/pairs/codes_only/i2t_r1" in line for line in lines)
+
+    summary = json.loads((folder / "summary.json").read_text())
+    figures = summary["results"][0]["figures"]
+    assert figures["quantized"] == figures["codes_only"]
+    trained = CLIP.from_pretrained(folder / "checkpoints" / "step-00000006" / "model")
+    exported = vqclip.load_tokenizer(folder / "tokenizer", modality="text")
+    assert torch.equal(exported.encode(["caption 3"]), trained.text.encode(["caption 3"]))
+    assert "load_tokenizer" in (folder / "tokenizer" / "README.md").read_text()
+
+
+def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards):
+    tree = run_tree(tmp_path, shards)
+    tree["optim"]["learning_rate"] = 1e-3
+    tree["train"]["steps"] = "many"
+    tree["model"]["image"]["quantizer"] = {"kind": "fsqq"}
+    config = write_config(tmp_path / "run.yaml", tree)
+    done = subprocess.run(
+        [sys.executable, "-m", "vqclip.train", "--config", str(config)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if str(config) in line]
+    assert len(lines) == 3
+    for expected in ("optim.learning_rate", "train.steps", "model.image.quantizer.kind"):
+        assert sum(expected in line for line in lines) == 1
+    assert 'did you mean "fsq"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_configuration_can_be_printed_and_described(tmp_path, shards, capsys):
+    config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards))
+    assert main(["--print-config", "--config", str(config), "optim.lr=1e-4", "train.steps=7"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    printed = load_config(TrainConfig, tmp_path / "printed.yaml")
+    assert (printed.optim.lr, printed.train.steps) == (1e-4, 7)
+    assert main(["--json-schema"]) == 0
+    assert "optim" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_no_option_can_be_taken_for_one_of_torchruns():
+    """torchrun expands prefixes: `--log...` would become its `--log-dir`."""
+    from torch.distributed.run import get_args_parser
+
+    theirs, ours = (
+        {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+        for parser in (get_args_parser(), command_line())
+    )
+    assert {"--config", "--print-config"} <= ours
+    for option in ours:
+        assert [their for their in theirs if their.startswith(option) or option.startswith(their + "-")] == []
+
+
+def test_loss_and_temperature_must_fit(tmp_path, shards):
+    with pytest.raises(ValueError, match="needs model.temperature.bias"):
+        TrainConfig.model_validate(run_tree(tmp_path, shards, loss={"kind": "sigmoid"}))
+    with pytest.raises(ValueError, match="does not use model.temperature.bias"):
+        TrainConfig.model_validate(run_tree(tmp_path, shards, model__temperature={"bias": -10.0}))
+
+
+def empty_folder(folder):
+    folder.mkdir()
+    return r"no \*.tar in this folder"
+
+
+def missing_folder(folder):
+    return f"{folder}.*no such"
+
+
+def truncated_tar(folder):
+    tar = caption_shards(folder, counts=(9,)) / "00000.tar"
+    tar.write_bytes(tar.read_bytes()[:5000])
+    return r"00000\.tar"
+
+
+@pytest.mark.parametrize("make", [empty_folder, missing_folder, truncated_tar])
+def test_data_that_cannot_be_used_is_named(tmp_path, make, capsys):
+    message = make(tmp_path / "data")
+    config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, tmp_path / "data"))
+    assert main(["--config", str(config)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+NO_PICTURE = {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}
+
+
+@pytest.mark.parametrize("members", [NO_PICTURE, {"000000099.jpg": b""}], ids=["no picture", "empty, no caption"])
+def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", members)
+    with caplog.at_level("WARNING"):
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))  # two epochs
+    found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
+    assert len(found) == 2
+    assert all(int(substitute) != 29 for _, substitute in found)
+    counts = [line["data/replaced"] for line in metrics(tmp_path)]
+    assert counts == [sum(int(step) < done for step, _ in found) for done in (1, 2, 3, 4, 5)]
+    assert summary.replaced == 2
+    assert "2 times a bad one was replaced" in render(summary)
+    again = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
+    assert again.replaced == 2  # it is the whole run's, not that of this process
+    written = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
+    assert [(bad["step"] - 1, bad["substitute_id"]) for bad in written] == [(int(t), int(other)) for t, other in found]
+    assert all(re.search(r"00001\.tar: sample 000000099: ", bad["reason"]) for bad in written)
+    assert {bad["sample_id"] for bad in written} == {29}
+    (kind,) = {bad["kind"] for bad in written}
+    assert metrics(tmp_path)[-1][f"data/replaced/{kind.replace(' ', '_')}"] == 2
+
+
+def replaced_on_this_rank(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    return train(TrainConfig.model_validate(tree)).replaced
+
+
+def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", NO_PICTURE)
+    tree = run_tree(tmp_path, folder, train__steps=5) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, replaced_on_this_rank, tree, init=False) == [2, 2]
+    assert metrics(tmp_path)[-1]["data/replaced"] == 2
+    assert [bad["sample_id"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == [29, 29]
+
+
+def captions_on_this_rank(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    return train(TrainConfig.model_validate(tree)).captions
+
+
+def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, monkeypatch, caplog, capsys):
+    """Of "caption 0" to "caption 29" those of two digits have five tokens."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    changes = {"train__steps": 10, "train__report_every": 4, "model__text__tower__context_length": 4}
+    changes |= {"evaluation": retrieval(shards)}
+    with caplog.at_level("WARNING"):
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path / "one", shards, **changes)))
+    found = "66.7 % of captions (80 of 120) are longer than model.text.tower.context_length 4 and were cut; "
+    assert summary.captions == {
+        "shown": 120, "cut": 80, "context_length": 4, "holds_95": 5, "holds_99": 5,
+        "told": found + "5 would hold 100 % of them",
+    }  # fmt: skip
+    assert len([line for line in caplog.messages if "context_length 4 and were cut" in line]) == 1
+    assert f"  captions    {found}" in render(summary)
+    assert "pairs: 66.7 % of captions (20 of 30) are longer than the text tower's context_length 4" in render(summary)
+    assert json.loads((tmp_path / "one" / "tiny" / "summary.json").read_text())["captions"]["cut"] == 80
+
+    two = run_tree(tmp_path / "two", shards, **changes) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, captions_on_this_rank, two, init=False) == [summary.captions] * 2
+    parts = run_tree(tmp_path / "parts", shards, **(changes | {"train__steps": 7}))
+    train(TrainConfig.model_validate(parts))
+    parts["train"]["steps"], parts["run"]["resume_allow"] = 10, ["train.steps"]
+    assert train(TrainConfig.model_validate(parts)).captions == summary.captions
+
+    tokenizer = tmp_path / "one" / "tiny" / "tokenizer"
+    with pytest.warns(UserWarning, match="captions longer than 4 tokens, the text tower's context_length, are cut"):
+        vqclip.load_tokenizer(tokenizer, modality="text").encode(["caption 3", "caption 13"])
+    options = ["--tokenizer", str(tokenizer), "--data", str(shards), "--out", str(tmp_path / "tokens")]
+    options += ["--device", "cpu", "--precision", "fp32"]
+    assert tokenize_command(options) == 0
+    said = capsys.readouterr().out
+    assert said.count("66.7 % of captions (20 of 30) are longer than the text tower's context_length 4") == 1
+
+
+def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
+    folder = caption_shards(tmp_path / "data", counts=(29,))
+    write_tar(folder / "00001.tar", NO_PICTURE)
+    tree = run_tree(tmp_path, folder, train__steps=5)
+    tree["data"]["max_bad_fraction"] = 0.0
+    with pytest.raises(DataError, match="1 bad samples among"):
+        train(TrainConfig.model_validate(tree))
+    assert [bad["kind"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == ["damaged image"]
+
+
+def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
+    resumed = Resumed(0, {"replaced": {"no caption": 11}}, None)  # none is added, and 10 in a thousand may be bad
+    monkeypatch.setattr(Snapshots, "resume", lambda self: resumed)
+    with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
+
+
+def too_many_bad_ones(tree):
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    with mock.patch.object(loader, "_FEW", 60), pytest.raises(DataError) as error:
+        train(TrainConfig.model_validate(tree))
+    return str(error.value)
+
+
+def too_many_bad_ones_on_this_rank(tree):
+    """Rank 1 alone meets bad samples, and reports are far away: what it raised, and how many steps it began."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    make, steps = SampleMaker._make, []
+
+    def bad_here(self, source, index, epoch):
+        if dist.rank() == 1 and index % 5 == 0:
+            raise DataError(f"sample {index} is bad here", "damaged image")
+        return make(self, source, index, epoch)
+
+    call = TrainStep.__call__
+    with (
+        mock.patch.object(loader, "_FEW", 10),
+        mock.patch.object(SampleMaker, "_make", bad_here),
+        mock.patch.object(TrainStep, "__call__", lambda *args: (steps.append(args[2]), call(*args))[1]),
+        pytest.raises(DataError) as error,
+    ):
+        train(TrainConfig.model_validate(tree))
+    return str(error.value), len(steps)
+
+
+def test_too_many_bad_samples_on_one_rank_stop_all_alike_and_are_written_down(tmp_path, shards, ranks):
+    changes = {"train__report_every": 1000, "data__max_bad_fraction": 0.1}
+    tree = run_tree(tmp_path, shards, **changes) | {"cache": str(tmp_path / "cache")}
+    one, other = ranks(2, too_many_bad_ones_on_this_rank, tree, init=False)
+    assert one == other
+    message, steps = one
+    assert re.match(r"\d+ bad samples among \d+ on rank 1: more than data.max_bad_fraction=0.1 allows", message)
+    assert "is bad here" in message
+    lines = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
+    assert len(lines) == int(message.split()[0])
+    assert {line["step"] for line in lines} <= set(range(1, steps + 1))
+    assert lines[-1]["reason"] in message
+    assert not (tmp_path / "tiny" / "checkpoints").exists()
+
+
+def test_bad_samples_are_judged_over_all_ranks(tmp_path, ranks):
+    """About 4 of 30 on each rank, of which 6 would be allowed."""
+    folder = caption_shards(tmp_path / "data", counts=(28,))
+    write_tar(folder / "00001.tar", {f"00000010{n}.{kind}": b"x" for n in range(4) for kind in ("jpg", "txt")})
+    tree = run_tree(tmp_path, folder, train__steps=5, data__max_bad_fraction=0.1) | {"cache": str(tmp_path / "cache")}
+    for error in ranks(2, too_many_bad_ones, tree, init=False):
+        assert re.match(r"\d+ bad samples among (48|60): more than data.max_bad_fraction=0.1 allows", error)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, shards, monkeypatch):
+    step = TrainStep.__call__
+
+    def poisoned(self, batch, number):
+        if number == 3:
+            weight = self.model.text.project_out[0].weight
+            weight.register_hook(lambda gradient: gradient * float("nan"))
+        return step(self, batch, number)
+
+    monkeypatch.setattr(TrainStep, "__call__", poisoned)
+    tree = run_tree(tmp_path, shards, train__checkpoint_every=3)
+    with pytest.raises(NonFiniteError, match="step 3: gradient norm = nan; the step was not applied"):
+        train(TrainConfig.model_validate(tree))
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 3).values())
+
+
+def nan_on_one_rank(tree):
+    """Rank 1's text features become NaN in step 3; returns what each rank raised and whether its weights moved."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    step = TrainStep.__call__
+    before: dict[str, torch.Tensor] = {}
+    held: list[TrainStep] = []
+
+    def poisoned(self, batch, number):
+        if number == 3:
+            held.append(self)
+            before.update({name: value.clone() for name, value in self.model.state_dict().items()})
+            if dist.rank() == 1:
+                self.model.text.tower.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        return step(self, batch, number)
+
+    TrainStep.__call__ = poisoned
+    try:
+        train(TrainConfig.model_validate(tree))
+    except NonFiniteError as error:
+        after = held[0].model.state_dict()
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    finally:
+        TrainStep.__call__ = step
+
+
+def test_nan_on_one_rank_stops_all_ranks_with_untouched_weights(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards) | {"cache": str(tmp_path / "cache")}
+    for error, untouched in ranks(2, nan_on_one_rank, tree, init=False):
+        assert "step 3" in error
+        assert untouched
+
+
+def work_alone_on_rank_0(tree):
+    """Rank 0 evaluates and runs training-mode forwards between two steps while rank 1 goes on."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    step = TrainStep.__call__
+
+    def with_side_work(self, batch, number):
+        if dist.rank() == 0 and number in (0, 1, 3):
+            tasks = TrainConfig.model_validate(tree).evaluation
+            results = evaluate(self.model, tasks, distributed=False)
+            assert results[0].samples == 30
+            self.model.train()
+            out = self.model(batch.images, batch.texts)  # in training mode, with gradients, alone
+            out.image.embedding.sum().backward()
+            with torch.no_grad():
+                self.model(batch.images, batch.texts)
+        return step(self, batch, number)
+
+    TrainStep.__call__ = with_side_work
+    try:
+        return train(TrainConfig.model_validate(tree)) is not None
+    finally:
+        TrainStep.__call__ = step
+
+
+def test_rank_0_works_alone_in_a_job_of_two(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=6, evaluation=retrieval(shards)) | {"cache": str(tmp_path / "cache")}
+    assert ranks(2, work_alone_on_rank_0, tree, init=False, timeout=90.0) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train__precision": "bf16"}, {"train__precision": "fp32", "train__activation_checkpointing": True}]
+)
+def test_other_ways_to_compute_a_step(tmp_path, shards, changes):
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, IDENTITY, train__steps=4, **changes)))
+    assert all(torch.isfinite(torch.tensor(line["loss/total"])) for line in metrics(tmp_path))
+
+
+def test_bf16_is_for_the_towers_alone(tmp_path, shards, monkeypatch):
+    seen = {}
+
+    def watch(name, module):
+        module.register_forward_hook(lambda module, inputs, output: seen.update({name: output.dtype}))
+
+    def watched(self, batch, number):
+        for modality in ("image", "text"):
+            tower = getattr(self.model, modality).tower
+            watch(f"{modality} tower", [module for module in tower.modules() if isinstance(module, nn.Linear)][-1])
+            quantize = getattr(self.model, modality).quantizer
+            quantize.register_forward_hook(
+                lambda m, i, out, at=modality: seen.update({f"{at} codes": out.vectors.dtype})
+            )
+        self.loss.register_forward_pre_hook(
+            lambda module, inputs: seen.update({"features": {feature.dtype for feature in inputs[:2]}})
+        )
+        return step(self, batch, number)
+
+    def loss_of(image, text, *others):
+        seen["logits"] = (image[:0] @ text[:0].T).dtype
+        return tiled_softmax(image, text, *others)
+
+    step = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", watched)
+    monkeypatch.setattr("vqclip.losses.contrastive.tiled_softmax", loss_of)
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4, train__precision="bf16")))
+    half, full = torch.bfloat16, torch.float32
+    assert seen == {
+        "image tower": half, "text tower": half, "image codes": full, "text codes": full,
+        "features": {full}, "logits": full,
+    }  # fmt: skip
+    assert {tensor.dtype for tensor in weights(tmp_path, 4).values() if tensor.is_floating_point()} == {full}
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path, shards):
+    for name, value in (("without", False), ("with", True)):
+        tree = run_tree(tmp_path / name, shards, train__steps=4, train__activation_checkpointing=value)
+        train(TrainConfig.model_validate(tree))
+    one, other = weights(tmp_path / "without", 4), weights(tmp_path / "with", 4)
+    assert all(torch.allclose(one[name], other[name], rtol=1e-9, atol=1e-12) for name in one)
+
+
+def overflowing(steps):
+    """TrainStep.__call__ with a gradient that overflows in these steps."""
+    step = TrainStep.__call__
+
+    def call(self, batch, number):
+        hook = None
+        if number in steps:
+            hook = self.model.text.project_out[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        try:
+            return step(self, batch, number)
+        finally:
+            if hook is not None:
+                hook.remove()
+                assert all(torch.equal(before[name], value) for name, value in self.model.state_dict().items())
+
+    return call
+
+
+def test_fp16_skips_and_counts_a_step_that_overflows(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing({13}))
+    tree = run_tree(tmp_path, shards, train__steps=16, train__precision="fp16")
+    train(TrainConfig.model_validate(tree))
+    lines = metrics(tmp_path)
+    later = lines[12:]  # until then the scale comes down to what this model bears
+    assert [line["fp16/skipped_steps"] - later[0]["fp16/skipped_steps"] for line in later] == [0, 1, 1, 1]
+    scale = later[0]["fp16/scale"]
+    assert [line["fp16/scale"] for line in later] == [scale, scale / 2, scale / 2, scale / 2]
+    assert later[-1]["loss/total"] < lines[0]["loss/total"]
+
+
+def test_skipped_steps_are_counted_over_a_resume(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing({1}))
+    tree = run_tree(tmp_path, shards, train__steps=4, train__precision="fp16", train__checkpoint_every=2)
+    train(TrainConfig.model_validate(tree))
+    skipped = [line["fp16/skipped_steps"] for line in metrics(tmp_path)]
+    assert skipped[1] == skipped[0] + 1
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "step-00000004")
+    train(TrainConfig.model_validate(tree))
+    assert [line["fp16/skipped_steps"] for line in metrics(tmp_path)] == skipped
+
+
+def test_fp16_stops_when_no_scale_helps(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(TrainStep, "__call__", overflowing(range(2, 99)))
+    tree = run_tree(tmp_path, shards, train__steps=60, train__precision="fp16")
+    with pytest.raises(
+        NonFiniteError, match="the gradient is not finite even with the loss scaled by 1, after 17 skipped"
+    ):
+        train(TrainConfig.model_validate(tree))
+
+
+class CountReads(TorchDispatchMode):
+    """Counts the numbers read from tensors one by one: on a GPU each waits for all work."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
+    step, reads = TrainStep.__call__, []
+
+    def counted(self, batch, number):
+        with CountReads() as counter:
+            result = step(self, batch, number)
+        reads.append(counter.reads)
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", counted)
+    train(TrainConfig.model_validate(run_tree(tmp_path, shards, LFQ, train__steps=4, train__precision="fp32")))
+    assert reads == [1] * 4  # the length of the longest caption, of tokens that are still on the CPU
+
+
+def compiled(tree, cache, backend):
+    compile_ = torch.compile
+    torch.compile = functools.partial(compile_, backend=backend)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    try:
+        run(tree, cache)
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    finally:
+        torch.compile = compile_
+
+
+@pytest.mark.parametrize(("quantizer", "world_size"), [(FSQ, 1), (LFQ, 2)], ids=["fsq-1", "lfq-2"])
+def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size):
+    """With a backend that traces all there is but generates no code, which is what takes its time."""
+    compare_compiled(tmp_path, shards, ranks, quantizer, world_size, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_by_inductor_equals_eager(tmp_path, shards, ranks, world_size):
+    compare_compiled(tmp_path, shards, ranks, FSQ, world_size, "inductor")
+
+
+def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend):
+    trees = [
+        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=name == "compiled")
+        for name in ("eager", "compiled")
+    ]
+    cache = str(tmp_path / "cache")
+    ranks(world_size, run, trees[0], cache, init=False)
+    for graphs, breaks in ranks(world_size, compiled, trees[1], cache, backend, init=False, timeout=800.0):
+        assert (graphs, breaks) == (1, 0)
+    losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-6
+
+
+def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, monkeypatch, capsys):
+    """The others give it time to: torchrun ends all as soon as one has ended."""
+    slept = []
+    monkeypatch.setattr("vqclip.cli.train.time.sleep", slept.append)
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(["--config", str(tmp_path / "missing.yaml")]) == 2
+        assert ("missing.yaml" in capsys.readouterr().err) == (rank == 0)
+        assert slept == [5.0] * rank
+
+
+def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
+    def fail(config):
+        raise ConfigError("run.device: got 'cuda', but torch sees no GPU")
+
+    monkeypatch.setattr("vqclip.cli.train.run", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 2
+    assert "rank 1: run.device: got 'cuda'" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path, shards, capsys, monkeypatch):
+    monkeypatch.setattr("vqclip.data.DataConfig.build", None)  # nothing else is tried
+    (tmp_path / "file").touch()
+    tree = run_tree(tmp_path / "file", shards)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 1
+    error = capsys.readouterr().err
+    assert f"run.folder: cannot make the run's folder {tmp_path}/file/tiny: Not a directory" in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.MetricsLog.write"])
+def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypatch, failing):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "some file")
+
+    monkeypatch.setattr(failing, full)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left on device" in line]
+    assert line == "vqclip.train: some file: No space left on device"
+
+
+def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, monkeypatch):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    before = (tmp_path / "tiny" / "config.yaml").read_text()
+
+    def half(self, text, **options):
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            train(TrainConfig.model_validate(tree | {"evaluation": retrieval(shards)}))
+    assert (tmp_path / "tiny" / "config.yaml").read_text() == before
+
+
+def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
+    folder = tmp_path / "tiny"
+    train(TrainConfig.model_validate(tree))
+    (evaluated,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
+    assert evaluated["step"] == 4
+    before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "summary.json", "tokenizer/README.md")}
+    assert json.loads(before["summary.json"])["speed"]["images_per_second"] > 0
+    train(TrainConfig.model_validate(tree))
+    assert before == {name: (folder / name).read_bytes() for name in before}
+    assert [path.name for path in folder.glob(".*")] == [".run.lock"]
+
+
+def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
+    """A step takes 1 s and waits 0.25 s for its data; saving and evaluation take 100 s each, between two reports."""
+    now = 0.0
+
+    def taking(seconds, function):
+        def call(*args, **options):
+            nonlocal now
+            now += seconds
+            return function(*args, **options)
+
+        return call
+
+    def slowly(batches):
+        for batch in batches:
+            taking(0.25, lambda: None)()
+            yield batch
+
+    batches = TrainData.batches
+    monkeypatch.setattr("vqclip.runlog.clock.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(TrainData, "batches", lambda self, *args, **options: slowly(batches(self, *args, **options)))
+    monkeypatch.setattr(TrainStep, "__call__", taking(0.75, TrainStep.__call__))
+    monkeypatch.setattr(Snapshots, "save", taking(100.0, Snapshots.save))
+    monkeypatch.setattr("vqclip.train.loop.try_all", taking(100.0, try_all))
+    changes = {"train__steps": 12, "train__report_every": 4, "train__checkpoint_every": 6, "train__evaluate_every": 3}
+    summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
+    assert [line["images_per_second"] for line in metrics(tmp_path)] == [12.0] * 3
+    assert summary.speed == {"images_per_second": 12.0, "data_wait": 0.25}
+
+
+def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
+    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
+    folder = tmp_path / "tiny"
+
+    def fail(*args, **options):
+        raise DataError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+        with pytest.raises(DataError):
+            train(TrainConfig.model_validate(tree))
+    vqclip.load_tokenizer(folder / "tokenizer", modality="image")
+    train(TrainConfig.model_validate(tree))
+    card = (folder / "tokenizer" / "README.md").read_text()
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+    with pytest.raises(DataError):
+        train(TrainConfig.model_validate(tree))
+    assert (folder / "tokenizer" / "README.md").read_text() == card
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_data_worker_killed_during_a_step_is_explained(tmp_path, shards, monkeypatch):
+    def kill(self, batch, number):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        time.sleep(30)
+
+    monkeypatch.setattr(TrainStep, "__call__", kill)
+    with pytest.raises(DataError, match=r"a data worker died.*killed for memory\? Fewer data.workers"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, data__workers=2)))
+
+
+def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
+    changes = {"train__steps": 6, "train__evaluate_every": 2, "train__checkpoint_every": 2}
+
+    def fail(*args, **options):
+        raise DataError("broken")
+
+    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+    with pytest.raises(DataError, match="broken"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)))
+    assert weights(tmp_path, 2)
+
+
+@pytest.mark.parametrize("evaluate_every", [None, 2])
+def test_an_evaluation_that_fails_takes_nothing_from_the_others(tmp_path, shards, capsys, monkeypatch, evaluate_every):
+    run = RetrievalConfig.run
+
+    def fail(self, model, encoder, name):
+        if self.name == "broken":
+            raise DataError("this shard is torn")
+        return run(self, model, encoder, name)
+
+    monkeypatch.setattr(RetrievalConfig, "run", fail)
+    tasks = [{**retrieval(shards)[0], "name": name} for name in ("broken", "pairs")]
+    tree = run_tree(tmp_path, shards, train__steps=4, train__evaluate_every=evaluate_every, evaluation=tasks)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 1
+    printed = capsys.readouterr()
+    assert "evaluation 'broken': this shard is torn" in printed.err
+    assert "pairs (30 images" in printed.out
+    (line,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
+    assert line["step"] == (evaluate_every or 4)
+    if evaluate_every is None:
+        summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+        assert [result["name"] for result in summary["results"]] == ["pairs"]
+
+
+def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    with RunLock(tmp_path / "tiny") as lock:
+        lock.take()
+        with pytest.raises(RankError, match=f"in use by another job .process {os.getpid()} on"):
+            ranks(1, run, tree, str(tmp_path / "cache"), init=False)
+    assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == [".run.lock", "run.lock"]
+    assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
+
+
+@pytest.fixture
+def interruptible():
+    """A shell's background job ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_pressed_twice_is_one_line(tmp_path, shards, capsys, monkeypatch, interruptible):
+    def interrupt(*args, **options):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    monkeypatch.setattr("vqclip.train.main.prepare", interrupt)
+    assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
+    assert [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line] == [
+        "vqclip.train: interrupted; what is not in a checkpoint is not kept"
+    ]
+    assert not (tmp_path / "tiny" / "stopped.json").exists()
+
+
+def signals(number):
+    def signal_myself(*args, **options):
+        os.kill(os.getpid(), number)
+
+    return signal_myself
+
+
+def while_indexing(monkeypatch, number):
+    """In the first of two shards; the second is not read any more."""
+    index, read = prepare.load_index, []
+
+    def signalled(path):
+        read.append(path)
+        assert len(read) == 1
+        signals(number)()
+        return index(path)
+
+    monkeypatch.setattr(prepare, "load_index", signalled)
+
+
+def while_building(monkeypatch, number):
+    monkeypatch.setattr("vqclip.train.main.towers_draw", signals(number))
+
+
+@pytest.mark.parametrize("when", [while_indexing, while_building])
+def test_a_signal_during_the_start_leaves_a_marker(tmp_path, shards, monkeypatch, when, capsys):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    config = write_config(tmp_path / "run.yaml", tree)
+    marker = tmp_path / "tiny" / "stopped.json"
+    with monkeypatch.context() as patch:
+        when(patch, signal.SIGUSR1)
+        assert main(["--config", str(config)]) == 0
+    facts = json.loads(marker.read_text())
+    assert (facts["step"], facts["steps"], facts["signal"], facts["checkpoint"]) == (0, 4, "SIGUSR1", None)
+    assert "stopped after step 0 of 4" in capsys.readouterr().out
+    assert main(["--config", str(config)]) == 0
+    assert not marker.exists()
+    assert weights(tmp_path, 4)
+
+
+def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypatch):
+    """What was cut short is made up for, so that the records are those of a run that nothing stopped."""
+    changes = {"train__steps": 6, "train__evaluate_every": 2, "evaluation": retrieval(shards)}
+    trees = [run_tree(tmp_path / name, shards, **changes) for name in ("whole", "stopped")]
+    train(TrainConfig.model_validate(trees[0]))
+    run = RetrievalConfig.run
+    calls = []
+
+    def run_signalled(self, *args):
+        calls.append(args)
+        if len(calls) in (2, 4):  # after step 4, and at the end
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run(self, *args)
+
+    monkeypatch.setattr(RetrievalConfig, "run", run_signalled)
+    config = TrainConfig.model_validate(trees[1])
+    marker = tmp_path / "stopped" / "tiny" / "stopped.json"
+    for step in (4, 6):
+        assert train(config) is None
+        facts = json.loads(marker.read_text())
+        assert (facts["step"], facts["checkpoint"]) == (step, f"checkpoints/step-{step:08d}")
+        assert not (marker.parent / "summary.json").exists()
+    assert train(config) is not None
+    assert not marker.exists()
+    speeds = ("images_per_second", "data_wait")
+    one, other = (
+        [{name: value for name, value in line.items() if name not in speeds} for line in metrics(tmp_path / name)]
+        for name in ("whole", "stopped")
+    )
+    assert one == other
+
+
+def train_on_own_data(trees, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    try:
+        train(TrainConfig.model_validate(trees[int(os.environ["RANK"])]))
+    except DataError as error:
+        return str(error)
+
+
+def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
+    other = caption_shards(tmp_path / "other", counts=(17, 12))
+    trees = [run_tree(tmp_path, shards), run_tree(tmp_path, other)]
+    told = ranks(2, train_on_own_data, trees, str(tmp_path / "cache"), init=False)
+    assert all("rank 1 found other samples than rank 0" in each for each in told)
+
+
+def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
+    with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):
+        train(TrainConfig.model_validate(run_tree(tmp_path, shards)))

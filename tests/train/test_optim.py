@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import math
+
+import open_clip
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vqclip import checkpoint
+from vqclip.config import load_config
+from vqclip.errors import ConfigError
+from vqclip.train.optim import OptimConfig, Schedule, clip_gradients, parameter_groups, set_lr
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 8, 2), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 4))
+        self.text = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 4))
+        self.query = nn.Parameter(torch.ones(1, 1, 4))
+        self.positional_embedding = nn.Parameter(torch.ones(3, 4))
+        self.text_projection = nn.Parameter(torch.ones(4, 4))
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.logit_bias = nn.Parameter(torch.tensor(-1.0))
+
+
+def names(groups: list[dict], weight_decay: float) -> set[str]:
+    return {name for group in groups if group["weight_decay"] == weight_decay for name, _ in group["params"]}
+
+
+def test_groups():
+    model = Model()
+    model.image[3].bias.requires_grad_(False)
+    groups = parameter_groups(model, 0.1)
+    assert names(groups, 0.1) == {"image.0.weight", "image.3.weight", "text.1.weight", "text_projection"}
+    every = [name for group in groups for name, _ in group["params"]]
+    assert sorted(every) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert len(groups) == 2
+
+
+def vit() -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", depth=1, global_pool="map", reg_tokens=2)
+
+
+def clip() -> nn.Module:
+    tower = {"layers": 1, "width": 64}
+    return open_clip.CLIP(32, open_clip.CLIPVisionCfg(**tower), open_clip.CLIPTextCfg(**tower))
+
+
+@pytest.mark.parametrize("make", [vit, clip])
+def test_groups_of_real_towers_cover_every_parameter_once(make):
+    model = make()
+    groups = parameter_groups(model, 0.1)
+    grouped = [parameter for group in groups for _, parameter in group["params"]]
+    assert sorted(map(id, grouped)) == sorted(map(id, model.parameters()))
+    decayed = names(groups, 0.1)
+    assert decayed
+    assert not any(word in name for name in decayed for word in ("embedding", "pos_embed", "token", "latent", "norm"))
+    assert all(name in decayed for name, _ in model.named_parameters() if "mlp" in name and name.endswith("weight"))
+
+
+def test_shared_parameters_come_once_and_modules_can_exempt_theirs():
+    class Special(nn.Linear):
+        def no_weight_decay(self) -> set[str]:
+            return {"weight", "not_there"}
+
+    model = nn.ModuleList([special := Special(2, 2), nn.Linear(2, 2)])
+    model.append(special)
+    groups = parameter_groups(model, 0.1)
+    assert names(groups, 0.1) == {"1.weight"}
+    assert names(groups, 0.0) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_learning_rate_ratios():
+    optimizer = OptimConfig(lr=0.5, image_lr_ratio=0.1).build(Model())
+    assert {(g["lr_ratio"], g["weight_decay"], g["lr"]) for g in optimizer.param_groups} == {
+        (0.1, 0.1, 0.05),
+        (0.1, 0.0, 0.05),
+        (1.0, 0.1, 0.5),
+        (1.0, 0.0, 0.5),
+    }
+    set_lr(optimizer, 1.0)
+    for group in optimizer.param_groups:
+        assert group["lr"] == group["lr_ratio"]
+        assert all(name.startswith("image.") == (group["lr_ratio"] == 0.1) for name in group["param_names"])
+    with pytest.raises(
+        ConfigError, match=r"optim\.text_lr_ratio: got 2\.0, but no parameter's name begins with 'text\.'"
+    ):
+        OptimConfig(text_lr_ratio=2.0).build(nn.Linear(2, 2))
+
+
+def test_build():
+    optimizer = OptimConfig(betas=(0.8, 0.9), eps=1e-7).build(Model())
+    assert optimizer.defaults["fused"] is True
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-7)
+    for implementation in ("foreach", "for_loop"):
+        optimizer = OptimConfig(implementation=implementation).build(Model())
+        assert optimizer.defaults["fused"] is False
+        assert optimizer.defaults["foreach"] is (implementation == "foreach")
+    meta = Model().to("meta")
+    assert OptimConfig().build(meta).defaults["fused"] is False
+    with pytest.raises(ConfigError, match=r"optim\.implementation: got 'fused', which meta may not have"):
+        OptimConfig(implementation="fused").build(meta)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        OptimConfig().build(Model().requires_grad_(False))
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        load_config(OptimConfig, overrides=["lr=-1e-4", "betas=[0.9, 1.0]", "warmup=3", "implementation=fast"])
+    assert len(str(caught.value).splitlines()) == 4
+    assert load_config(OptimConfig, overrides=["lr=1e-4", "clip_grad_norm=null"]).lr == 1e-4
+
+
+def test_schedule():
+    schedule = OptimConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.1).schedule(14)
+    assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert schedule(4) == 2.0
+    assert schedule(9) == pytest.approx(1.1)
+    assert schedule(13) == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 0.9)))
+    assert schedule(14) == schedule(99) == pytest.approx(0.2)
+    tail = [schedule(step) for step in range(4, 15)]
+    assert tail == sorted(tail, reverse=True)
+    assert Schedule(1.0, 0, 10)(0) == 1.0
+    with pytest.raises(ConfigError, match=r"optim\.warmup_steps: got 5; expected fewer than the 5 steps of the run"):
+        OptimConfig(warmup_steps=5).schedule(5)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 1e9])
+def test_clip_gradients(limit):
+    model = Model()
+    gradients = []
+    for name, parameter in model.named_parameters():
+        if name != "query":
+            parameter.grad = torch.randn_like(parameter)
+            gradients.append(parameter.grad.clone())
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    norm = clip_gradients(model.parameters(), limit)
+    assert norm.ndim == 0
+    torch.testing.assert_close(norm, expected)
+    scale = min(1.0, limit / (expected + 1e-6)) if limit else 1.0
+    for before, parameter in zip(gradients, (p for p in model.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(parameter.grad, before * scale)
+
+
+def test_clipping_shows_what_is_not_finite():
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.bias.grad[0] = math.nan
+    assert clip_gradients(model.parameters(), 1.0).isnan()
+    assert clip_gradients([], 1.0) == 0
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_resume_in_the_middle_of_the_schedule_changes_no_bit(tmp_path, implementation, dtype):
+    config = OptimConfig(lr=0.01, warmup_steps=2, implementation=implementation)
+    schedule = config.schedule(8)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            set_lr(optimizer, schedule(step))
+            images = torch.randn(4, 3, 2, 2, dtype=dtype, generator=torch.Generator().manual_seed(step))
+            texts = torch.tensor([1, 2, 3, step])
+            logits = model.image(images) @ model.text(texts).T * model.logit_scale + model.logit_bias
+            optimizer.zero_grad()
+            (logits.square().mean() + model.query.sum()).backward()
+            clip_gradients(model.parameters(), 1.0)
+            optimizer.step()
+
+    model = Model().to(dtype)
+    optimizer = config.build(model)
+    train(model, optimizer, range(4))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = checkpoint.save(
+        tmp_path,
+        4,
+        write_model=lambda folder: None,
+        optimizer=checkpoint.pack_optimizer(optimizer),
+        state={},
+        keep_last=1,
+    )
+    train(model, optimizer, range(4, 8))
+
+    resumed = Model().to(dtype)
+    resumed.load_state_dict(weights)
+    again = config.build(resumed)
+    checkpoint.load(path).restore_optimizer(again)
+    train(resumed, again, range(4, 8))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    expected, got = checkpoint.pack_optimizer(optimizer), checkpoint.pack_optimizer(again)
+    assert expected.groups == got.groups
+    assert expected.tensors.keys() == got.tensors.keys()
+    assert all(torch.equal(tensor, got.tensors[key]) for key, tensor in expected.tensors.items())
+
+
+@pytest.mark.parametrize("key", ["lr", "image_lr_ratio", "text_lr_ratio", "weight_decay"])
+def test_rates_that_overflow_weights_are_refused(key):
+    with pytest.raises(ValueError, match="less than or equal to 1000"):
+        OptimConfig(**{key: 1e39})

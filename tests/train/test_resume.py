@@ -1,0 +1,535 @@
+"""Stop anywhere, start again: the same samples, the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL
+from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
+from vqclip.checkpoint import OptimizerState
+from vqclip.checkpoint.optimizer import read_optimizer
+from vqclip.cli.main import main
+from vqclip.config import load_config
+from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.evaluation import try_all
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.loop import Loop
+from vqclip.train.step import TrainStep, towers_draw
+from vqclip.train.summary import render
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def busy_tree(folder, shards, **changes):
+    """A run in fp32 with workers and much state that ends in the middle of an epoch and saves every five steps."""
+    every = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
+    return run_tree(folder, shards, BUSY_RESIDUAL, train__precision="fp32", **({"data__workers": 2} | every | changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards):
+    """A run that nothing interrupts: its folder, its configuration, the samples of its steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    tree = busy_tree(folder, shards)
+    return folder, tree, run(tree, str(folder / "cache"))["sample_ids"]
+
+
+def start(tree, cache):
+    """The training command as a process of its own group, as a person or a scheduler would start it."""
+    code = "import json, sys; from tests.training import run; run(json.loads(sys.argv[1]), sys.argv[2])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(tree), cache],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process, limit_s=90.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+
+def optimizer_state(folder, step) -> OptimizerState:
+    return read_optimizer(folder / "tiny" / "checkpoints" / f"step-{step:08d}")
+
+
+def assert_same_run(one, other, steps=STEPS):
+    """Bit for bit the same weights, optimizer and metrics."""
+    assert all_equal(weights(one, steps), weights(other, steps))
+    first, second = optimizer_state(one, steps), optimizer_state(other, steps)
+    assert all_equal(first.tensors, second.tensors)
+    timeless = [
+        [
+            {name: value for name, value in line.items() if name not in ("images_per_second", "data_wait")}
+            for line in lines
+        ]
+        for lines in (metrics(one), metrics(other))
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
+    folder, _, sample_ids = whole
+    assert len(sample_ids) == STEPS
+    cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
+    process = start(tree, cache)
+    wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert not (tmp_path / "tiny" / "summary.json").exists()
+
+    rest = run(tree, cache)
+    done = STEPS - len(rest["sample_ids"])
+    assert 10 <= done < STEPS
+    assert rest["sample_ids"] == sample_ids[done:]
+    assert_same_run(folder, tmp_path)
+
+
+OUTSIDE = {
+    ".clock",  # speed of this process
+    ".stop",  # signals it got
+    ".watchdog",
+    ".lock",
+    ".step.parallel",  # process group and buffers of DDP; the model is that of `.step.model`
+    ".snapshots",  # threads and buffers of saving
+    ".records",
+    ".data",
+}
+"""Parts of the loop that hold nothing which a step depends on."""
+
+
+def differences_after_a_resume(tree, cache):
+    """Attributes of the training loop, on this rank, that a resumed run has other than the run that saved."""
+    loops, compared, run_loop = [], [], Loop.run
+
+    def recording(self, start):
+        loops.append(self)
+        if start:
+            compared.extend(differences(*loops, OUTSIDE))
+        return run_loop(self, start)
+
+    with mock.patch.object(Loop, "run", recording):
+        for _ in range(2):
+            run(tree, cache)
+    assert len(loops) == 2
+    assert loops[1].step.guards._losses
+    return compared
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, ranks, processes):
+    """Nothing that later steps depend on lives outside of the checkpoint, on any rank."""
+    tree = busy_tree(tmp_path, shards, train__steps=9, data__workers=0, guards={"spikes": {"window": 10}})
+    cache = str(tmp_path / "cache")
+    assert ranks(processes, differences_after_a_resume, tree, cache, init=False) == [[]] * processes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)])
+def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
+    cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
+    process = start(tree, cache)
+    log = tmp_path / "tiny" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 3, process)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == 0, process.stderr.read()
+    saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
+    assert saved, "nothing was saved"
+    marker = tmp_path / "tiny" / "stopped.json"
+    facts = json.loads(marker.read_text())
+    assert (facts["signal"], facts["checkpoint"]) == (number.name, f"checkpoints/{saved[-1]}")
+    run(tree, cache)
+    assert not marker.exists()
+    assert_same_run(whole[0], tmp_path)
+
+
+def test_two_ranks_stop_at_the_same_step(tmp_path, shards, ranks):
+    """The signal reaches one rank only; both stop after the same step and can go on."""
+    tree = run_tree(tmp_path, shards, train__steps=200)
+    parts = ranks(2, run_with_one_signal, tree, str(tmp_path / "cache"), init=False)
+    assert [part["finished"] for part in parts] == [False, False]
+    assert len(parts[0]["sample_ids"]) == len(parts[1]["sample_ids"]) < 200
+    assert weights(tmp_path, len(parts[0]["sample_ids"]))
+
+
+def run_with_one_signal(tree, cache):
+    from vqclip import dist
+    from vqclip.train.step import TrainStep
+
+    step = TrainStep.__call__
+
+    def signalling(self, batch, number):
+        if number == 4 and dist.rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, number)
+
+    TrainStep.__call__ = signalling
+    try:
+        return run(tree, cache)
+    finally:
+        TrainStep.__call__ = step
+
+
+@pytest.mark.faults
+def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
+    """On three ranks or more the order of summing gradients matters, and DDP must not change it on the way."""
+    cache = str(tmp_path / "cache")
+    whole, stopped = (busy_tree(tmp_path / name, shards, data__workers=0) for name in ("whole", "stopped"))
+    ranks(4, run, whole, cache, init=False)
+    parts = ranks(4, run_with_one_signal, stopped, cache, init=False)
+    done = len(parts[0]["sample_ids"])
+    assert 4 < done < STEPS
+    parts = ranks(4, run, stopped, cache, init=False)
+    assert len(parts[0]["sample_ids"]) == STEPS - done
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
+    cache = str(tmp_path / "cache")
+    whole, stopped = (run_tree(tmp_path / name, shards, train__steps=STEPS) for name in ("whole", "stopped"))
+    parts = ranks(2, run, whole, cache, init=False)
+    samples = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+    parts = ranks(2, run_with_one_signal, stopped, cache, init=False)
+    done = len(parts[0]["sample_ids"])
+    assert 4 < done < STEPS
+    parts = ranks(4, run, stopped, cache, init=False)
+    rest = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+    assert rest == samples[done:]
+    assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "stopped", STEPS)) < 1e-6
+    losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("whole", "stopped")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def train_in_own_folder(tree, folder, cache):
+    """Train in a folder of one name and another place on every rank, as on disks of their own; the final weights."""
+    own = folder / os.environ["RANK"]
+    own.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(own)
+    try:
+        with watched_steps() as steps:
+            run(tree, cache)
+    finally:
+        os.chdir(before)
+    return {name: tensor.clone() for name, tensor in steps[-1].model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def watched_steps():
+    steps, init = [], TrainStep.__init__
+
+    def noting(self, *args, **kwargs):
+        steps.append(self)
+        init(self, *args, **kwargs)
+
+    with mock.patch.object(TrainStep, "__init__", noting):
+        yield steps
+
+
+@pytest.mark.parametrize("disk", ["flipped", "empty"])
+def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks, disk):
+    cache = str(tmp_path / "cache")
+    tree = run_tree(Path("runs"), shards, BUSY_RESIDUAL, train__steps=4)
+    ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
+    if disk == "flipped":
+        shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
+        with (tmp_path / "1/runs/tiny/checkpoints/step-00000004/model/model.safetensors").open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
+    one, other = ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
+    assert all_equal(one, other)
+
+
+def with_drop_path(folder, shards):
+    tree = run_tree(folder, shards, train__steps=4)
+    tree["model"]["image"]["tower"]["args"]["drop_path_rate"] = 0.5
+    return tree
+
+
+def train_on_ranks(tree, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    try:
+        return train(TrainConfig.model_validate(tree)) is not None
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards, ranks):
+    """Stochastic depth is another for every rank: on two ranks it would be another trajectory."""
+    cache = str(tmp_path / "cache")
+    random, fixed = with_drop_path(tmp_path / "random", shards), run_tree(tmp_path / "fixed", shards, train__steps=4)
+    for tree in (random, fixed):
+        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
+        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
+    message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
+    assert all(message in error for error in ranks(2, train_on_ranks, random, cache, init=False))
+    assert ranks(2, train_on_ranks, fixed, cache, init=False) == [True, True]
+
+
+def test_whether_towers_draw_leaves_the_generator_alone(tmp_path, shards):
+    for tree, draws in ((run_tree(tmp_path, shards), False), (with_drop_path(tmp_path, shards), True)):
+        model = TrainConfig.model_validate(tree).model.build()
+        before = torch.get_rng_state()
+        assert towers_draw(model) is draws
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    tree["train"] |= {"steps": 6, "batch_size": 10}
+    tree["optim"]["lr"] = 2e-3
+    with pytest.raises(CheckpointError) as error:
+        train(TrainConfig.model_validate(tree))
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["optim.lr", "train.batch_size", "train.steps"]
+    tree["run"]["resume_allow"] = ["optim", "train.steps"]
+    with pytest.raises(CheckpointError) as error:
+        train(TrainConfig.model_validate(tree))
+    assert str(error.value).splitlines()[1:-1] == ["  train.batch_size: 12 in the checkpoint, 10 now"]
+    tree["run"]["resume_allow"].append("train.batch")
+    with pytest.raises(ConfigError, match=r"^run.resume_allow: got 'train.batch'; expected some of .*train.batch_size"):
+        train(TrainConfig.model_validate(tree))
+    tree["run"]["resume_allow"][-1] = "train.batch_size"
+    with caplog.at_level("WARNING"):
+        assert train(TrainConfig.model_validate(tree)) is not None
+    assert "allowed to differ:  train.batch_size: 12 in the checkpoint, 10 now" in caplog.text
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def kept(tmp_path):
+    return [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "tiny" / "checkpoints").iterdir())]
+
+
+def test_some_checkpoints_are_kept_for_good(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree = run_tree(tmp_path, shards, train__steps=9, train__checkpoint_every=1, train__keep_checkpoints=2)
+    train(TrainConfig.model_validate(tree | {"train": tree["train"] | {"keep_every": 3}}))
+    assert kept(tmp_path) == [3, 6, 8, 9]
+
+
+def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkeypatch):
+    """Rates by step: best after 2, then after 6."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    rates = {1: 0.1, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.2, 6: 0.7, 7: 0.3, 8: 0.3}
+    done = []
+
+    def rated(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        result.figures["codes_only"]["i2t_r1"] = rates[done[-1]]
+        return attempt
+
+    call = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
+    monkeypatch.setattr("vqclip.train.loop.try_all", rated)
+    tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
+    summary = train(TrainConfig.model_validate(tree))
+    assert kept(tmp_path) == [2, 5]
+    assert summary.best == {"step": 2, "figure": FIGURE, "value": 0.6}
+    folder = tmp_path / "tiny"
+    known = folder / "best.json"
+    assert json.loads(known.read_text()) == summary.best | {"checkpoint": "checkpoints/step-00000002"}
+    (folder / "metrics.jsonl").unlink()
+    known.write_text('{"step": 5}')
+    assert train(TrainConfig.model_validate(tree)).best == summary.best  # it is in the checkpoint
+    shutil.move(folder / "checkpoints" / "step-00000002", tmp_path)
+    assert train(TrainConfig.model_validate(tree)).best["step"] == 5  # whose checkpoint exists
+    shutil.move(tmp_path / "step-00000002", folder / "checkpoints")
+    tree["train"]["steps"], tree["run"]["resume_allow"] = 8, ["train.steps"]
+    train(TrainConfig.model_validate(tree))
+    assert kept(tmp_path) == [6, 8]
+    assert json.loads(known.read_text())["step"] == 6
+
+
+FIGURE = "eval/pairs/codes_only/i2t_r1"
+
+
+def best_tree(folder, shards, **changes):
+    """A run that evaluates and saves after every step, and keeps the best."""
+    every = {"train__keep_best": FIGURE, "train__evaluate_every": 1, "train__checkpoint_every": 1}
+    tasks = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    return run_tree(folder, shards, **({"evaluation": tasks} | every | changes))
+
+
+def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, caplog, capsys):
+    """The learning rate spoils the later steps, so that the best one is not the last."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    changes = {"train__export": "best", "train__steps": 4, "train__precision": "fp32"}
+    tree, evaluated = best_tree(tmp_path, shards, **changes), []
+
+    def falling(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        evaluated.append(dict(result.figures["codes_only"]))
+        result.figures["codes_only"]["i2t_r1"] = 1 / (1 + abs(len(evaluated) - 2))
+        return attempt
+
+    monkeypatch.setattr("vqclip.train.loop.try_all", falling)
+    with caplog.at_level("INFO"):
+        summary = train(TrainConfig.model_validate(tree))
+    lines = [each for each in caplog.messages if each.startswith("step 2: pairs: codes only: image to text R@1 100.0")]
+    assert len(lines) == 1
+    assert "(chance 3." in lines[0]
+    folder = tmp_path / "tiny"
+    stored = json.loads((folder / "summary.json").read_text())
+    assert (summary.step, stored["step"], stored["best"]["step"]) == (2, 2, 2)
+    assert stored["results"][0]["figures"]["codes_only"] == evaluated[1]
+    assert f"{FIGURE} was best after step 2: 100.0%; exported and measured here: step 2" in render(summary)
+    exported, best = folder / "tokenizer", folder / "checkpoints" / "step-00000002" / "model"
+    assert all_equal(load_file(exported / "model.safetensors"), load_file(best / "model.safetensors"))
+    assert "step 2" in (exported / "README.md").read_text()
+
+    assert main(["export-tokenizer", str(folder), "--best"]) == 0
+    assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "newest")]) == 0
+    assert all_equal(
+        load_file(folder / "tokenizer-step-2" / "model.safetensors"), load_file(exported / "model.safetensors")
+    )
+    assert all_equal(load_file(tmp_path / "newest" / "model.safetensors"), weights(tmp_path, 4))
+    assert f"- {FIGURE}: 100.0%" in (folder / "tokenizer-step-2" / "README.md").read_text()
+    assert main(["export-tokenizer", str(folder), "--step", "1"]) == 2
+    assert "no checkpoint of step 1; expected one of 2, 3, 4" in capsys.readouterr().err
+    assert main(["export-tokenizer", str(tmp_path / "newest")]) == 2
+    assert "newest/checkpoints: no checkpoints; expected the folder of a run" in capsys.readouterr().err
+    damaged = best / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    before = (exported / "model.safetensors").read_bytes()
+    assert main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]) == 2
+    assert str(damaged) in capsys.readouterr().err
+    assert (exported / "model.safetensors").read_bytes() == before
+
+
+def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    tree, calls = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32"), []
+
+    def failing_at_last(*args, **kwargs):
+        (result,) = (attempt := try_all(*args, **kwargs)).results
+        calls.append(result)
+        result.figures["codes_only"]["i2t_r1"] = 1 / len(calls)
+        return dataclasses.replace(attempt, failure=DataError("gone")) if len(calls) == 4 else attempt
+
+    monkeypatch.setattr("vqclip.train.loop.try_all", failing_at_last)
+    with pytest.raises(DataError, match="gone"):
+        train(TrainConfig.model_validate(tree))
+    stored = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert (stored["step"], stored["best"]["step"]) == (4, 1)
+    exported = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
+    assert all_equal(exported, weights(tmp_path, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train__keep_best": "eval/pairs/codes_only/top1"},
+            "train.keep_best: got .*; expected one of eval/pairs/contin",
+        ),
+        ({"train__keep_best": None, "train__export": "best"}, "got export 'best' and keep_best null"),
+        (
+            {"evaluation": []},
+            "train.keep_best: got 'eval/pairs/codes_only/i2t_r1'; expected null, as evaluation is empty",
+        ),
+        ({"model__text__quantizer": {"kind": "identity", "dim": 8}}, "expected one of .*quantized/t2i_r10$"),
+    ],
+)
+def test_a_best_that_cannot_be_is_refused_at_the_start(tmp_path, changes, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(best_tree(tmp_path, tmp_path, **changes)))
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, path)
+
+
+@pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])
+def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, shards, name):
+    """A save that was killed while it replaced a checkpoint leaves one that `auto` resumes from."""
+    (tmp_path / "tiny" / "checkpoints" / name).mkdir(parents=True)
+    tree = run_tree(tmp_path, shards)
+    tree["run"]["resume"] = "never"
+    with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints holds checkpoints"):
+        train(TrainConfig.model_validate(tree))
+
+
+def test_a_finished_run_is_not_trained_again(whole):
+    folder, tree, _ = whole
+    again = run(tree, str(folder / "cache"))
+    assert again == {"sample_ids": [], "finished": True}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "difference"),
+    [
+        ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
+        ("optim__warmup_steps", 2, "optim.warmup_steps: 3 in the checkpoint, 2 now"),
+        ("optim__final_lr_ratio", 0.1, "optim.final_lr_ratio: 0.0 in the checkpoint, 0.1 now"),
+        ("optim__clip_grad_norm", None, "optim.clip_grad_norm: 1.0 in the checkpoint, None now"),
+        ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: 0.98 in the checkpoint, 0.95 now"),
+        ("train__steps", 5, "train.steps: 4 in the checkpoint, 5 now"),
+        ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
+        ("data__max_pixels", 1000, "max_pixels: .* in the checkpoint, 1000 now"),
+    ],
+)
+def test_what_changes_the_trajectory_is_refused(finished, key, value, difference):
+    with pytest.raises(CheckpointError, match=difference):
+        train(TrainConfig.model_validate(run_tree(*finished, **({"train__steps": 4} | {key: value}))))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, shards):
+    """Folder and shards of a finished run of four steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(TrainConfig.model_validate(run_tree(folder, shards, train__steps=4)))
+    return folder, shards
+
+
+def test_what_leaves_the_trajectory_alone_may_change(finished):
+    changes = {
+        "data__workers": 1, "data__prefetch": 1, "train__report_every": 7, "train__checkpoint_every": 3,
+        "optim__implementation": "foreach", "train__activation_checkpointing": True, "run__timeout_s": 50.0,
+    }  # fmt: skip
+    tree = run_tree(*finished, **({"train__steps": 4} | changes))
+    assert train(TrainConfig.model_validate(tree)) is not None
+
+
+def test_another_seed_batch_size_or_data_is_refused_with_the_difference(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=4)
+    train(TrainConfig.model_validate(tree))
+    other = caption_shards(tmp_path / "other", counts=(15, 15), first=3)
+    for change, message in (
+        ({"run": tree["run"] | {"seed": 1}}, "run.seed: 0 in the checkpoint, 1 now"),
+        ({"train": tree["train"] | {"batch_size": 10}}, "train.batch_size: 12 in the checkpoint, 10 now"),
+        ({"data": tree["data"] | {"sources": [{"kind": "shards", "path": str(other)}]}}, r"data\.sha256"),
+        ({"model": tree["model"] | {"embed_dim": 8}}, "model.embed_dim: 16 in the checkpoint, 8 now"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            train(TrainConfig.model_validate(tree | change))
+    with pytest.raises(ConfigError, match="run.resume: got 'never'"):
+        train(TrainConfig.model_validate(tree | {"run": tree["run"] | {"resume": "never"}}))
