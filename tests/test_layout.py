@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dist",),
     ("process",),
     ("scenes",),
-    ("data",),
-    ("lm_vocabulary", "losses", "quantizers", "towers"),
+    ("data", "lm_vocabulary", "losses", "quantizers", "towers"),
     ("tokenizer",),
     ("model",),
     ("evaluation", "export", "search"),
@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Losses see embeddings and nothing else.
 ONLY = {"losses": {"errors", "config", "dist", "nn"}}
 
+ROOT_NAMES = ("__version__", "lazy_getattr")
 FILES = sorted(SOURCE.rglob("*.py"))
 DOORS = {"vqclip.train.__main__"}
 """Lead from ``python -m`` to the command line, and hold nothing else."""
@@ -49,18 +50,8 @@ def module_of(file: Path) -> str:
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Every module that the source imports, also inside functions; those for type checkers alone are left out."""
-    tree = ast.parse(source)
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    """Every module or name that the source imports, also inside functions and for type checkers alone."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,8 +60,7 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
                 parents = module.split(".")
                 package = parents[: len(parents) - node.level + is_package]
                 base = ".".join([*package, *([base] if base else [])])
-            # `from vqclip import dist` imports vqclip.dist, not vqclip alone.
-            yield from (f"{base}.{alias.name}" if base == "vqclip" else base for alias in node.names)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -80,7 +70,7 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
     for imported in imports_of(source, module, is_package):
         other = part_of(imported)
-        if imported.split(".")[0] != "vqclip" or other in ("", part, "__version__") or not part:
+        if imported.split(".")[0] != "vqclip" or other in ("", part, *ROOT_NAMES) or not part:
             continue
         above = {name for name, layer in layer_of.items() if layer < layer_of.get(part, 0)}
         if other not in ONLY.get(part, above):
@@ -94,6 +84,16 @@ def test_imports_go_one_way(file):
         assert len(file.read_text().splitlines()) < 10
         return
     assert breaches(file.read_text(), module_of(file), file.name == "__init__.py") == []
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    known = {module_of(file): file for file in FILES}
+    graph = {}
+    for module, file in known.items():
+        names = imports_of(file.read_text(), module, file.name == "__init__.py")
+        graph[module] = {each if each in known else each.rpartition(".")[0] for each in names} & known.keys()
+    graph["vqclip"] = set()  # its names are imported on first use
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_every_part_has_its_layer():
@@ -110,6 +110,7 @@ def test_every_part_has_its_layer():
         ("vqclip.losses.sigmoid", "from vqclip.model import CLIP"),
         ("vqclip.config", "from vqclip import dist"),
         ("vqclip.model", "from . import train"),
+        ("vqclip.errors", "if TYPE_CHECKING:\n    from vqclip.train import X"),
     ],
 )
 def test_order_is_really_checked(module, source):
@@ -119,7 +120,6 @@ def test_order_is_really_checked(module, source):
 def test_order_allows_what_it_should():
     assert breaches("from . import base\nfrom .. import dist\nfrom ..errors import X", "vqclip.quantizers.fsq") == []
     assert breaches("from .order import X\nfrom ..config import Config", "vqclip.data", is_package=True) == []
-    assert breaches("if TYPE_CHECKING:\n    from vqclip.train import X", "vqclip.errors") == []
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if part_of(module_of(file)) != "dist"], ids=module_of)
@@ -168,6 +168,7 @@ def test_version_and_public_names():
     import vqclip
 
     assert vqclip.__version__.split(".")[0].isdecimal()
-    assert {"__version__", "load_tokenizer"} <= set(dir(vqclip))
+    assert set(vqclip.__all__) <= set(dir(vqclip))
+    assert all(hasattr(vqclip, name) for name in vqclip.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vqclip.nothing  # noqa: B018

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models import FSQ, tiny_model
-from vqclip.runlog import read_metrics
+from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.step import TrainStep

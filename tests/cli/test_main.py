@@ -131,7 +131,7 @@ def test_dead_streams_end_no_run(tmp_path: Path, closed_pipe: int, full: int, mo
         assert (tmp_path / "tiny" / "summary.json").exists()
     lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
     timed = r"[\d-]{10} [\d:]{8} I vqclip"
-    for said in ("report.bar: step 2/2 loss", "said: run tiny", "resume: resumed from step 2"):
+    for said in ("runlog.bar: step 2/2 loss", "said: run tiny", "train.resume: resumed from step 2"):
         assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
 
 

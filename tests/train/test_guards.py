@@ -17,7 +17,7 @@ from vqclip import dist
 from vqclip.errors import DistributedError, NonFiniteError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss
 from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfig
-from vqclip.runlog import read_metrics
+from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.collapse import CollapseConfig

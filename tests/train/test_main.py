@@ -37,7 +37,7 @@ from vqclip.evaluation import RetrievalConfig, evaluate, try_all
 from vqclip.losses.tiled import tiled_softmax
 from vqclip.model import CLIP
 from vqclip.process.lock import RunLock
-from vqclip.runlog import read_metrics
+from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.resume import Resumed, Snapshots
@@ -596,7 +596,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path, shards, caps
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.MetricsLog.write"])
+@pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.metrics.MetricsLog.write"])
 def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypatch, failing):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device", "some file")

@@ -32,6 +32,7 @@ COMMANDS = {
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
+    "data": Command("vqclip.cli.data", "draw the data set of coloured shapes, and look at it"),
     "search": Command("vqclip.cli.search", "index pictures by their codes, and search them by words"),
 }
 

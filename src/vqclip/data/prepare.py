@@ -35,7 +35,7 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
     shards out among themselves, so every shard is read once for each cache, be it shared by all nodes or local to each.
     All ranks meet every few seconds, so that only a shard that stalls can exceed the timeout of the job, however large
     the data are. Drawing is one wait: draw hundreds of thousands of scenes beforehand
-    (``python -m vqclip.scenes``).
+    (``vqclip data``).
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
-        require_vectors(self, x, mask)
+        require_vectors(type(self).__name__, self.dim, x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             bounded = self._bound(tokens)
@@ -115,7 +115,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        require_vectors(self, x, mask)
+        require_vectors(type(self).__name__, self.dim, x, mask)
         with full_precision(x.device), torch.no_grad():
             tokens, keep = self._tokens(x, mask)
             ids = self._nearest(self._bound(tokens))[1]
@@ -136,7 +136,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        require_ids(self, ids)
+        require_ids(type(self).__name__, self.codebook_sizes, ids)
         grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
@@ -149,7 +149,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        require_vectors(self, x, mask)
+        require_vectors(type(self).__name__, self.dim, x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             vectors = self._bound(tokens)
@@ -296,3 +296,10 @@ class Quantizer(nn.Module, ABC):
 
 # So that a quantizer that was exported can be saved.
 _register_namedtuple(QuantizerOutput, serialized_type_name="vqclip.quantizers.QuantizerOutput")
+
+
+class QuantizerSection(Protocol):
+    """Any quantizer's configuration."""
+
+    def build(self) -> Quantizer:
+        """Make the quantizer."""

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
 
-if TYPE_CHECKING:
-    from vqclip.quantizers.base import Quantizer
 
-
-def require_vectors(quantizer: Quantizer, x: Tensor, mask: Tensor | None) -> None:
+def require_vectors(name: str, dim: int, x: Tensor, mask: Tensor | None) -> None:
     """Raises ShapeError for what `Quantizer.forward` does not take: width, dtype, or a mask that does not fit."""
-    name = type(quantizer).__name__
-    if x.ndim == 0 or x.shape[-1] != quantizer.dim:
-        raise ShapeError(
-            f"{name}: x has shape {tuple(x.shape)}, expected (..., {quantizer.dim}): one channel per entry"
-        )
+    if x.ndim == 0 or x.shape[-1] != dim:
+        raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {dim}): one channel per entry")
     if not x.is_floating_point():
         raise ShapeError(f"{name}: x is {x.dtype}, expected floating-point vectors (ids are decoded with `decode`)")
     if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
@@ -30,9 +23,8 @@ def require_vectors(quantizer: Quantizer, x: Tensor, mask: Tensor | None) -> Non
         )
 
 
-def require_ids(quantizer: Quantizer, ids: Tensor) -> None:
+def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
     """Raises ShapeError for what `Quantizer.decode` does not take: width, dtype, or ids that are out of range."""
-    name, sizes = type(quantizer).__name__, quantizer.codebook_sizes
     width = len(sizes)
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")

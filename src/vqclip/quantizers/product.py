@@ -14,8 +14,8 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 
-if TYPE_CHECKING:
-    from vqclip.quantizers import QuantizerConfig
+if TYPE_CHECKING:  # the package resolves the name to its union, which holds this file's own configuration
+    from vqclip.quantizers.base import QuantizerSection as QuantizerConfig
 
 
 class Product(Quantizer):

@@ -20,8 +20,8 @@ from vqclip.quantizers.draws import random_integers, stream
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import summary
 
-if TYPE_CHECKING:
-    from vqclip.quantizers import QuantizerConfig
+if TYPE_CHECKING:  # the package resolves the name to its union, which holds this file's own configuration
+    from vqclip.quantizers.base import QuantizerSection as QuantizerConfig
 
 
 FINEST = 2.0**24

@@ -1,5 +1,4 @@
-"""What a run leaves for people to read."""
+"""The log of a run: metrics, events, the progress bar, the console, bad samples, the best step.
 
-from vqclip.runlog.log import MetricsLog, read_metrics
-
-__all__ = ["MetricsLog", "read_metrics"]
+After `vqclip.evaluation`, whose figures it records; before `vqclip.train`.
+"""

@@ -15,7 +15,7 @@ from vqclip.runlog.bad_samples import BadSamples
 from vqclip.runlog.best import PREFIX, Best
 from vqclip.runlog.events import Events
 from vqclip.runlog.lines import Lines
-from vqclip.runlog.log import MetricsLog
+from vqclip.runlog.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
 

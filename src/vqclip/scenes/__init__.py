@@ -8,7 +8,7 @@ Layout of a data set's folder:
     heldout/                 the same for held-out combinations, told from all 121 classes
     scenes.json              the stamp: configuration, sizes and hashes
 
-Every sample's `.json` holds its scene: the objects and the background. `python -m vqclip.scenes` draws it and
+Every sample's `.json` holds its scene: the objects and the background. `vqclip data` draws it and
 makes a contact sheet.
 """
 

@@ -7,16 +7,11 @@ Everything after the quantizer sees the codes alone, so the embedding that train
 ids give: ``tok.embed(tok.encode(x))`` equals ``tok(x).embedding`` bit for bit in fp32.
 """
 
-from vqclip.tokenizer.base import Tokenizer, TokenizerOutput, tower_errors_in
-from vqclip.tokenizer.image import ImageTokenizer, ImageTokenizerConfig
-from vqclip.tokenizer.text import TextTokenizer, TextTokenizerConfig
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ImageTokenizer",
-    "ImageTokenizerConfig",
-    "TextTokenizer",
-    "TextTokenizerConfig",
-    "Tokenizer",
-    "TokenizerOutput",
-    "tower_errors_in",
-]
+from vqclip import lazy_getattr
+
+if TYPE_CHECKING:
+    from vqclip.tokenizer._public import *  # noqa: F403
+
+__getattr__ = lazy_getattr(__name__)

@@ -13,7 +13,7 @@ from vqclip.errors import CheckpointError, ConfigError, printable
 from vqclip.io.files import replace_folder, write_text
 from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
-from vqclip.runlog.log import read_metrics
+from vqclip.runlog.metrics import read_metrics
 from vqclip.tokenizer.card import card
 from vqclip.tokenizer.pretrained import CARD_FILE, WEIGHTS_FILE
 from vqclip.train.summary import RunSummary, model_card

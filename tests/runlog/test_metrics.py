@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from vqclip.errors import DataError
-from vqclip.runlog import MetricsLog, read_metrics
+from vqclip.runlog.metrics import MetricsLog, read_metrics
 
 
 def steps(path) -> list[int]:
@@ -125,7 +125,7 @@ def test_lines_survive_sigkill(tmp_path):
     script = """
         import os, signal, sys
         from pathlib import Path
-        from vqclip.runlog import MetricsLog
+        from vqclip.runlog.metrics import MetricsLog
         log = MetricsLog(Path(sys.argv[1]))
         for step in range(1, 41):
             log.write(step, {"loss": float(step)})
