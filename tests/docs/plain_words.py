@@ -1,7 +1,7 @@
 """Count sentences and names that are not plain English: ``python -m tests.docs.plain_words [path ...]``.
 
-Reads docstrings, comments, string literals and names of functions and classes in Python files, and the prose of Markdown
-files; prints each finding with its place. Without paths: everything but the records of the past (docs/log.md, docs/adr,
+Reads docstrings, comments, strings and the names of functions and classes in Python files, and Markdown prose;
+prints each finding with its place. Without paths: everything but the records of the past (docs/log.md, docs/adr,
 CHANGELOG.md). To keep a finding on purpose, add it with a reason to `DEFENDED`.
 """
 
@@ -57,13 +57,16 @@ VERBS_THAT_HAPPEN_TO_FIT = {
     "_own", "own", "widen", "_widen", "shorten", "token", "tighten", "unfold", "yield", "threshold", "shed", "speed",
 }  # fmt: skip
 HOUSEHOLD = {
-    "look", "_look", "tell", "_tell", "hand_on", "agree", "_agree", "see", "say", "note", "put", "take", "noted", "_noted",
-    "fail", "heard_by",
+    "look", "_look", "tell", "_tell", "hand_on", "agree", "_agree", "see", "say", "note", "put", "take",
+    "noted", "_noted", "fail", "heard_by",
 }  # fmt: skip
 NOUNS = {"Kept", "Facts", "Share", "_Share", "Attempt", "ReadingHalf", "Doubting", "Found", "Done", "Place", "Side"}
 
 DEFENDED: dict[tuple[str, str], str] = {}
 """(file, text of the finding) → the reason why it stays."""
+
+
+CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\([^)\s]*\.(?:md|html)[^)\s]*\)|\S*/\S*|\S+_\S+|\{[^}]*\}")
 
 
 class Finding(NamedTuple):
