@@ -22,7 +22,7 @@ import torch
 from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train.config import TrainConfig
-from vqclip.train.resume import Kept, Snapshots
+from vqclip.train.resume import RetentionPolicy, Snapshots
 from vqclip.train.step import TrainStep
 
 
@@ -50,8 +50,8 @@ def main() -> None:
     size += sum(t.nbytes for state in step.optimizer.state.values() for t in state.values() if t.ndim)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = {
-            "waited for": Snapshots(Path(folder) / "waited", {}, step, Kept(1), in_background=False),
-            "in the background": Snapshots(Path(folder) / "background", {}, step, Kept(1)),
+            "waited for": Snapshots(Path(folder) / "waited", {}, step, RetentionPolicy(1), in_background=False),
+            "in the background": Snapshots(Path(folder) / "background", {}, step, RetentionPolicy(1)),
         }
         pauses: dict[str, list[float]] = {name: [] for name in ways}
         wholes: dict[str, list[float]] = {name: [] for name in ways}

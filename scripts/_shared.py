@@ -25,7 +25,7 @@ from vqclip.evaluation import (
     write_json,
 )
 from vqclip.model import CLIP
-from vqclip.runlog.console import put, unfailing_streams
+from vqclip.runlog.console import print_output, unfailing_streams
 from vqclip.tokenizer.pretrained import CONFIG_FILE
 
 MODEL_HELP = """run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer
@@ -98,7 +98,7 @@ def main(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace]
         if dist.is_main():
             if arguments.json is not None:
                 write_json(arguments.json, results)
-            put(f"model: {folder}\n\n{shown}")
+            print_output(f"model: {folder}\n\n{shown}")
     except ValidationError as error:
         return _fail("\n".join(_problem(one) for one in error.errors()))
     except (VqclipError, OSError) as error:

@@ -23,7 +23,7 @@ from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
-from vqclip.train.resume import Kept, Snapshots
+from vqclip.train.resume import RetentionPolicy, Snapshots
 from vqclip.train.step import ComputeConfig, TrainStep
 
 EACH = 30
@@ -53,7 +53,7 @@ def update(step: TrainStep) -> None:
 
 
 def snapshots(folder: Path, step: TrainStep) -> Snapshots:
-    return Snapshots(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, Kept(2), in_background=False)
+    return Snapshots(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, RetentionPolicy(2), in_background=False)
 
 
 def resealed(folder: Path) -> None:

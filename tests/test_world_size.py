@@ -62,7 +62,7 @@ def test_one_two_and_four_processes_train_the_same_model(ranks, tmp_path, shards
 
 def codes_at_evaluation(tree, cache):
     """This rank's codebooks whenever the loop evaluates, and right before it made ranks agree."""
-    shown, apart, agree = [], [], TrainStep.agree
+    shown, apart, agree = [], [], TrainStep.broadcast_local_codebooks
 
     def codes(step):
         return [q.codes().detach().clone() for q in step.model.quantizers().values()]
@@ -72,7 +72,7 @@ def codes_at_evaluation(tree, cache):
         agree(step)
         shown.append(codes(step))
 
-    with mock.patch.object(TrainStep, "agree", agreeing):
+    with mock.patch.object(TrainStep, "broadcast_local_codebooks", agreeing):
         run(tree, cache)
     return shown, apart
 

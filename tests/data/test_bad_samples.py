@@ -25,7 +25,7 @@ from vqclip.data import Batch, CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.batch import BadSample
 from vqclip.errors import DataError
 from vqclip.runlog.bad_samples import BadSamples
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 
 JPEG = encode(pixels(3), "JPEG")
 PNG = encode(pixels(3), "PNG")
@@ -167,7 +167,7 @@ def recorded(data: TrainData, folder: Path) -> tuple[list[dict[str, Any]], dict[
     """The lines of bad_samples.jsonl, and the figures for the log."""
     path = folder / "bad_samples.jsonl"
     path.unlink(missing_ok=True)
-    lines = Lines(path)
+    lines = JsonLines(path)
     bad = BadSamples(data, {}, lines)
     bad.collect()
     lines.close()
@@ -181,7 +181,7 @@ def test_the_file_is_bounded_and_a_resumed_run_writes_the_same(tmp_path: Path, m
     def collected(file: Path, parts: list[list[tuple[int, BadSample]]]) -> str:
         counts: dict[str, int] = {}
         for part in parts:
-            lines = Lines(file, part[0][0])
+            lines = JsonLines(file, part[0][0])
             data = mock.Mock(newly_replaced=lambda part=part: part, new_lengths=dict)
             samples = BadSamples(data, {"replaced": counts}, lines)
             assert samples.collect() == part[-1][0] + 1

@@ -104,6 +104,6 @@ def test_hit_chance(above, right, wrong, k, chance):
 def test_every_block_shows_that_the_work_goes_on(monkeypatch):
     monkeypatch.setattr(ranking, "BLOCK", 30)
     rows, beats = torch.eye(10), []
-    with progress.heard_by(lambda: beats.append(1)):
+    with progress.report_to(lambda: beats.append(1)):
         hit_rates(rows, rows, torch.arange(10), torch.arange(10), (1,))
     assert len(beats) == 4  # of three rows each

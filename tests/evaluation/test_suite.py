@@ -106,10 +106,10 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks, folder):
 def try_a_bad_sample(folder):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     zero_shot, bad = tasks(folder)
-    attempt = try_all(
+    outcome = try_all(
         CLIP.from_pretrained(folder / "model"), [bad, zero_shot, bad.model_copy(update={"name": "again"})]
     )
-    return [result.name for result in attempt.results], type(attempt.failure).__name__, str(attempt.failure)
+    return [result.name for result in outcome.results], type(outcome.failure).__name__, str(outcome.failure)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -17,7 +17,7 @@ from vqclip.evaluation.results import write_json
 from vqclip.io import files
 from vqclip.io.aside import put
 from vqclip.io.files import replace_folder
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 from vqclip.search import CodeIndex
 
 KILLED = """
@@ -25,7 +25,7 @@ import os, sys
 from pathlib import Path
 from vqclip.io import files
 from vqclip.io.files import replace_folder
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 
 rename, left, after = Path.rename, int(sys.argv[2]), sys.argv[3] == "after"
 
@@ -122,7 +122,7 @@ def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path) -> None
     os.symlink("/dev/full", tmp_path / ".tmp-page.html")  # what is written first
     with pytest.raises(OSError, match="No space left on device: '.*page.html'"):
         files.write_text(tmp_path / "page.html", "x")
-    lines = Lines(tmp_path / "metrics.jsonl")
+    lines = JsonLines(tmp_path / "metrics.jsonl")
     os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
         lines.write(1, {"a": 1})

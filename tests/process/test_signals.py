@@ -23,11 +23,11 @@ def handlers_are_restored():
 def test_signal_sets_the_flag(number, capfd):
     with StopSignals() as stop:
         assert (stop.requested, stop.name) == (False, None)
-        stop.require_going_on()
+        stop.raise_if_requested()
         os.kill(os.getpid(), number)
         assert (stop.requested, stop.name) == (True, number.name)
         with pytest.raises(StopRequested):
-            stop.require_going_on()
+            stop.raise_if_requested()
         os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat it
     assert stop.requested
     assert capfd.readouterr().err.count(f"{number.name}: stopping, to go on another time") == 1

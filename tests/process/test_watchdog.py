@@ -141,13 +141,13 @@ def stops_on_one_rank(where):
         if dist.rank() == 1:
             raise StopRequested
 
-    with progress.heard_by(leave):
+    with progress.report_to(leave):
         try:
             if where == "indexing":
-                prepare._agree(progress.point)
+                prepare._agree(progress.heartbeat)
             else:
                 with Share(dist.rank(), dist.world_size()).together():
-                    progress.point()
+                    progress.heartbeat()
         except StopRequested:
             return dist.gather_json("all are here")
 

@@ -345,9 +345,9 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
     done = []
 
     def rated(*args, **kwargs):
-        (result,) = (attempt := try_all(*args, **kwargs)).results
+        (result,) = (outcome := try_all(*args, **kwargs)).results
         result.figures["codes_only"]["i2t_r1"] = rates[done[-1]]
-        return attempt
+        return outcome
 
     call = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
@@ -388,10 +388,10 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     tree, evaluated = best_tree(tmp_path, shards, **changes), []
 
     def falling(*args, **kwargs):
-        (result,) = (attempt := try_all(*args, **kwargs)).results
+        (result,) = (outcome := try_all(*args, **kwargs)).results
         evaluated.append(dict(result.figures["codes_only"]))
         result.figures["codes_only"]["i2t_r1"] = 1 / (1 + abs(len(evaluated) - 2))
-        return attempt
+        return outcome
 
     monkeypatch.setattr("vqclip.train.loop.try_all", falling)
     with caplog.at_level("INFO"):
@@ -432,10 +432,10 @@ def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards
     tree, calls = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32"), []
 
     def failing_at_last(*args, **kwargs):
-        (result,) = (attempt := try_all(*args, **kwargs)).results
+        (result,) = (outcome := try_all(*args, **kwargs)).results
         calls.append(result)
         result.figures["codes_only"]["i2t_r1"] = 1 / len(calls)
-        return dataclasses.replace(attempt, failure=DataError("gone")) if len(calls) == 4 else attempt
+        return dataclasses.replace(outcome, failure=DataError("gone")) if len(calls) == 4 else outcome
 
     monkeypatch.setattr("vqclip.train.loop.try_all", failing_at_last)
     with pytest.raises(DataError, match="gone"):

@@ -23,7 +23,7 @@ from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
-from vqclip.runlog.console import put, tell_error, tell_interrupt, unfailing_streams
+from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (VqclipError, OSError) as error:
-        tell_error("vqclip export", error, masked)
+        print_error("vqclip export", error, masked)
         return 2
     except KeyboardInterrupt:
-        return tell_interrupt("vqclip export")
+        return print_interrupt("vqclip export")
     return 0
 
 
@@ -88,13 +88,13 @@ def _run(options: argparse.Namespace) -> None:
     if not options.keep:
         export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
-        put(f"{options.out}: {sizes}")
+        print_output(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
     compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
-    put(f"compared on: {compared}, batches of {options.batch_size}")
-    put(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
+    print_output(f"compared on: {compared}, batches of {options.batch_size}")
+    print_output(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
-        put(f"torch.export: {verify_program(tokenizer, inputs)}")
+        print_output(f"torch.export: {verify_program(tokenizer, inputs)}")
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:

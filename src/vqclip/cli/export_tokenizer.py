@@ -9,7 +9,7 @@ from vqclip.cli import arguments as types
 from vqclip.data import masked
 from vqclip.errors import VqclipError
 from vqclip.runlog.best import read_best
-from vqclip.runlog.console import put, tell_error, tell_interrupt
+from vqclip.runlog.console import print_error, print_interrupt, print_output
 from vqclip.train.export import export_checkpoint
 
 
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line().parse_args(arguments)
     try:
         step = read_best(options.run) if options.best else options.step
-        put(str(export_checkpoint(options.run, step, options.out)))
+        print_output(str(export_checkpoint(options.run, step, options.out)))
     except (VqclipError, OSError) as error:
-        tell_error("vqclip export-tokenizer", error, masked)
+        print_error("vqclip export-tokenizer", error, masked)
         return 2
     except KeyboardInterrupt:
-        return tell_interrupt("vqclip export-tokenizer")
+        return print_interrupt("vqclip export-tokenizer")
     return 0

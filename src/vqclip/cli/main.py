@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vqclip import __version__
 from vqclip.errors import printable
-from vqclip.runlog.console import put, tell_error, tell_interrupt, unfailing_streams
+from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
 
 __all__ = ["COMMANDS", "main"]
 
@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     try:
         if name in ("-h", "--help"):
-            put(_help())
+            print_output(_help())
             return 0
         if name == "--version":
-            put(__version__)
+            print_output(__version__)
             return 0
     except OSError as error:
-        tell_error("vqclip", error, str)
+        print_error("vqclip", error, str)
         return 1
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(rest)
     except KeyboardInterrupt:  # while it was imported; each command takes care of the rest
-        return tell_interrupt(f"vqclip {name}")
+        return print_interrupt(f"vqclip {name}")
     return status
 
 

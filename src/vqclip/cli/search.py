@@ -24,7 +24,7 @@ from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
 from vqclip.io.files import read_bounded, write_text
-from vqclip.runlog.console import put, tell_error, tell_interrupt, unfailing_streams
+from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _build(options) if options.command == "build" else _query(options)
     except (VqclipError, OSError) as error:
-        tell_error("vqclip search", error, masked)
+        print_error("vqclip search", error, masked)
         return 2
     except KeyboardInterrupt:
-        return tell_interrupt("vqclip search")
+        return print_interrupt("vqclip search")
     return 0
 
 
@@ -174,7 +174,7 @@ def _query(options: argparse.Namespace) -> None:
     asked = options.text if options.text is not None else options.image.name
     hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
     lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
-    put("\n".join(lines))
+    print_output("\n".join(lines))
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
         _write(options.html, page(str(asked), _hits(index, found, options.images), notes))

@@ -16,7 +16,7 @@ from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.nn.precision import Precision
-from vqclip.runlog.console import log_to_stderr, tell_error, tell_interrupt, unfailing_streams
+from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, unfailing_streams
 from vqclip.tokenize_dataset.job import Done, Options, tokenize
 
 __all__ = ["command_line", "main"]
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
     except KeyboardInterrupt:
-        return tell_interrupt("vqclip tokenize", "the same command goes on")
+        return print_interrupt("vqclip tokenize", "the same command goes on")
     print(_told(done, options.out), flush=True)
     return 0
 
@@ -161,5 +161,5 @@ def _told(done: Done, out: Path) -> str:
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    tell_error("vqclip tokenize", error, masked)
+    print_error("vqclip tokenize", error, masked)
     return status

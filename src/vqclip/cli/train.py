@@ -14,7 +14,7 @@ from vqclip import dist
 from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.data import masked
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.runlog.console import log_to_stderr, put, tell_error, tell_interrupt, unfailing_streams
+from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, print_output, unfailing_streams
 from vqclip.train import TrainConfig, run
 from vqclip.train.summary import render
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log_to_stderr(masked)
     try:
         if options.json_schema:
-            put(json.dumps(json_schema(TrainConfig), indent=2))
+            print_output(json.dumps(json_schema(TrainConfig), indent=2))
             return 0
         config = load_config(TrainConfig, options.config, options.overrides)
     except ConfigError as error:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     try:
         if options.print_config:
-            put(to_yaml(config).removesuffix("\n"))
+            print_output(to_yaml(config).removesuffix("\n"))
             return 0
         summary = run(config)
     except VqclipError as error:
@@ -81,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a folder that may not be written to
         return _fail(error, 1)
     except KeyboardInterrupt:  # the first one is a `StopSignals` flag
-        return tell_interrupt("vqclip.train", "what is not in a checkpoint is not kept")
+        return print_interrupt("vqclip.train", "what is not in a checkpoint is not kept")
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    tell_error("vqclip.train", error, masked)
+    print_error("vqclip.train", error, masked)
     return status

@@ -58,7 +58,7 @@ def _index_for_a_while(left: list[Shard]) -> bool:
     """Takes shards off the end for some seconds, at least one; whether there are more."""
     end = time.monotonic() + _ROUND_S
     while left:
-        progress.point()
+        progress.heartbeat()
         load_index(left.pop())
         if time.monotonic() >= end:
             break

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from vqclip import dist
 from vqclip.errors import DataError, StorageError
 from vqclip.process.signals import ignore_stop_signals
-from vqclip.process.stacks import answer_requests
+from vqclip.process.stacks import dump_stacks_on_request
 
 __all__ = ["named_deaths", "ordered_map"]
 
@@ -179,7 +179,7 @@ def _prepare_worker(worker: int) -> None:
     _end_with_parent()
     torch.set_num_threads(1)
     ignore_stop_signals()
-    answer_requests()
+    dump_stacks_on_request()
 
 
 def _end_with_parent() -> None:

@@ -20,8 +20,8 @@ from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.suite import (
-    Attempt,
     EvaluationConfig,
+    EvaluationOutcome,
     Evaluations,
     evaluate,
     prepare,
@@ -33,12 +33,12 @@ from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [
     "MODES",
-    "Attempt",
     "CaptionedData",
     "CaptionsData",
     "ClassesData",
     "CodeUsage",
     "EvaluationConfig",
+    "EvaluationOutcome",
     "Evaluations",
     "ImageFolderData",
     "LabelledData",

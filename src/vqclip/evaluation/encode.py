@@ -91,7 +91,7 @@ class Encoder:
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
         with self.share.together(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
-                progress.point()
+                progress.heartbeat()
                 out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
                 parts["continuous"].append(continuous)
                 parts["quantized"].append(out.embedding)
@@ -101,7 +101,7 @@ class Encoder:
                 save_ids(path, torch.cat(ids), sizes)
                 # The same batches again, so that both paths run the same kernels and are equal to the last bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
-                    progress.point()
+                    progress.heartbeat()
                     parts["codes_only"].append(tokenizer.embed(batch.to(device, torch.int64)))
         dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
         empty = torch.empty(0, tokenizer.embed_dim, dtype=dtype, device=device)

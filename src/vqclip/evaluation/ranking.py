@@ -46,7 +46,7 @@ def hit_rates(
     hits = torch.zeros(len(ks), dtype=torch.float64)
     rows = max(1, BLOCK // max(1, len(candidates)))
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
-        progress.point()
+        progress.heartbeat()
         scores = part @ candidates.T
         right = right_group[:, None] == group[None, :]
         best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)

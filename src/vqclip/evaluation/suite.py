@@ -66,7 +66,7 @@ def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> N
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class EvaluationOutcome:
     """What came of several evaluations."""
 
     results: list[Result]
@@ -106,10 +106,10 @@ def evaluate(
         DataError: data that cannot be used; the message names file and sample.
         NonFiniteError: the model gives NaN or infinite embeddings.
     """
-    attempt = try_all(model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder)
-    if attempt.failure is not None:
-        raise attempt.failure
-    return attempt.results
+    outcome = try_all(model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder)
+    if outcome.failure is not None:
+        raise outcome.failure
+    return outcome.results
 
 
 def try_all(
@@ -119,7 +119,7 @@ def try_all(
     precision: Precision = "fp32",
     distributed: bool = True,
     codes_folder: str | Path | None = None,
-) -> Attempt:
+) -> EvaluationOutcome:
     """`evaluate`, in which a task that fails takes nothing from the others: its error is returned beside their results.
 
     An error that is no `VqclipError` is raised at once.
@@ -137,7 +137,7 @@ def try_all(
             except VqclipError as error:
                 share.require_all_here(error)
                 failures.append((task.name, error))
-    return Attempt(results, _joined(failures))
+    return EvaluationOutcome(results, _joined(failures))
 
 
 def _joined(failures: Sequence[tuple[str, VqclipError]]) -> VqclipError | None:

@@ -1,7 +1,7 @@
 """Points in long work at which it shows that it goes on, and at which it can be left.
 
     for batch in batches:
-        progress.point()
+        progress.heartbeat()
         ...
 
 A point stands where an error on one rank is raised on all of them, as a listener may raise one.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 _listeners: list[Callable[[], object]] = []
 
 
-def point() -> None:
+def heartbeat() -> None:
     """Tell whoever listens that the work has come this far.
 
     Raises:
@@ -26,8 +26,8 @@ def point() -> None:
 
 
 @contextlib.contextmanager
-def heard_by(listener: Callable[[], object]) -> Iterator[None]:
-    """Within the block, `point` calls ``listener``."""
+def report_to(listener: Callable[[], object]) -> Iterator[None]:
+    """Within the block, `heartbeat` calls ``listener``."""
     _listeners.append(listener)
     try:
         yield

@@ -50,7 +50,7 @@ class StopSignals:
         """That of the first signal that has come, such as ``"SIGTERM"``; None before."""
         return None if self._received is None else self._received.name
 
-    def require_going_on(self) -> None:
+    def raise_if_requested(self) -> None:
         """Leave what is going on if a signal has come to this process.
 
         Raises:

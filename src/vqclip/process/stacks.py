@@ -66,7 +66,7 @@ class StackFile:
             self.path.parent.rmdir()
 
 
-def answer_requests() -> None:
+def dump_stacks_on_request() -> None:
     """In a helper process: write the stacks of all threads whenever `StackFile.dump` of the parent asks for them.
 
     A helper that was not forked writes them to stderr.

@@ -9,7 +9,7 @@ from typing import Any
 
 from vqclip import dist
 from vqclip.data import TrainData
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 from vqclip.towers import CaptionLengths
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class BadSamples:
         lines: where to write them down; None on all ranks but one.
     """
 
-    def __init__(self, data: TrainData, before: Mapping[str, Mapping[str, int]], lines: Lines | None):
+    def __init__(self, data: TrainData, before: Mapping[str, Mapping[str, int]], lines: JsonLines | None):
         self.counts = Counter(before.get("replaced", {}))
         """Kind → how often such a sample was replaced, as of the last `collect`."""
         self.lengths = CaptionLengths({int(length): n for length, n in before.get("caption_lengths", {}).items()})

@@ -10,14 +10,14 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from vqclip.runlog.console import note
+from vqclip.runlog.console import log_to_file
 
 logger = logging.getLogger(__name__)
 
 _BETWEEN_LINES_S = 5.0
 
 
-class Bar:
+class ProgressBar:
     """A tqdm bar over the steps of a run, with loss, images a second and data wait; or over samples.
 
     Where stderr is no terminal it is log lines instead, the first and last always, others some seconds apart; with a
@@ -47,7 +47,7 @@ class Bar:
             smoothing=0.05,
         )
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class Bar:
             if counted := self._done - self._done_before:
                 left = (now - self._since) * (self._total - self._done) / counted
                 line.append(f"left {tqdm.format_interval(left)}")
-            (note if self._on_terminal else logger.info)(" ".join(line))
+            (log_to_file if self._on_terminal else logger.info)(" ".join(line))
 
     def _shown(self) -> dict[str, str]:
         shown, figures = {}, self._figures

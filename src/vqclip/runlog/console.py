@@ -73,7 +73,7 @@ class _Unfailing:
 
 @contextlib.contextmanager
 def unfailing_streams() -> Iterator[None]:
-    """Within the block, also used as a decorator, no write to stdout or stderr fails; products are `put` instead.
+    """Ignore failing writes to stdout and stderr within the block; also a decorator. See `print_output` for results.
 
     A closed pipe, a full disk or a dead terminal silences the stream; characters that it cannot encode are escaped. A
     stream that was closed when the process started is the null device, lest the next file that is opened takes its
@@ -96,7 +96,7 @@ def unfailing_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def put(text: str) -> None:
+def print_output(text: str) -> None:
     """Print a command's product, such as a table, to stdout. A reader who has left, as `head` does, is no error.
 
     Raises:
@@ -175,7 +175,7 @@ class LogFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, (VqclipError, OSError)):
-            note(_told(error), logging.ERROR)
+            log_to_file(_told(error), logging.ERROR)
         elif error is not None:
             _said.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
         for logger in (logging.getLogger(), _said):
@@ -184,15 +184,15 @@ class LogFile:
             self._handler.close()
 
 
-def note(text: str, level: int = logging.INFO) -> None:
+def log_to_file(text: str, level: int = logging.INFO) -> None:
     """Write into the `LogFile` alone, if there is one: for what the screen gets in another form."""
     _said.log(level, "%s", text)
 
 
-def say(text: str) -> None:
+def print_and_log(text: str) -> None:
     """Print to stdout, and into the `LogFile` if there is one."""
     print(text, flush=True)
-    note(text)
+    log_to_file(text)
 
 
 def _told(error: Exception) -> str:
@@ -202,14 +202,14 @@ def _told(error: Exception) -> str:
     return str(error)
 
 
-def tell_error(program: str, error: Exception, mask: Callable[[str], str]) -> None:
+def print_error(program: str, error: Exception, mask: Callable[[str], str]) -> None:
     """Write the error that ends a command, with its rank where there are several; ``mask`` as above."""
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
     text = printable(mask(_told(error)))
     print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
 
 
-def tell_interrupt(program: str, left: str = "") -> int:
+def print_interrupt(program: str, left: str = "") -> int:
     """Write that Ctrl-C ended a command, and what is ``left`` of it; returns its exit status."""
     print(f"{program}: interrupted{left and '; '}{left}", file=sys.stderr)
     return 130

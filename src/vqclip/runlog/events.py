@@ -6,7 +6,7 @@ import logging
 
 from vqclip import dist
 from vqclip.data import Batch
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ class Events:
         lines: where to; None on all ranks but one.
     """
 
-    def __init__(self, lines: Lines | None):
+    def __init__(self, lines: JsonLines | None):
         self._lines = lines
 
     def note(self, kind: str, reason: str, applied: bool, batch: Batch) -> None:

@@ -17,7 +17,7 @@ from vqclip.io.files import named
 logger = logging.getLogger(__name__)
 
 
-class Lines:
+class JsonLines:
     """Appends to one such file; for one process only, the caller decides which.
 
     On resume, what a killed run wrote about steps after ``start_step`` is dropped, so no step stands there twice. A

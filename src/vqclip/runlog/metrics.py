@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from vqclip.errors import DataError
-from vqclip.runlog.lines import Lines, parsed, spelt
+from vqclip.runlog.lines import JsonLines, parsed, spelt
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ Value = float | int | bool | str | Tensor | None
 class MetricsLog:
     """Writes the metrics of a run; for one process only, the caller decides which.
 
-    What a killed run wrote about later steps is dropped on resume (`Lines`). What the file says already about
+    What a killed run wrote about later steps is dropped on resume (`JsonLines`). What the file says already about
     ``start_step`` itself, such as the final evaluation of a finished run that is evaluated again, is not written a
     second time.
 
@@ -37,7 +37,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
-        self._lines = Lines(Path(folder) / _FILE, start_step)
+        self._lines = JsonLines(Path(folder) / _FILE, start_step)
         self.path = self._lines.path
         self.recorded = self._lines.recorded
         """What the file says about ``start_step`` itself, all its lines in one."""

@@ -14,7 +14,7 @@ from vqclip.data import TrainData
 from vqclip.runlog.bad_samples import BadSamples
 from vqclip.runlog.best import PREFIX, Best
 from vqclip.runlog.events import Events
-from vqclip.runlog.lines import Lines
+from vqclip.runlog.lines import JsonLines
 from vqclip.runlog.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Records:
         writes = dist.is_main()
         self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
         """None on all ranks but one."""
-        self._files = [Lines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
+        self._files = [JsonLines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
         bad, events = self._files or (None, None)
         self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
 
@@ -90,7 +90,7 @@ class Records:
                     stack.callback(_close, file)
 
 
-def _close(file: MetricsLog | Lines) -> None:
+def _close(file: MetricsLog | JsonLines) -> None:
     """Close a file; what goes wrong is logged too, as one error alone can be raised."""
     try:
         file.close()

@@ -23,7 +23,7 @@ def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) ->
     for shard, part in enumerate(_parts(samples, shard_size)):
         with _Tar(folder / f"{shard:05d}.tar") as tar:
             for number, sample in enumerate(part):
-                progress.point()
+                progress.heartbeat()
                 key = f"{shard:05d}{number:04d}"
                 assert sample.caption is not None
                 tar.add(f"{key}.jpg", jpeg(sample))
@@ -44,7 +44,7 @@ def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[st
     for part in _parts(samples, shard_size):
         with _Tar(folder / "test" / f"{shards}.tar") as tar:
             for number, sample in enumerate(part):
-                progress.point()
+                progress.heartbeat()
                 key = f"s{shards * shard_size + number:07d}"
                 assert sample.label is not None
                 tar.add(f"{key}.jpg", jpeg(sample))

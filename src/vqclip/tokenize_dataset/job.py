@@ -24,7 +24,7 @@ from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.sealed import read_json
 from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
-from vqclip.runlog.bar import Bar
+from vqclip.runlog.bar import ProgressBar
 from vqclip.tokenize_dataset.batches import DecodedBatch, ShardBatches
 from vqclip.tokenize_dataset.encode import Collected, Encoders
 from vqclip.tokenize_dataset.folder import TokenFolder, require_few_bad
@@ -135,7 +135,7 @@ def _tokenize(
     bad = sum(sum(facts.bad.values()) for facts in there.values())
     start, seen = time.monotonic(), 0
     samples, done = sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there)
-    with named_deaths("tokenize"), Bar(samples, done, visible, "tokenize", "sample") as bar:
+    with named_deaths("tokenize"), ProgressBar(samples, done, visible, "tokenize", "sample") as bar:
         for shard, parts in _by_shard(batches, options):
             collected = Collected(encoders)
             for batch in parts:

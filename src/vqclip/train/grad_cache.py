@@ -61,7 +61,7 @@ class _Side:
         return TokenizerOutput(embedding, self._no_ids, dataclasses.replace(self._stats, sums=sums))
 
 
-def hand_on(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> None:
+def backward_from_cached_grads(out: CLIPOutput, whole: CLIPOutput, rows: slice) -> None:
     """Backward from the outputs of one micro-batch, as the loss's backward would have reached them.
 
     Args:

@@ -11,13 +11,13 @@ from vqclip import dist
 from vqclip.data import Batch, TrainData
 from vqclip.data.workers import named_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
-from vqclip.evaluation import Attempt, format_line, format_results, try_all
+from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
 from vqclip.process.lock import RunLock
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
-from vqclip.runlog.bar import Bar
+from vqclip.runlog.bar import ProgressBar
 from vqclip.runlog.clock import Clock
-from vqclip.runlog.console import say
+from vqclip.runlog.console import print_and_log
 from vqclip.runlog.records import Records
 from vqclip.train.collapse import mean_cosine
 from vqclip.train.config import TrainConfig
@@ -57,23 +57,23 @@ class Loop:
             self.records.bad.write_own()
             raise
 
-    def evaluate(self, done: int) -> Attempt:
+    def evaluate(self, done: int) -> EvaluationOutcome:
         """Evaluate after ``done`` steps, all ranks together; what succeeds is recorded."""
-        self.step.agree()
-        attempt = try_all(self.step.model, self.config.evaluation, precision=self.config.train.precision)
-        figures = {key: value for result in attempt.results for key, value in result.scalars().items()}
+        self.step.broadcast_local_codebooks()
+        outcome = try_all(self.step.model, self.config.evaluation, precision=self.config.train.precision)
+        figures = {key: value for result in outcome.results for key, value in result.scalars().items()}
         self.records.evaluated(done, figures)
         if done < self.config.train.steps:  # of the last one, a table is printed
-            for result in attempt.results:
+            for result in outcome.results:
                 logger.info("step %d: %s", done, format_line(result))
-        return attempt
+        return outcome
 
     def _run(self, start: int) -> int:
         settings, done = self.config.train, start
         self._make_up_for_an_evaluation(start)
         with (
             named_deaths(),
-            Bar(settings.steps, start, self.records.metrics is not None, self.config.run.name) as bar,
+            ProgressBar(settings.steps, start, self.records.metrics is not None, self.config.run.name) as bar,
         ):
             self.watchdog.at(start, "waiting for the next batch", patient=True)
             for batch in self.clock.timed(self._batches(start)):
@@ -179,7 +179,7 @@ class Loop:
         self.lock.take()
         self.records.bad.collect()  # a checkpoint vouches for all steps before it
         self.records.flush()
-        self.step.agree()
+        self.step.broadcast_local_codebooks()
         self.snapshots.save(done, self.records.bad.saved(), self.records.best)
 
     def _evaluate_between(self, done: int, saved: bool) -> bool:
@@ -204,10 +204,10 @@ class Loop:
             require_success(self.evaluate(start))
 
 
-def require_success(attempt: Attempt) -> None:
+def require_success(outcome: EvaluationOutcome) -> None:
     """Raise what failed in an evaluation, under the table of what did not."""
-    if attempt.failure is None:
+    if outcome.failure is None:
         return
-    if attempt.results and dist.is_main():
-        say(format_results(attempt.results))
-    raise attempt.failure
+    if outcome.results and dist.is_main():
+        print_and_log(format_results(outcome.results))
+    raise outcome.failure

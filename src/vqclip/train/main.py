@@ -22,14 +22,14 @@ from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
-from vqclip.runlog.console import LogFile, note, say
+from vqclip.runlog.console import LogFile, log_to_file, print_and_log
 from vqclip.runlog.records import Records
 from vqclip.runlog.stopped import remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.config import TrainConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.loop import Loop, require_success
-from vqclip.train.resume import Kept, Resumed, Snapshots
+from vqclip.train.resume import Resumed, RetentionPolicy, Snapshots
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import RunSummary, caption_facts, render, summarise
 
@@ -53,7 +53,7 @@ def run(config: TrainConfig) -> RunSummary | None:
     with (
         LogFile(config.run.path, masked) as log,
         StopSignals(notice=dist.is_main()) as stop,
-        progress.heard_by(stop.require_going_on),
+        progress.report_to(stop.raise_if_requested),
     ):
         try:
             with RunLock(config.run.path) as lock:
@@ -74,11 +74,11 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
 
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
-    _require_going_on(stop)
+    _leave_if_any_requested(stop)
     data = config.data.build(
         model.image.tower.image_size, model.text.preprocess.with_lengths, config.train.batch_size, config.run.seed
     )
-    _require_going_on(stop)
+    _leave_if_any_requested(stop)
     prepare(config.evaluation)  # so that a wrong path is found now, not at the end
     step = TrainStep(
         model,
@@ -96,13 +96,13 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
         folder / "checkpoints",
         identity,
         step,
-        Kept(config.train.keep_checkpoints, config.train.keep_every),
+        RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every),
         config.run.resume_allow,
         config.train.save_in_background,
     )
     resumed = _resume(config, snapshots)
     start = resumed.step
-    _require_going_on(stop)
+    _leave_if_any_requested(stop)
     if dist.is_main():
         write_text(folder / "config.yaml", to_yaml(config, masked))  # whoever is shown a run need not read its data
         remove_stopped(folder)
@@ -110,7 +110,7 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
     with (
         snapshots,
         Watchdog(folder / "stacks", config.run.step_timeout_s, config.run.timeout_s) as watchdog,
-        progress.heard_by(watchdog.beat),
+        progress.report_to(watchdog.beat),
         Records(folder, start, data, resumed.counts, config.train.keep_best, resumed.best) as records,
     ):
         loop = Loop(config, data, step, lock, snapshots, records, stop, watchdog)
@@ -120,12 +120,12 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
         watchdog.at(done, "evaluating", patient=True)
         if dist.is_main():  # before the evaluation, so that one that fails costs nothing
             export_tokenizer(model, folder / "tokenizer")
-        attempt = loop.evaluate(done)
+        outcome = loop.evaluate(done)
         best = dist.broadcast_json(records.best)
-        exported = best["step"] if config.train.export == "best" and best and attempt.failure is None else done
+        exported = best["step"] if config.train.export == "best" and best and outcome.failure is None else done
         if exported != done:
             snapshots.load_model(exported)
-            attempt = try_all(model, config.evaluation, precision=config.train.precision)
+            outcome = try_all(model, config.evaluation, precision=config.train.precision)
             if dist.is_main():
                 export_tokenizer(model, folder / "tokenizer")
 
@@ -135,15 +135,15 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
     paths = {"folder": folder, "checkpoint": snapshots.path(exported), "tokenizer": folder / "tokenizer"}
     coverage = data.coverage(done)
     replaced = records.bad.counts.total()
-    summary = summarise(config.run.name, model, coverage, replaced, speed, processes, attempt.results, paths)
+    summary = summarise(config.run.name, model, coverage, replaced, speed, processes, outcome.results, paths)
     captions = caption_facts(records.bad.lengths, model.text.num_tokens)
     health = step.guards.collapse.health() if step.guards.collapse else {}
     summary = dataclasses.replace(summary, step=exported, best=best, captions=captions, health=health)
-    if dist.is_main() and (attempt.results or attempt.failure is None):  # else what stands there knows more
+    if dist.is_main() and (outcome.results or outcome.failure is None):  # else what stands there knows more
         write_summary(summary, config)
-    require_success(attempt)
+    require_success(outcome)
     if dist.is_main():
-        note(render(summary))
+        log_to_file(render(summary))
     return summary
 
 
@@ -159,7 +159,7 @@ def _require_same_data(fingerprint: dict[str, Any]) -> None:
         )
 
 
-def _require_going_on(stop: StopSignals) -> None:
+def _leave_if_any_requested(stop: StopSignals) -> None:
     """Leave, on every rank, if a signal has come to one of them."""
     if dist.any_rank(stop.requested):
         raise StopRequested
@@ -171,7 +171,7 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
     if dist.is_main():
         done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
         gone = "torchrun is gone; " if dist.launcher_is_gone() else ""
-        say(f"{gone}stopped after step {done} of {config.train.steps}; the same command goes on from there")
+        print_and_log(f"{gone}stopped after step {done} of {config.train.steps}; the same command goes on from there")
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> Resumed:

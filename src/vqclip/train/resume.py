@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Kept:
+class RetentionPolicy:
     """Which checkpoints of a run stay."""
 
     newest: int
@@ -97,7 +97,7 @@ class Snapshots:
         folder: Path,
         identity: Mapping[str, Any],
         step: TrainStep,
-        kept: Kept,
+        kept: RetentionPolicy,
         allow: Sequence[str] = (),
         in_background: bool = True,
     ):

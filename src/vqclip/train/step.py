@@ -25,7 +25,7 @@ from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
-from vqclip.train.grad_cache import drift, drifting_module, hand_on, joined
+from vqclip.train.grad_cache import backward_from_cached_grads, drift, drifting_module, joined
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
 
@@ -125,7 +125,7 @@ class TrainStep:
         set_lr(self.optimizer, lr)
 
         self.optimizer.zero_grad(set_to_none=True)
-        share = _Share.of(batch, self.model, self.loss.positives)
+        share = _RankBatch.of(batch, self.model, self.loss.positives)
         differentiate = self._in_one_pass if self.micro_batches == 1 else self._in_two_passes
         terms, stats, scale, embedded = differentiate(share, step)
         self.scaler.unscale_(self.optimizer)
@@ -149,7 +149,7 @@ class TrainStep:
         if self.guards.collapse:
             self.guards.collapse.count(stats)
 
-    def agree(self) -> None:
+    def broadcast_local_codebooks(self) -> None:
         """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
 
         A collective, where there are such.
@@ -170,10 +170,10 @@ class TrainStep:
                 f"{self.skipped} skipped steps; use train.precision: bf16 or fp32"
             )
 
-    def _in_one_pass(self, share: _Share, step: int) -> _Differentiated:
+    def _in_one_pass(self, share: _RankBatch, step: int) -> _Differentiated:
         return self._backward(self._forward(share, step, 0), share)
 
-    def _in_two_passes(self, share: _Share, step: int) -> _Differentiated:
+    def _in_two_passes(self, share: _RankBatch, step: int) -> _Differentiated:
         bounds = [len(share) * number // self.micro_batches for number in range(self.micro_batches + 1)]
         rows = [slice(*ends) for ends in itertools.pairwise(bounds)]
         parts = [share.part(each) for each in rows]
@@ -185,21 +185,21 @@ class TrainStep:
             with nullcontext() if last else dist.no_sync(self.parallel):
                 out = self._forward(part, step, number)
                 with dist.named_errors("averaging the gradients"):
-                    hand_on(out, whole, rows[number])
+                    backward_from_cached_grads(out, whole, rows[number])
             if not self._replays:
                 drifts.append(drift(out, whole, rows[number]))
         if not self._replays:
             self._require_replay(drifts, parts, step)
         return differentiated
 
-    def _looked_at(self, parts: list[_Share], step: int) -> Iterator[CLIPOutput]:
+    def _looked_at(self, parts: list[_RankBatch], step: int) -> Iterator[CLIPOutput]:
         """The first pass."""
         for number, part in enumerate(parts):
             with torch.no_grad():
                 out = self._forward(part, step, number)
             yield out
 
-    def _forward(self, share: _Share, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
+    def _forward(self, share: _RankBatch, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), micro_batch))
         if self.compiled:  # captions differ in length: a graph for any
@@ -207,7 +207,7 @@ class TrainStep:
         with autocast(self.device, self.precision):
             return (model or self.parallel)(share.images, share.tokens)
 
-    def _backward(self, out: CLIPOutput, share: _Share) -> _Differentiated:
+    def _backward(self, out: CLIPOutput, share: _RankBatch) -> _Differentiated:
         """From outputs to losses over the global batch and back."""
         embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
         sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
@@ -221,7 +221,7 @@ class TrainStep:
             {name: term.detach() for name, term in terms.items()}, stats, out.scale.detach(), embedded.detach()
         )
 
-    def _require_replay(self, drifts: list[float], parts: list[_Share], step: int) -> None:
+    def _require_replay(self, drifts: list[float], parts: list[_RankBatch], step: int) -> None:
         """Look once, on every rank, whether the second pass repeated the first."""
         half = self.precision in AUTOCAST_DTYPES
         worst = max(range(len(parts)), key=drifts.__getitem__)
@@ -266,7 +266,7 @@ class _Differentiated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankBatch:
     """This rank's part of the global batch, on its device."""
 
     images: Tensor
@@ -275,7 +275,7 @@ class _Share:
     keys: Tensor | None
 
     @staticmethod
-    def of(batch: Batch, model: CLIP, positives: Positives | None) -> _Share:
+    def of(batch: Batch, model: CLIP, positives: Positives | None) -> _RankBatch:
         device = model.logit_scale.device
         images, tokens, places, sample_ids = (
             tensor.to(device, non_blocking=True)
@@ -283,13 +283,13 @@ class _Share:
         )
         keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
         needed = model.text.needed_tokens(batch.texts)
-        return _Share(images, tokens[:, :needed], Order(places, batch.global_size), keys)
+        return _RankBatch(images, tokens[:, :needed], Order(places, batch.global_size), keys)
 
-    def part(self, rows: slice) -> _Share:
+    def part(self, rows: slice) -> _RankBatch:
         """Some of its samples."""
         keys = None if self.keys is None else self.keys[rows]
         order = Order(self.order.places[rows], self.order.size)
-        return _Share(self.images[rows], self.tokens[rows], order, keys)
+        return _RankBatch(self.images[rows], self.tokens[rows], order, keys)
 
     def __len__(self) -> int:
         return len(self.images)
