@@ -24,6 +24,7 @@ from vqclip.evaluation import (
     format_results,
     write_json,
 )
+from vqclip.io.json_files import problem_message
 from vqclip.model import CLIP
 from vqclip.runlog.console import print_output, unfailing_streams
 from vqclip.tokenizer.pretrained import CONFIG_FILE
@@ -141,7 +142,7 @@ def _device(name: str) -> torch.device:
 def _problem(error: ErrorDetails) -> str:
     key, *inner = error["loc"] or ("",)
     place = _OPTIONS.get(str(key), f"--{key}".replace("_", "-")) + "".join(f"[{part}]" for part in inner)
-    return f"{place}: got {error['input']!r}; {error['msg'].removeprefix('Value error, ')}"
+    return f"{place}: {problem_message(error)}"
 
 
 def _fail(message: str) -> int:

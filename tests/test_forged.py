@@ -18,7 +18,8 @@ import vqclip
 from tests.models import BUSY_VQ, FSQ, tiny_model
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
 from vqclip.train.guards import GuardConfig
@@ -59,8 +60,8 @@ def snapshots(folder: Path, step: TrainStep) -> Snapshots:
 def resealed(folder: Path) -> None:
     """Give a changed checkpoint the hashes that fit."""
     config = json.loads((folder / "model/config.json").read_text())
-    config["weights"] = facts_of(folder / "model/model.safetensors")._asdict()
-    (folder / "model/config.json").write_bytes(seal({k: v for k, v in config.items() if k != "sha256"}))
+    config["weights"] = digest_file(folder / "model/model.safetensors").model_dump()
+    (folder / "model/config.json").write_bytes(add_checksum({k: v for k, v in config.items() if k != "sha256"}))
     manifest.write_manifest(folder, int(folder.name.removeprefix("step-")))
 
 

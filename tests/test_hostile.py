@@ -27,7 +27,8 @@ from tests.data.making import caption_members, class_folder, encode, pixels, wri
 from tests.models import tiny_model
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.towers import TimmTowerConfig
 
@@ -272,8 +273,8 @@ def resealed(folder: Path) -> None:
     """Hashes are no signature: who changes the weights can give theirs."""
     config = json.loads((folder / "config.json").read_text())
     del config["sha256"]
-    config["weights"] = facts_of(folder / "model.safetensors")._asdict()
-    (folder / "config.json").write_bytes(seal(config))
+    config["weights"] = digest_file(folder / "model.safetensors").model_dump()
+    (folder / "config.json").write_bytes(add_checksum(config))
 
 
 @pytest.mark.faults

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP, ModelConfig
 
 BIAS = "image.project_out.0.bias"
@@ -120,8 +121,8 @@ def edited(change):
         config = json.loads((folder / "config.json").read_text())
         change(config)
         del config["sha256"]
-        config["weights"] = facts_of(folder / "model.safetensors")._asdict()
-        (folder / "config.json").write_bytes(seal(config))
+        config["weights"] = digest_file(folder / "model.safetensors").model_dump()
+        (folder / "config.json").write_bytes(add_checksum(config))
 
     return damage
 
@@ -162,18 +163,18 @@ def damage_old(folder):
         (damage_cut, "damaged or cut short"),
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),
-        (damage_by_hand, "config.json: does not match its own hash: the file is damaged, or was edited"),
+        (damage_by_hand, "config.json: does not match its own checksum: the file is damaged, or was edited"),
         (damage_old, "format_version is 1, which had no hashes; this vqclip reads 3. Run the training command"),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
-        (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: Extra inputs"),
+        (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
         (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),
         (
             edited(lambda c: c["image"].update(embed_dim="16")),
-            "config.json: image.embed_dim: Input should be a valid int",
+            "config.json: image.embed_dim: got .16.; Input should be a valid int",
         ),
         (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
         (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
-        (edited(lambda c: c.update(surplus=1)), "config.json: surplus: Extra inputs"),
+        (edited(lambda c: c.update(surplus=1)), "config.json: surplus: got 1; Extra inputs"),
         (edited(lambda c: c["image"]["tower"]["args"].update(pretrained_cfg={"file": "x"})), "got 'pretrained_cfg'"),
         (
             edited(lambda c: c["image"]["tower"]["args"].update(num_heads=3)),
@@ -295,7 +296,7 @@ def test_one_entry_names_both_towers():
 
 
 def contents(folder):
-    return {path.name: facts_of(path) for path in folder.iterdir()}
+    return {path.name: digest_file(path) for path in folder.iterdir()}
 
 
 def test_saving_drops_nothing_without_a_word(saved, tmp_path):

@@ -27,7 +27,8 @@ from vqclip.data.tokens import (
 from vqclip.data.tokens.layout import without_padding
 from vqclip.data.tokens.manifest import Settings, ShardFacts, TokenizerFacts, sealed_bytes
 from vqclip.errors import DataError, ShapeError
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)
@@ -70,7 +71,7 @@ def token_folder(folder: Path, storage: str = "wds", counts: tuple[int, ...] = (
         path = folder / f"{shard:05d}.{'tar' if storage == 'wds' else 'parquet'}"
         with path.open("wb") as file:
             write_shard(file, records(first, count), chosen)
-        found = facts_of(path)
+        found = digest_file(path)
         facts.append(ShardFacts(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
     manifest = Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
@@ -235,7 +236,7 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
     folder = token_folder(tmp_path / "tokens")
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"samples": 307', '"samples": 308'))
-    with pytest.raises(DataError, match="does not match its own hash"):
+    with pytest.raises(DataError, match="does not match its own checksum"):
         TokenDataset(folder)
     path.write_text(json.dumps({"format": "something"}))
     with pytest.raises(DataError, match="this vqclip reads 'vqclip tokens'"):
@@ -402,7 +403,7 @@ def test_numbers_of_a_layout_have_bounds(tmp_path: Path, change: dict[str, Any],
     path = folder / "manifest.json"
     body = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     body["settings"]["image"] |= change
-    path.write_bytes(seal(body))
+    path.write_bytes(add_checksum(body))
     with pytest.raises(DataError, match=message):
         TokenDataset(folder)
 
@@ -441,7 +442,7 @@ def edited(folder: Path, **changes: Any) -> Path:
     path = folder / "manifest.json"
     body = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     body["shards"][0] |= changes
-    path.write_bytes(seal(body))
+    path.write_bytes(add_checksum(body))
     return folder
 
 
@@ -465,7 +466,7 @@ def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
     os.mkfifo(path)
     with pytest.raises(DataError, match="not a regular file"):
         TokenDataset(path.parent, verify)
-    for read in (facts_of, lambda path: open_shard(path, settings())):
+    for read in (digest_file, lambda path: open_shard(path, settings())):
         with pytest.raises((OSError, DataError), match="not a regular file"):
             read(path)
 

@@ -20,7 +20,8 @@ from vqclip.cli.export import main
 from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.tokenizer.fingerprint import fingerprint
 
@@ -151,7 +152,7 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
 
     def forge(part, **change):
         parts = {**body["parts"], part: {**body["parts"][part], **change}}
-        (folder / "export.json").write_bytes(seal({**body, "parts": parts}))
+        (folder / "export.json").write_bytes(add_checksum({**body, "parts": parts}))
 
     for inputs in ({}, [], {"ids": {}}, {"ids": {"dtype": "int64", "shape": "no"}}):
         forge("decode", inputs=inputs)
@@ -167,7 +168,7 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
         OnnxTokenizer(folder)
     body["codebook_sizes"] = [64]
     (folder / "decode.onnx").write_bytes(b"no graph")
-    forge("decode", file=facts_of(folder / "decode.onnx")._asdict())
+    forge("decode", file=digest_file(folder / "decode.onnx").model_dump())
     with pytest.raises(CheckpointError, match=r"decode.onnx: onnxruntime cannot load it"):
         OnnxTokenizer(folder)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vqclip.io.tensors import checksums, nonfinite
+from vqclip.io.tensors import checksums, nonfinite_names
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_tensors_that_are_not_finite_are_named(value):
         "d": torch.zeros(0),
         "e": torch.tensor(1e300, dtype=torch.float64),
     }
-    assert nonfinite(tensors) == []
+    assert nonfinite_names(tensors) == []
     tensors["b"][1] = value
-    assert nonfinite(tensors) == ["b"]
+    assert nonfinite_names(tensors) == ["b"]

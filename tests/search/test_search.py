@@ -18,7 +18,7 @@ from tests.models import FSQ, PRODUCT, RESIDUAL, tiny_model
 from vqclip.cli.search import build, main
 from vqclip.data.pictures import PictureFolder, open_pictures
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
-from vqclip.io import files
+from vqclip.io.atomic import write_text
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
 from vqclip.search.index import _VERSIONS
 from vqclip.search.page import Hit, page
@@ -269,7 +269,7 @@ class TestFiles:
         from safetensors.torch import save_file
 
         monkeypatch.setattr(
-            "vqclip.search.index.save_file", lambda tensors, path: save_file({**tensors, **change}, path)
+            "vqclip.search.index.save_tensors", lambda tensors, path: save_file({**tensors, **change}, path)
         )
         self.saved(tmp_path / "index")
         with pytest.raises(CheckpointError, match=message):
@@ -303,7 +303,7 @@ class TestFiles:
 
     def test_other_folders_are_left_alone(self, tmp_path):
         (tmp_path / "thesis.tex").write_text("")
-        with pytest.raises(ConfigError, match="holds no index.json but thesis.tex"):
+        with pytest.raises(ConfigError, match="contains no index.json but thesis.tex"):
             self.saved(tmp_path)
         self.saved(tmp_path / "index")
         self.saved(tmp_path / "index")
@@ -461,7 +461,7 @@ def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):
     name = os.fsdecode(b"caf\xe9\x1b[2J\n")
     text = page(name, [Hit(name, 0.5)], name)
     assert text.count(r"caf\udce9\x1b[2J\n") == 4
-    files.write_text(tmp_path / "page.html", text)
+    write_text(tmp_path / "page.html", text)
 
 
 CHROMIUM = next(

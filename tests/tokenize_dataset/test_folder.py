@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.test_tokens import records, settings
 from vqclip.errors import ConfigError
-from vqclip.io.aside import clear, put
+from vqclip.io.atomic import remove_leftovers, write_file
 from vqclip.tokenize_dataset.folder import TokenFolder
 
 
@@ -85,12 +85,12 @@ def test_what_is_being_written_is_not_cleared(tmp_path: Path) -> None:
     replace = os.replace
 
     def late(aside: Path, path: Path) -> None:
-        clear(tmp_path)
+        remove_leftovers(tmp_path)
         replace(aside, path)
 
     with mock.patch("os.replace", late):
-        put(tmp_path / "file", lambda file: file.write(b"all"))
+        write_file(tmp_path / "file", lambda file: file.write(b"all"))
     assert (tmp_path / "file").read_bytes() == b"all"
     (tmp_path / ".tmp-left-over").touch()
-    clear(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -23,7 +23,8 @@ class Hub:
 
     def __init__(self, monkeypatch):
         self.files, self.calls = {}, []
-        monkeypatch.setattr("huggingface_hub.HfApi", lambda: self)
+        # A class, for transformers annotates with `HfApi | None` while it is imported.
+        monkeypatch.setattr("huggingface_hub.HfApi", type("HfApi", (), {"__new__": lambda cls: self}))
 
     def create_repo(self, name, **options):
         self.calls.append(("repo", name, options))

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError, OtherRunError
-from vqclip.io.files import REPLACED, TEMPORARY, replace_folder, restore_folder, sync_folder
+from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder, restore_folder
+from vqclip.io.files import sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -6,27 +6,23 @@ import stat
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.io.sealed import Facts, Strict, facts_of, read_versioned, require_facts, seal, validated
+from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
 
 MANIFEST = "manifest.json"
 VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
 
 
-class _File(Strict):
-    size: int
-    sha256: str
-
-
 class _Manifest(Strict):
     step: int
-    files: dict[str, _File]
+    files: dict[str, FileDigest]
 
 
 def write_manifest(folder: Path, step: int) -> None:
     """Describe every file now in ``folder`` in its ``manifest.json``."""
-    files = {name: facts_of(path)._asdict() for name, path in _files(folder).items()}
+    files = {name: digest_file(path).model_dump() for name, path in _files(folder).items()}
     body = {**VERSIONS, "step": step, "files": files}
-    (folder / MANIFEST).write_bytes(seal(body))
+    (folder / MANIFEST).write_bytes(add_checksum(body))
 
 
 def verify(folder: Path) -> int:
@@ -46,19 +42,19 @@ def verify(folder: Path) -> int:
             f"{folder}: missing files: {missing or 'none'}; files not in {MANIFEST}: {added or 'none'}"
         )
     for name, facts in expected.items():
-        require_facts(found[name], facts, MANIFEST)
+        verify_file(found[name], facts, MANIFEST)
     return step
 
 
-def _read_manifest(folder: Path) -> tuple[int, dict[str, Facts]]:
+def _read_manifest(folder: Path) -> tuple[int, dict[str, FileDigest]]:
     """The step, and what each file should be by its relative name."""
     path = folder / MANIFEST
     try:
         body = read_versioned(path, VERSIONS, "use the vqclip that wrote it")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): not a complete checkpoint") from error
-    manifest = validated(path, _Manifest, body)
-    return manifest.step, {name: Facts(file.size, file.sha256) for name, file in manifest.files.items()}
+    manifest = validate(path, _Manifest, body)
+    return manifest.step, manifest.files
 
 
 def _files(folder: Path) -> dict[str, Path]:

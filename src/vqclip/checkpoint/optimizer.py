@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from vqclip.checkpoint.background import Staging
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError, NonFiniteError
-from vqclip.io.files import save_file
-from vqclip.io.sealed import Strict, read_plain, write_plain
-from vqclip.io.tensors import listed, nonfinite, open_tensors, shapes_in
+from vqclip.io.json_files import Strict, read_plain, write_plain
+from vqclip.io.tensors import first_names, nonfinite_names, open_tensors, read_shapes, save_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +104,9 @@ def write_optimizer(state: OptimizerState, folder: Path) -> None:
     Raises:
         NonFiniteError: A tensor contains NaN or infinity, and nothing is written.
     """
-    if bad := nonfinite(state.tensors):
-        raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {listed(bad)}")
-    save_file(state.tensors, folder / _TENSORS)
+    if bad := nonfinite_names(state.tensors):
+        raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {first_names(bad)}")
+    save_tensors(state.tensors, folder / _TENSORS)
     write_plain(folder / _LAYOUT, {"kind": state.kind, "groups": state.groups})
 
 
@@ -123,12 +122,12 @@ def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> Optimize
     """
     layout, path = read_plain(folder / _LAYOUT, _Layout), folder / _TENSORS
     with open_tensors(path) as file:
-        shapes = shapes_in(file)
+        shapes = read_shapes(file)
         if optimizer is not None and (problems := list(_shape_problems(optimizer, shapes))):
             raise CheckpointError(f"{path} does not fit the running optimizer: {'; '.join(problems[:_SHOWN])}")
         tensors = {name: file.get_tensor(name) for name in shapes}
-    if bad := nonfinite(tensors):
-        raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {listed(bad)}")
+    if bad := nonfinite_names(tensors):
+        raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
     return OptimizerState(layout.kind, [group.model_dump() for group in layout.groups], tensors)
 
 
@@ -236,9 +235,9 @@ def _parameter_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]],
     }
     problems = []
     if missing := [name for name in here if name not in there]:
-        problems.append(f"parameters that the checkpoint lacks: {listed(missing)}")
+        problems.append(f"parameters that the checkpoint lacks: {first_names(missing)}")
     if added := [name for name in there if name not in here]:
-        problems.append(f"parameters that only the checkpoint has: {listed(added)}")
+        problems.append(f"parameters that only the checkpoint has: {first_names(added)}")
     if len(running) != len(state.groups):
         problems.append(f"{len(state.groups)} parameter groups in the checkpoint, {len(running)} here")
     for name in (name for name in here if name in there):

@@ -15,9 +15,8 @@ from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
 from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
 from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
-from vqclip.io.files import save_file
-from vqclip.io.sealed import Strict, read_plain, write_plain
-from vqclip.io.tensors import open_tensors, shapes_in
+from vqclip.io.json_files import Strict, read_plain, write_plain
+from vqclip.io.tensors import open_tensors, read_shapes, save_tensors
 
 _MODEL = "model"
 _STATE = "state.json"
@@ -54,7 +53,7 @@ class Checkpoint:
         if not (self.path / _TENSORS).exists():
             return {}
         with open_tensors(self.path / _TENSORS) as file:
-            return {name: file.get_tensor(name) for name in shapes_in(file)}
+            return {name: file.get_tensor(name) for name in read_shapes(file)}
 
     def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
         """Put the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
@@ -112,7 +111,7 @@ def save(
         write_optimizer(optimizer, aside)
         write_plain(aside / _STATE, {"step": step, "state": dict(state)})
         if tensors:
-            save_file(dict(tensors), aside / _TENSORS)
+            save_tensors(dict(tensors), aside / _TENSORS)
 
     path = write_folder(Path(folder), step, fill)
     remove_old(Path(folder), path, keep_last, keep)

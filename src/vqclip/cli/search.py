@@ -23,7 +23,8 @@ from vqclip.data.samples import read_decoded
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
-from vqclip.io.files import read_bounded, write_text
+from vqclip.io.atomic import write_text
+from vqclip.io.files import read_bounded
 from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page

@@ -15,6 +15,7 @@ from vqclip.cli import arguments as types
 from vqclip.data import CaptionShardsData, ClassShardsData, masked
 from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
 from vqclip.errors import ConfigError, VqclipError
+from vqclip.io.json_files import problem_message
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, unfailing_streams
 from vqclip.tokenize_dataset.job import Done, Options, tokenize
@@ -142,7 +143,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
                 path=tuple(options.data), captions=options.captions, json_keys=tuple(options.json_key)
             )
     except ValidationError as error:
-        raise ConfigError(f"--data: {error.errors()[0]['msg']}") from None
+        raise ConfigError(f"--data: {problem_message(error.errors()[0])}") from None
     if len(options.data) > 1:
         raise ConfigError(f"--data: got {len(options.data)} folders; expected one with --kind classes")
     return ClassShardsData(path=options.data[0], split=chosen_split(options.data[0], options.split))

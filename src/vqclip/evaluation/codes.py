@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.io.files import save_file
+from vqclip.io.tensors import save_tensors
 
 _NAME, _SIZES = "ids", "codebook_sizes"
 
@@ -35,7 +35,7 @@ def save_ids(path: Path, ids: Tensor, codebook_sizes: Sequence[int]) -> None:
     if ids.ndim != 3 or ids.shape[2] != len(codebook_sizes):
         raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, N, {len(codebook_sizes)})")
     small = ids.to("cpu", id_dtype(codebook_sizes)).contiguous()
-    save_file({_NAME: small}, path, metadata={_SIZES: json.dumps(list(codebook_sizes))})
+    save_tensors({_NAME: small}, path, metadata={_SIZES: json.dumps(list(codebook_sizes))})
 
 
 def load_ids(path: Path, codebook_sizes: Sequence[int]) -> Tensor:

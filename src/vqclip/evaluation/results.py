@@ -11,7 +11,7 @@ from typing import Any
 from vqclip.data import masked
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Encoded, Mode
-from vqclip.io.files import write_text
+from vqclip.io.atomic import write_text
 
 
 @dataclasses.dataclass(frozen=True)

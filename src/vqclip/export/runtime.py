@@ -10,7 +10,8 @@ import numpy as np
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
-from vqclip.io.sealed import Facts, read_versioned, require_facts
+from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.json_files import read_versioned
 
 __all__ = ["OnnxTokenizer"]
 
@@ -49,7 +50,7 @@ class OnnxTokenizer:
         self._sessions: dict[Part, Any] = {}
         for part in PARTS:
             path = folder / f"{part}.onnx"
-            require_facts(path, _facts(folder, self.info, part), INFO_FILE)
+            verify_file(path, _facts(folder, self.info, part), INFO_FILE)
             try:
                 self._sessions[part] = runtime.InferenceSession(
                     str(path), _options(runtime, self.precision, threads), providers=list(providers)
@@ -171,8 +172,8 @@ def _require_outputs(path: Path, session: Any, part: Part) -> None:
         raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it anew")
 
 
-def _facts(folder: Path, info: dict[str, Any], part: Part) -> Facts:
+def _facts(folder: Path, info: dict[str, Any], part: Part) -> FileDigest:
     try:
-        return Facts(**info["parts"][part]["file"])
-    except (KeyError, TypeError) as error:
+        return FileDigest(**info["parts"][part]["file"])
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / INFO_FILE}: does not say what {part}.onnx should be") from error

@@ -14,8 +14,9 @@ from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
 from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
-from vqclip.io.files import replace_folder, require_replaceable
-from vqclip.io.sealed import facts_of, seal
+from vqclip.io.atomic import replace_folder, require_replaceable
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.pretrained import ID_LAYOUT_VERSION
@@ -36,7 +37,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
 
     Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
     renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
-    call puts that back first (`vqclip.io.files.replace_folder`).
+    call puts that back first (`vqclip.io.atomic.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.
@@ -65,7 +66,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     def fill(aside: Path) -> None:
         for part, program in programs.items():
             _translate(program, part, precision, aside / f"{part}.onnx")
-        (aside / INFO_FILE).write_bytes(seal({"precision": precision, **_info(tokenizer, aside, programs)}))
+        (aside / INFO_FILE).write_bytes(add_checksum({"precision": precision, **_info(tokenizer, aside, programs)}))
 
     replace_folder(folder, fill)
     return folder
@@ -155,7 +156,7 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
 
 def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
     return {
-        "file": facts_of(path)._asdict(),
+        "file": digest_file(path).model_dump(),
         "inputs": {_input(part): _tensor_info(inputs)},
         "outputs": {OUTPUTS[part]: _tensor_info(program.module()(inputs))},
     }

@@ -1,4 +1,4 @@
-"""Locks on open files, which end with the process that holds them, however it ends."""
+"""Locks on open files. They end with the process that holds them, however it ends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["held", "is_at", "try_lock"]
+__all__ = ["hold_lock", "is_at", "try_lock"]
 
 
 def try_lock(file: int) -> bool:
-    """Takes the exclusive lock on an open file, unless somebody has it open under a lock."""
+    """Take the exclusive lock on an open file; return False if another process or file object holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -21,7 +21,7 @@ def try_lock(file: int) -> bool:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Return whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -29,8 +29,8 @@ def is_at(file: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """The exclusive lock on the file `path`, waited for: for work of milliseconds."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Wait for the exclusive lock on the file `path` and hold it; meant for work of milliseconds."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,13 +1,15 @@
-"""Named tensors: whether they are finite, a checksum, and reading files of them safely."""
+"""Named tensors: checks, checksums, and reading and writing safetensors files safely."""
 
 from __future__ import annotations
 
 import functools
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -22,8 +24,8 @@ _CHUNK = 1 << 16
 _SHOWN = 5
 
 
-def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that contain NaN or infinity. Waits for each device once."""
+def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that contain NaN or infinity. Waits for each device once."""
     extremes: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():  # the extremes are NaN if any number is
@@ -38,9 +40,9 @@ def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A 64-bit checksum of the bytes of each tensor, which any flipped bit changes. Waits for each device once.
+    """Return a 64-bit checksum of the bytes of each tensor, which any flipped bit changes. Waits for each device once.
 
-    It detects accidents, not forgeries. Takes half a megabyte of memory beside the largest tensor that is not
+    It detects accidents, not forgeries. It needs half a megabyte, and a copy of the largest tensor that is not
     contiguous.
     """
     sums: dict[torch.device, dict[str, Tensor]] = {}
@@ -54,7 +56,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum modulo 2^64 of the 8-byte words, each times an odd number of its own: no change of one word is lost."""
+    """Sum the 8-byte words modulo 2^64, each times a different odd number: any change of one word shows."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     odd = _odd_numbers(data.device)
     total = odd.new_zeros(())
@@ -71,18 +73,29 @@ def _odd_numbers(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHUNK, 2, device=device)
 
 
-def listed(names: Collection[str]) -> str:
-    """The first names, and the number of the others."""
+def first_names(names: Collection[str]) -> str:
+    """Return the first names, and the number of the others, as text."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(list(names)[:_SHOWN]) + more
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the usual permissions; the library makes it readable for its owner alone."""
+    path.touch()  # umask and the folder's default access list decide the permissions
+    mode = stat.S_IMODE(path.stat().st_mode)
+    try:
+        safetensors.torch.save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{path}: cannot be written: {error}") from error
+    path.chmod(mode)
+
+
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, whose header is no larger than `MAX_HEADER_BYTES`.
+    """Open a safetensors file, whose header has at most `MAX_HEADER_BYTES`.
 
     Raises:
-        CheckpointError: it is missing or damaged, also where that shows while it is read.
+        CheckpointError: it is missing or damaged, whether that shows now or when tensors are read.
     """
     try:
         with open_regular(path) as start:
@@ -100,24 +113,24 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
 
 
-def shapes_in(file: Any, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in an open file, from its header alone; by default of all of them."""
+def read_shapes(file: Any, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of some or all tensors in an open file, from its header alone."""
     every = list(file.keys())
     return {name: tuple(file.get_slice(name).get_shape()) for name in every if names is None or name in names}
 
 
-def misfits(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str = "") -> list[str]:
-    """Every way in which ``state`` is not what ``expected`` is: tensors that lack, are too many, or of another kind."""
+def tensor_differences(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], prefix: str = "") -> list[str]:
+    """Return a line for each missing or unexpected tensor in ``state``, and each of another shape or dtype."""
     shapes, got = ({f"{prefix}{n}": tuple(t.shape) for n, t in tensors.items()} for tensors in (expected, state))
-    return misshapen(shapes, got) + [
+    return shape_differences(shapes, got) + [
         f"{prefix}{name}: got dtype {state[name].dtype}, expected {want.dtype}"  # load_state_dict would round silently
         for name, want in expected.items()
         if name in state and state[name].dtype != want.dtype
     ]
 
 
-def misshapen(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Differences between two sets of names and shapes, in words."""
+def shape_differences(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each missing or unexpected name, and each shape that differs."""
     problems = [f"missing {name}" for name in expected if name not in got]
     problems += [f"unexpected {name}" for name in got if name not in expected]
     both = [(name, got[name], expected[name]) for name in expected if name in got]

@@ -14,7 +14,7 @@ from typing import TextIO
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.io.file_locks import is_at
-from vqclip.io.files import named
+from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RunLock:
                 return file.read(200).strip() or "which has not said who it is"
             logger.warning("%s cannot be locked (%s): see to it that one job uses it", self._folder, error.strerror)
             return None
-        with named(path):
+        with name_file_in_errors(path):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()

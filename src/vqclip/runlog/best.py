@@ -10,7 +10,7 @@ from typing import Any
 
 from vqclip.checkpoint import checkpoint_name
 from vqclip.errors import CheckpointError
-from vqclip.io.files import write_text
+from vqclip.io.atomic import write_text
 
 PREFIX = "eval/"
 """How names of figures of evaluations begin in the metrics."""

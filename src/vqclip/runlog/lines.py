@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vqclip.data import masked
-from vqclip.io.files import named
+from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class JsonLines:
         if self._file is not None and not self.path.exists():
             logger.warning("%s: was deleted; a new one is begun with step %d", self.path, step)
             self.close()
-        with named(self.path):
+        with name_file_in_errors(self.path):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("ab")
@@ -65,7 +65,7 @@ class JsonLines:
     def flush(self) -> None:
         """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
         if self._file is not None:
-            with named(self.path):
+            with name_file_in_errors(self.path):
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
@@ -73,7 +73,7 @@ class JsonLines:
         """Flush and close; may be called twice."""
         file, self._file = self._file, None
         if file is not None:
-            with named(self.path), file:
+            with name_file_in_errors(self.path), file:
                 file.flush()
                 os.fsync(file.fileno())
 

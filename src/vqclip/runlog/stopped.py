@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vqclip.checkpoint import checkpoints
 from vqclip.checkpoint.folders import step_of
-from vqclip.io.files import write_text
+from vqclip.io.atomic import write_text
 
 _FILE = "stopped.json"
 _GO_ON = "give the same command again: it goes on from the newest checkpoint"

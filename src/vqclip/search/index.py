@@ -16,9 +16,10 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.io.files import replace_folder, require_replaceable, save_file
-from vqclip.io.sealed import Facts, facts_of, read_versioned, require_facts, seal, validated
-from vqclip.io.tensors import open_tensors
+from vqclip.io.atomic import replace_folder, require_replaceable
+from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.json_files import add_checksum, read_versioned, validate
+from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids
 from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
@@ -65,7 +66,7 @@ class _Header(Config):
     num_tokens: NumTokens
     absent: bool
     items: int = Field(ge=0, le=MOST_ITEMS)
-    codes: dict[str, Any]
+    codes: FileDigest
     origin: Origin = Origin()
 
 
@@ -141,7 +142,7 @@ class CodeIndex:
 
         An index that lies there already stays until the new one is whole, and is then renamed away. A kill between the
         two renames leaves no index at ``folder`` but the former one beside it; the next `save` puts that back first
-        (`vqclip.io.files.replace_folder`).
+        (`vqclip.io.atomic.replace_folder`).
 
         Raises:
             ConfigError: the folder holds something else.
@@ -158,7 +159,7 @@ class CodeIndex:
             "name_ends": torch.tensor([len(text) for text in texts], dtype=torch.int64).cumsum(0),
         }
         optional = {"row": self.row, "places": self.places}
-        save_file(tensors | {name: each for name, each in optional.items() if each is not None}, folder / CODES_FILE)
+        save_tensors(tensors | {name: each for name, each in optional.items() if each is not None}, folder / CODES_FILE)
         header = _Header(
             modality=self.modality,
             tokenizer_sha256=self.tokenizer_sha256,
@@ -166,10 +167,10 @@ class CodeIndex:
             num_tokens=self.packing.num_tokens,
             absent=self.packing.absent,
             items=len(self),
-            codes=facts_of(folder / CODES_FILE)._asdict(),
+            codes=digest_file(folder / CODES_FILE),
             origin=self.origin,
         )
-        (folder / INDEX_FILE).write_bytes(seal(_VERSIONS | header.model_dump(mode="json")))
+        (folder / INDEX_FILE).write_bytes(add_checksum(_VERSIONS | header.model_dump(mode="json")))
 
     @staticmethod
     def load(folder: str | Path) -> CodeIndex:
@@ -181,10 +182,7 @@ class CodeIndex:
         folder = Path(folder)
         header = _read_header(folder)
         path = folder / CODES_FILE
-        try:
-            require_facts(path, Facts(**header.codes), INDEX_FILE)
-        except TypeError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        verify_file(path, header.codes, INDEX_FILE)
         with open_tensors(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         packing = Packing(header.num_tokens, header.codebook_sizes, header.absent)
@@ -217,7 +215,7 @@ def _read_header(folder: Path) -> _Header:
         body = read_versioned(path, _VERSIONS, "build the index anew (`vqclip search build`)")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
-    return validated(path, _Header, body)
+    return validate(path, _Header, body)
 
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:

@@ -34,8 +34,8 @@ from vqclip.data.tokens.manifest import (
     sealed_bytes,
 )
 from vqclip.errors import CheckpointError, ConfigError, DataError
-from vqclip.io.aside import clear, put, put_bytes, put_first
-from vqclip.io.sealed import Facts, require_facts
+from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
+from vqclip.io.digest import FileDigest, verify_file
 
 __all__ = ["TokenFolder"]
 
@@ -83,7 +83,7 @@ class TokenFolder:
         path = folder / SETTINGS_FILE
         if not path.exists():
             _require_no_shards(folder)
-            put_first(path, sealed_bytes(settings))
+            write_file_once(path, sealed_bytes(settings))
         # Read in any case: another job may have been a moment earlier.
         _require_same(folder, read_sealed(path), settings.model_dump(mode="json"))
 
@@ -100,7 +100,8 @@ class TokenFolder:
             logger.warning("%s: names %s; the shard is made anew", self._record_file(shard), record.facts.name)
             return None
         try:
-            require_facts(self.folder / record.facts.name, Facts(record.facts.size, record.facts.sha256), "its record")
+            digest = FileDigest(size=record.facts.size, sha256=record.facts.sha256)
+            verify_file(self.folder / record.facts.name, digest, "its record")
         except CheckpointError as error:
             logger.warning("%s; it is made anew", error)
             return None
@@ -119,10 +120,10 @@ class TokenFolder:
             kinds: how many there are of each kind.
         """
         name = self.name(shard)
-        made = put(self.folder / name, lambda file: write_shard(file, records, self.settings))
+        made = write_file(self.folder / name, lambda file: write_shard(file, records, self.settings))
         facts = ShardFacts(name=name, size=made.size, sha256=made.sha256, samples=count, bad=kinds)
         record = ShardRecord(facts=facts, bad=tuple(BadRecord.model_validate(each) for each in bad))
-        put_bytes(self._records / f"{shard:05d}.json", sealed_bytes(record))
+        write_file(self._records / f"{shard:05d}.json", sealed_bytes(record))
 
     def finish(self, allowed: int) -> Manifest | None:
         """Write the manifest, if every shard is there.
@@ -155,7 +156,7 @@ class TokenFolder:
         self._put_if_new(BAD_FILE, lines.encode())
         self._put_if_new(MANIFEST_FILE, sealed_bytes(manifest))
         for folder in (self.folder, self._records):
-            clear(folder)
+            remove_leftovers(folder)
         return manifest
 
     def missing(self) -> int:
@@ -165,7 +166,7 @@ class TokenFolder:
     def _put_if_new(self, name: str, data: bytes) -> None:
         path = self.folder / name
         if not path.exists() or path.read_bytes() != data:
-            put_bytes(path, data)
+            write_file(path, data)
 
     def _record_file(self, shard: int) -> Path:
         return self._records / f"{shard:05d}.json"

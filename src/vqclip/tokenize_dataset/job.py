@@ -21,7 +21,7 @@ from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerFacts
 from vqclip.data.tokens.parquet import require_pyarrow
 from vqclip.data.workers import named_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.sealed import read_json
+from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
@@ -221,7 +221,7 @@ def _layout(tokenizer: ImageTokenizer | TextTokenizer) -> IdLayout:
     try:
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
     except ValidationError as error:
-        raise ConfigError(f"--tokenizer: {tokenizer.modality}: {error.errors()[0]['msg']}") from None
+        raise ConfigError(f"--tokenizer: {tokenizer.modality}: {problem_message(error.errors()[0])}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -16,7 +16,7 @@ from torch import nn
 from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.sealed import validated
+from vqclip.io.json_files import validate
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.tokenizer import (
     ImageTokenizer,
@@ -131,7 +131,7 @@ def read_folder(path: Path) -> FolderConfig:
     Raises:
         CheckpointError: when it is missing, not ours, of another version, or not what it should be.
     """
-    config = validated(path / CONFIG_FILE, FolderConfig, read_config(path))
+    config = validate(path / CONFIG_FILE, FolderConfig, read_config(path))
     require_header(path, config.parts(), config.shapes())
     return config
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.io.files import write_text
+from vqclip.io.atomic import write_text
 from vqclip.tokenizer.card import card as bare_card
 from vqclip.tokenizer.pretrained import CARD_FILE, FILES, home_expanded, read_config
 

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from vqclip.config.bounds import EmbedDim, NumTokens, fewest_within_tokens
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.sealed import validated
+from vqclip.io.json_files import validate
 from vqclip.tokenizer.pretrained import CONFIG_FILE, load_weights, read_config, require_header, resolve
 from vqclip.tokenizer.reader import ENCODING_KEYS, ENCODING_PARTS, CodeReader, ReadingConfig
 
@@ -121,7 +121,7 @@ def _read_section(path: Path, modality: Modality) -> StoredReader:
             "folder, or give the finished run's command again"
         )
     reading = {key: value for key, value in section.items() if key not in ENCODING_KEYS}
-    stored = validated(where, StoredReader, reading, section=modality)
+    stored = validate(where, StoredReader, reading, section=modality)
     shapes = stored.shapes(f"{modality}.", stored.num_tokens, stored.embed_dim)
     require_header(path, [name for name in _PARTS if config.get(name) is not None], shapes)
     return stored

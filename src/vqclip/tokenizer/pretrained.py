@@ -15,9 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError
-from vqclip.io.files import replace_folder, restore_folder, save_file
-from vqclip.io.sealed import Facts, facts_of, read_json, require_facts, seal, unsealed
-from vqclip.io.tensors import listed, misfits, misshapen, nonfinite, open_tensors, shapes_in
+from vqclip.io.atomic import replace_folder, restore_folder
+from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.json_files import add_checksum, read_json, verify_checksum
+from vqclip.io.tensors import (
+    first_names,
+    nonfinite_names,
+    open_tensors,
+    read_shapes,
+    save_tensors,
+    shape_differences,
+    tensor_differences,
+)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -83,10 +92,10 @@ def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor])
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
-    if bad := nonfinite(state):
-        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {listed(bad)}")
+    if bad := nonfinite_names(state):
+        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(_as_stored(state), folder / WEIGHTS_FILE)
+    save_tensors(_as_stored(state), folder / WEIGHTS_FILE)
     seal_folder(folder, config)
 
 
@@ -105,8 +114,8 @@ def _as_stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def seal_folder(folder: Path, config: dict[str, Any]) -> None:
     """Write ``config.json`` for the weights that lie in ``folder``: it holds their hash, and its own."""
     header = {"format": "vqclip", "format_version": FORMAT_VERSION, "id_layout": ID_LAYOUT_VERSION}
-    weights = {"weights": facts_of(folder / WEIGHTS_FILE)._asdict()}
-    (folder / CONFIG_FILE).write_bytes(seal(header | weights | config))
+    weights = {"weights": digest_file(folder / WEIGHTS_FILE).model_dump()}
+    (folder / CONFIG_FILE).write_bytes(add_checksum(header | weights | config))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -146,18 +155,18 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: {key} is {config.get(key)!r}, this vqclip reads {reads}; install a newer one"
             )
-    config = unsealed(path, config, data)
+    config = verify_checksum(path, config, data)
     if config["format_version"] == FORMAT_VERSION:
         _require_counts(path, config)
     try:
-        weights = Facts(**config["weights"])
-    except (KeyError, TypeError) as error:
+        weights = FileDigest(**config["weights"])
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: does not say what {WEIGHTS_FILE} should be") from error
     if not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(
             f"{folder / WEIGHTS_FILE}: no such file" + (_pickles(folder) or "; pickled weights are never fetched")
         )
-    require_facts(folder / WEIGHTS_FILE, weights, CONFIG_FILE)
+    verify_file(folder / WEIGHTS_FILE, weights, CONFIG_FILE)
     return {key: value for key, value in config.items() if key not in _HEADER}
 
 
@@ -196,9 +205,9 @@ def require_header(folder: Path, parts: Collection[str], shapes: Mapping[str, tu
     others = _TEMPERATURE if "temperature" in parts else ()
     with open_tensors(path) as file:
         names = list(file.keys())
-        got = shapes_in(file, shapes)
+        got = read_shapes(file, shapes)
     problems = [f"unexpected {name}" for name in names if not name.startswith(modalities) and name not in others]
-    _require_none(path, problems + misshapen(shapes, got))
+    _require_none(path, problems + shape_differences(shapes, got))
 
 
 def _require_none(path: Path, problems: list[str]) -> None:
@@ -230,16 +239,18 @@ def load_weights(
     with open_tensors(path) as file:
         names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
         names = [name for name in names if not name.startswith(left_out)]
-        _require_none(path, misshapen(expected, shapes_in(file, names)))  # before memory is taken for them
+        _require_none(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken for them
         state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    if bad := nonfinite(state):
-        raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {listed(bad)}; use an older checkpoint")
+    if bad := nonfinite_names(state):
+        raise CheckpointError(
+            f"{path}: these tensors contain NaN or infinity: {first_names(bad)}; use an older checkpoint"
+        )
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]
         if floats:  # the commonest: codebooks stay in float32 when all else is rounded
             module.to(Counter(floats).most_common(1)[0][0])
-    _require_none(path, misfits(module.state_dict(), state, prefix))
+    _require_none(path, tensor_differences(module.state_dict(), state, prefix))
     module.load_state_dict(state, strict=True)
 
 

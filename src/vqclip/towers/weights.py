@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.io.tensors import misfits, nonfinite
+from vqclip.io.tensors import nonfinite_names, tensor_differences
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:
@@ -34,7 +34,9 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
         for name, tensor in _read(path).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
-    problems = misfits(expected, state) or [f"{name}: contains NaN or infinity" for name in nonfinite(state)]
+    problems = tensor_differences(expected, state) or [
+        f"{name}: contains NaN or infinity" for name in nonfinite_names(state)
+    ]
     if problems:
         raise ConfigError(f"tower.checkpoint: {path} does not fit the model: " + "; ".join(problems[:10]))
     model.load_state_dict(state, strict=True)

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vqclip.config import Config
-from vqclip.io.sealed import Strict
+from vqclip.io.json_files import Strict
 from vqclip.quantizers import Stats
 
 TOKENS_PER_CODE = 4

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError, printable
-from vqclip.io.files import replace_folder, write_text
+from vqclip.io.atomic import replace_folder, write_text
 from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.metrics import read_metrics

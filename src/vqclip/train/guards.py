@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import NonFiniteError
-from vqclip.io.sealed import Strict
+from vqclip.io.json_files import Strict
 from vqclip.train.collapse import CollapseConfig
 
 _SIGMA = 1.4826

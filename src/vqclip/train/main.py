@@ -16,7 +16,7 @@ from vqclip.config import to_yaml
 from vqclip.data import masked
 from vqclip.errors import ConfigError, DataError, StopRequested
 from vqclip.evaluation import prepare, try_all
-from vqclip.io.files import write_text
+from vqclip.io.atomic import write_text
 from vqclip.process import progress
 from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory

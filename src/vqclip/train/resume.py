@@ -25,8 +25,8 @@ from torch import Tensor
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, OtherRunError
-from vqclip.io.sealed import Strict, validated
-from vqclip.io.tensors import checksums, listed, nonfinite
+from vqclip.io.json_files import Strict, validate
+from vqclip.io.tensors import checksums, first_names, nonfinite_names
 from vqclip.tokenizer.pretrained import load_weights, write_folder
 from vqclip.train.step import TrainStep
 
@@ -186,8 +186,8 @@ class Snapshots:
         Raises:
             NonFiniteError: on every rank, when one holds NaN or infinity; names the tensors and the rank.
         """
-        found = dist.gather_json(nonfinite(self.tensors()))
-        bad = [f"{listed(names)}{_on(rank)}" for rank, names in enumerate(found) if names]
+        found = dist.gather_json(nonfinite_names(self.tensors()))
+        bad = [f"{first_names(names)}{_on(rank)}" for rank, names in enumerate(found) if names]
         if bad:
             raise NonFiniteError(
                 f"after step {done}: NaN or infinity in {'; '.join(bad[:3])}. This state is not saved, and no later "
@@ -218,8 +218,8 @@ class Snapshots:
         ) or ["other tensors"]
         raise DistributedError(
             f"after step {done}: rank {', '.join(map(str, others))} differs from rank {prints.index(usual)} in "
-            f"{listed(names)}, so the ranks no longer train one model; memory may be damaged on either. This state is "
-            f"not saved. {self.newest()}. The same command continues from there"
+            f"{first_names(names)}, so the ranks no longer train one model; memory may be damaged on either. "
+            f"This state is not saved. {self.newest()}. The same command continues from there"
         )
 
     def newest(self) -> str:
@@ -313,7 +313,7 @@ class Snapshots:
     def _restore(self, path: Path) -> tuple[checkpoint.Checkpoint, _State, OptimizerState, dict[str, Tensor]]:
         """Put a checkpoint into the running model and optimizer, having verified it; raises CheckpointError."""
         saved = checkpoint.load(path)
-        state = validated(path / "state.json", _State, saved.state, section="state")
+        state = validate(path / "state.json", _State, saved.state, section="state")
         _require_same(path, state.identity, self.identity, self.allow)
         load_weights(saved.model_folder, self.step.model)
         optimizer, windows = saved.restore_optimizer(self.step.optimizer), saved.tensors()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.file_locks import held, is_at, try_lock
+from vqclip.io.file_locks import hold_lock, is_at, try_lock
 from vqclip.io.files import sync_folder
 
 __all__ = ["Held", "Part", "ShardCache"]
@@ -83,7 +83,7 @@ class ShardCache:
 
     def remove(self, key: str) -> None:
         """Removes what is there of a shard and not in use."""
-        with held(self.folder / "lock"):
+        with hold_lock(self.folder / "lock"):
             for path in self.folder.glob(f"{key}-*.tar"):
                 _remove_unused(path)
 
@@ -99,7 +99,7 @@ class ShardCache:
                 f"{self.limit / 2**30:g}): not fetched"
             )
         while True:
-            with held(self.folder / "lock"):
+            with hold_lock(self.folder / "lock"):
                 if self._remove(size - part.size, part.path):
                     part.grow(size)
                     return

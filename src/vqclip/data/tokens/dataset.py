@@ -28,8 +28,8 @@ from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.storage import TokenShard, open_shard
 from vqclip.errors import CheckpointError, DataError
+from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.files import open_regular
-from vqclip.io.sealed import Facts, require_facts
 from vqclip.seeds import derive_seed
 
 __all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
@@ -158,7 +158,7 @@ class TokenDataset(Dataset[TokenItem]):
         path = self.folder / facts.name
         if self._verify:
             try:
-                require_facts(path, Facts(facts.size, facts.sha256), "manifest.json")
+                verify_file(path, FileDigest(size=facts.size, sha256=facts.sha256), "manifest.json")
             except CheckpointError as error:
                 raise DataError(f"{error}; {_REMEDY}", "damaged shard") from None
         shard = open_shard(path, self.manifest.settings)

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
 from vqclip.errors import CheckpointError, DataError
-from vqclip.io.sealed import read_versioned, seal
+from vqclip.io.json_files import add_checksum, read_versioned, validation_problems
 from vqclip.nn.precision import Precision
 
 __all__ = [
@@ -39,8 +39,6 @@ SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
 """Format → how the names of its shards end."""
 _VERSIONS = {"format": "vqclip tokens", "format_version": 2}
 """1 did not have the fingerprints of the tokenizers."""
-_PROBLEMS = 5
-"""Shown of a manifest."""
 _SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
 
 _Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
@@ -145,7 +143,7 @@ class Manifest(Config):
 
 def sealed_bytes(facts: Config, **more: Any) -> bytes:
     """A JSON file that holds its own hash."""
-    return seal({**_VERSIONS, **facts.model_dump(mode="json"), **more})
+    return add_checksum({**_VERSIONS, **facts.model_dump(mode="json"), **more})
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -180,9 +178,4 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
         ) from None
     except ValidationError as error:
-        raise DataError(f"{path}: {_problems(error)}") from None
-
-
-def _problems(error: ValidationError) -> str:
-    found = ((".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)[:_PROBLEMS])
-    return "; ".join(f"{where}: {what}" if where else what.removeprefix("Value error, ") for where, what in found)
+        raise DataError(f"{path}: " + "; ".join(validation_problems(error))) from None

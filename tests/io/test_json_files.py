@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 
 from vqclip.errors import CheckpointError
-from vqclip.io.sealed import read_versioned, seal
+from vqclip.io.json_files import add_checksum, read_versioned
 
 VERSIONS = {"format": "thing", "format_version": 2}
 
 
 def test_what_was_sealed_comes_back_without_its_versions(tmp_path):
     path = tmp_path / "thing.json"
-    path.write_bytes(seal({**VERSIONS, "number": 3}))
+    path.write_bytes(add_checksum({**VERSIONS, "number": 3}))
     assert read_versioned(path, VERSIONS, "make it anew") == {"number": 3}
     path.write_bytes(path.read_bytes().replace(b"3", b"4"))
-    with pytest.raises(CheckpointError, match="does not match its own hash"):
+    with pytest.raises(CheckpointError, match="does not match its own checksum"):
         read_versioned(path, VERSIONS, "make it anew")
     with pytest.raises(OSError, match="No such file"):
         read_versioned(tmp_path / "other.json", VERSIONS, "make it anew")
@@ -23,7 +23,7 @@ def test_what_was_sealed_comes_back_without_its_versions(tmp_path):
 def test_another_version_is_told_before_the_hash_is_compared(tmp_path, key, value):
     """A later version may hash otherwise."""
     path = tmp_path / "thing.json"
-    path.write_bytes(seal({**VERSIONS, key: value, "number": 3}).replace(b"3", b"3 "))
+    path.write_bytes(add_checksum({**VERSIONS, key: value, "number": 3}).replace(b"3", b"3 "))
     with pytest.raises(
         CheckpointError, match=rf"{key} is {value!r}, this vqclip reads {VERSIONS[key]!r}; make it anew"
     ):

@@ -14,18 +14,15 @@ from safetensors import SafetensorError
 from tests.models import tiny_model
 from vqclip.evaluation.codes import save_ids
 from vqclip.evaluation.results import write_json
-from vqclip.io import files
-from vqclip.io.aside import put
-from vqclip.io.files import replace_folder
+from vqclip.io.atomic import replace_folder, write_file, write_text
+from vqclip.io.tensors import save_tensors
 from vqclip.runlog.lines import JsonLines
 from vqclip.search import CodeIndex
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from vqclip.io import files
-from vqclip.io.files import replace_folder
-from vqclip.runlog.lines import JsonLines
+from vqclip.io.atomic import replace_folder
 
 rename, left, after = Path.rename, int(sys.argv[2]), sys.argv[3] == "after"
 
@@ -106,33 +103,33 @@ def disk_full(*_: object, **__: object) -> None:
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space left on device: '.*target'"):
-        files.replace_folder(tmp_path / "target", disk_full)
+        replace_folder(tmp_path / "target", disk_full)
     with pytest.raises(OSError, match="No space left on device: '.*a.tar'"):
-        put(tmp_path / "a.tar", disk_full)
+        write_file(tmp_path / "a.tar", disk_full)
 
     def refuse(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("safetensors.torch.save_file", refuse)
     with pytest.raises(OSError, match="a.safetensors: cannot be written: I/O error: No space"):
-        files.save_file({}, tmp_path / "a.safetensors")
+        save_tensors({}, tmp_path / "a.safetensors")
 
 
-def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path) -> None:
-    os.symlink("/dev/full", tmp_path / ".tmp-page.html")  # what is written first
-    with pytest.raises(OSError, match="No space left on device: '.*page.html'"):
-        files.write_text(tmp_path / "page.html", "x")
+def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        for name, write in (("page.html", lambda path: write_text(path, "x")), ("r.json", lambda p: write_json(p, []))):
+            with pytest.raises(OSError, match=f"No space left on device: '.*{name}'"):
+                write(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
     lines = JsonLines(tmp_path / "metrics.jsonl")
     os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
         lines.write(1, {"a": 1})
-    os.symlink("/dev/full", tmp_path / ".tmp-result.json")
-    with pytest.raises(OSError, match="No space left on device: '.*result.json'"):
-        write_json(tmp_path / "result.json", [])
 
 
 def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "page.html").mkdir()
     with pytest.raises(OSError, match="Is a directory"):
-        files.write_text(tmp_path / "page.html", "x")
+        write_text(tmp_path / "page.html", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -1,0 +1,163 @@
+"""Write files and folders whole or not at all.
+
+    write to .tmp-<name>  ->  fsync  ->  rename to <name>  ->  fsync the parent folder
+
+Several processes may write one file at once: each uses a temporary file of its own and locks it, so that an unlocked
+temporary file is a leftover of a killed process. A folder has one writer at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from vqclip.errors import ConfigError
+from vqclip.io.digest import FileDigest, digest_file
+from vqclip.io.file_locks import try_lock
+from vqclip.io.files import name_file_in_errors, sync, sync_folder
+
+TEMPORARY = ".tmp-"
+"""Prefix of the name of an unfinished file or folder."""
+REPLACED = ".replaced-"
+"""Prefix of the name of a folder that is being replaced."""
+
+
+def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
+    """Write a file atomically.
+
+    Args:
+        path: the file; replaced if it exists.
+        content: its bytes, or a function that writes them to an open file.
+
+    Returns:
+        Its digest, read back before the file gets its name.
+    """
+    _remove_leftovers(path.parent, f"{TEMPORARY}{path.name}-*")
+    with _temporary_file(path, content) as temporary:
+        digest = digest_file(temporary)
+        os.replace(temporary, path)
+    sync_folder(path.parent)
+    return digest
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file atomically."""
+    write_file(path, text.encode())
+
+
+def write_file_once(path: Path, content: bytes) -> None:
+    """Write a file atomically unless it exists. If several processes try, exactly one succeeds.
+
+    Raises:
+        ConfigError: the file system has no hard links, which decide who was first.
+    """
+    with _temporary_file(path, content) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be linked ({error.strerror}); expected a folder on a file system with hard links"
+            ) from None
+    sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of killed processes from a folder; those still being written stay."""
+    _remove_leftovers(folder, f"{TEMPORARY}*")
+
+
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    for temporary in folder.glob(pattern):
+        with contextlib.suppress(OSError), temporary.open("r+b") as file:  # removed meanwhile, or locks do not work
+            if try_lock(file.fileno()):
+                temporary.unlink()
+
+
+@contextlib.contextmanager
+def _temporary_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Iterator[Path]:
+    """Yield a temporary file beside `path`: written, on the disk, locked; removed at the end unless renamed."""
+    temporary, file = _create_temporary(path)
+    try:
+        with name_file_in_errors(path), file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
+            file.flush()
+            os.fsync(file.fileno())
+            yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
+        file = open(temporary, "xb")  # noqa: SIM115
+        try:
+            locked = try_lock(file.fileno())
+        except OSError:  # the file system has no locks, so leftovers are never removed
+            return temporary, file
+        if locked and os.fstat(file.fileno()).st_nlink:  # otherwise another process just removed it as a leftover
+            return temporary, file
+        file.close()
+
+
+def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
+    """Replace `target` by what `fill` writes into an empty folder beside it, and wait until it is on the disk.
+
+    If `fill` fails, the existing folder stays. A process killed between the two renames leaves the former folder as
+    `.replaced-<name>` and the new one as `.tmp-<name>`; the next call, or `restore_folder`, restores the former.
+    """
+    restore_folder(target)
+    temporary, former = _names_beside(target)
+    temporary.mkdir(parents=True)
+    try:
+        with name_file_in_errors(target):
+            fill(temporary)
+            for path in (*temporary.rglob("*"), temporary):
+                sync_folder(path) if path.is_dir() else sync(path)
+        if target.exists():
+            target.rename(former)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def require_replaceable(target: Path, mark: str) -> None:
+    """Check that `replace_folder` would not delete files of another kind.
+
+    Args:
+        target: missing, empty, or with the file `mark`.
+        mark: file by which a folder of this kind is recognised.
+
+    Raises:
+        ConfigError: it is a file, or contains other things.
+    """
+    if target.is_dir() and ((target / mark).is_file() or not any(target.iterdir())):
+        return
+    if target.exists():
+        found = ", ".join(sorted(path.name for path in target.iterdir())[:5]) if target.is_dir() else "a file"
+        raise ConfigError(f"{target}: would be replaced, and contains no {mark} but {found}; expected a new folder")
+
+
+def restore_folder(target: Path) -> None:
+    """Clean up after a killed `replace_folder`: remove the unfinished folder, restore a missing `target`."""
+    temporary, former = _names_beside(target)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    if former.exists():
+        shutil.rmtree(former) if target.exists() else former.rename(target)
+
+
+def _names_beside(target: Path) -> tuple[Path, Path]:
+    return target.with_name(f"{TEMPORARY}{target.name}"), target.with_name(f"{REPLACED}{target.name}")
