@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
-from vqclip.data.pictures import open_pictures
+from vqclip.data.images import open_images
 from vqclip.export import export_onnx
 from vqclip.nn.precision import autocast
 
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use only so many, evenly spread")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
-    inputs = list(batches(tokenizer, open_pictures(options.data, "test"), 50, options.limit))
+    inputs = list(batches(tokenizer, open_images(options.data, "test"), 50, options.limit))
     print("| encoder | ids equal, % | cosine of embeddings, mean | least |")
     print("|---|---|---|---|")
     report("bfloat16 weights", tokenizer, rounded(tokenizer), inputs)

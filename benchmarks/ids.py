@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
-from vqclip.data.pictures import open_pictures
+from vqclip.data.images import open_images
 from vqclip.export import OnnxTokenizer, export_onnx, export_program
 
 Encode = Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ def main() -> None:
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if options.precision == "fp64":
         tokenizer.double()
-    source = open_pictures(options.data, options.split)
+    source = open_images(options.data, options.split)
     inputs = torch.cat(list(batches(tokenizer, source, 256, options.limit)))
     expected = encoded(tokenizer.encode, inputs)
     count = int((expected >= 0).sum())

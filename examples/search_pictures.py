@@ -19,14 +19,14 @@ import torch
 
 import vqclip
 from vqclip.data import EvalSet, decode_image
-from vqclip.data.pictures import Pictures, open_pictures
+from vqclip.data.images import ImageSource, open_images
 from vqclip.errors import VqclipError
 from vqclip.search import CodeIndex, CodeSearch, Found
 from vqclip.search.page import Hit, page
 from vqclip.tokenizer import ImageTokenizer
 
 
-def make_index(tokenizer: ImageTokenizer, source: Pictures) -> CodeIndex:
+def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
     """Pictures to an index of their ids; each is called by its place, and by its caption."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=64))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
@@ -35,7 +35,7 @@ def make_index(tokenizer: ImageTokenizer, source: Pictures) -> CodeIndex:
     return CodeIndex.build(tokenizer, ids, names)
 
 
-def hits(index: CodeIndex, found: Found, query: int, source: Pictures) -> list[Hit]:
+def hits(index: CodeIndex, found: Found, query: int, source: ImageSource) -> list[Hit]:
     """What was found for one query, with the pictures."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
-    source = open_pictures(options.pictures)
+    source = open_images(options.pictures)
 
     make_index(image, source).save(options.out / "index")
     index = CodeIndex.load(options.out / "index")

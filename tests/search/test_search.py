@@ -16,7 +16,7 @@ from PIL import Image
 from tests.data.making import caption_shards, class_folder
 from tests.models import FSQ, PRODUCT, RESIDUAL, tiny_model
 from vqclip.cli.search import build, main
-from vqclip.data.pictures import PictureFolder, open_pictures
+from vqclip.data.images import ImageFiles, open_images
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError
 from vqclip.io.atomic import write_text
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
@@ -321,17 +321,17 @@ def pictures(folder: Path, count=12) -> Path:
 
 
 def test_a_folder_of_pictures_is_a_source(tmp_path):
-    source = PictureFolder(pictures(tmp_path))
+    source = ImageFiles(pictures(tmp_path))
     assert len(source) == 12
     assert [str(path) for path in source.files] == sorted(str(path) for path in source.files)
     assert source.read(11).captions == ("<i>9 &",)
-    with pytest.raises(DataError, match="no picture"):
-        PictureFolder(tmp_path / "none")
+    with pytest.raises(DataError, match="no image"):
+        ImageFiles(tmp_path / "none")
 
 
 def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
     (pictures(tmp_path) / "03a.png").write_bytes(b"no picture")
-    source, tokenizer = PictureFolder(tmp_path), built().image
+    source, tokenizer = ImageFiles(tmp_path), built().image
     with pytest.raises(DataError, match="1 of 13"):
         build(tokenizer, source)
     index = build(tokenizer, source, batch_size=5, bad_fraction=0.1)
@@ -416,13 +416,13 @@ def test_names_tell_pictures_apart(tmp_path):
         caption_shards(tmp_path / "shards" / folder, counts=(2,))
     class_folder(tmp_path / "classes")
     model = built()
-    assert build(model.image, PictureFolder(tmp_path / "pictures")).names == ["a/cat.png", "b/cat.jpg"]
-    shards = open_pictures(str(tmp_path / "shards" / "*" / "*.tar"))
+    assert build(model.image, ImageFiles(tmp_path / "pictures")).names == ["a/cat.png", "b/cat.jpg"]
+    shards = open_images(str(tmp_path / "shards" / "*" / "*.tar"))
     captions = [shards.read(number).captions[0] for number in range(4)]
     places = [f"{folder}/00000.tar/{number:09d}" for folder in "xy" for number in range(2)]
     expected = [f"{place}: {caption}" for place, caption in zip(places, captions, strict=True)]
     assert build(model.image, shards).names == build(model.text, shards).names == expected
-    labelled = build(model.image, open_pictures(str(tmp_path / "classes")))
+    labelled = build(model.image, open_images(str(tmp_path / "classes")))
     assert labelled.names[5] == "0.tar/s0000005: red panda"
     assert len(set(labelled.names)) == len(labelled)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vqclip.cli import arguments as types
 from vqclip.data import EvalSet, Source, masked
-from vqclip.data.pictures import open_pictures
+from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.export.agreement import verify, verify_program
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: got it without --data, of which it chooses a part; expected both or neither")
     if options.keep and options.precision:
         raise ConfigError("--precision: got it with --keep, which leaves what lies in --out; expected one of them")
-    source = None if options.data is None else open_pictures(options.data, options.split)
+    source = None if options.data is None else open_images(options.data, options.split)
     precision = OnnxTokenizer(options.out).precision if options.keep else options.precision
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if precision == "fp64":

@@ -18,7 +18,7 @@ from torch import Tensor
 from vqclip.cli import arguments as types
 from vqclip.data import ClassShards, EvalSet, decode_image, masked
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.pictures import PictureFolder, Pictures, open_pictures
+from vqclip.data.images import ImageFiles, ImageSource, open_images
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 def build(
     tokenizer: ImageTokenizer | TextTokenizer,
-    source: Pictures,
+    source: ImageSource,
     batch_size: int = 64,
     bad_fraction: float = 0.0,
     origin: Origin | None = None,
@@ -115,7 +115,7 @@ def build(
 
 
 def _images(
-    tokenizer: ImageTokenizer, source: Pictures, batch_size: int, bad_fraction: float
+    tokenizer: ImageTokenizer, source: ImageSource, batch_size: int, bad_fraction: float
 ) -> tuple[list[Tensor], list[str], Tensor]:
     ids, names, places = [], [], []
     for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
@@ -131,15 +131,15 @@ def _images(
     return ids, names, torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
 
-def _name(source: Pictures, index: int, caption: str) -> str:
+def _name(source: ImageSource, index: int, caption: str) -> str:
     place = source.place(index)
-    return place if isinstance(source, PictureFolder) else f"{place}: {caption}"  # a file's caption is from its name
+    return place if isinstance(source, ImageFiles) else f"{place}: {caption}"  # a file's caption is from its name
 
 
 def _build(options: argparse.Namespace) -> None:
     path = options.images or options.captions
     tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
-    source = open_pictures(path, options.split)
+    source = open_images(path, options.split)
     origin = Origin(
         tokenizer=_local(options.tokenizer),
         pictures=_local(path),
@@ -231,7 +231,7 @@ def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
         StorageError: it cannot be fetched.
     """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
-    source = open_pictures(images, index.origin.split)
+    source = open_images(images, index.origin.split)
     if source.fingerprint != index.origin.fingerprint:
         raise DataError(f"{images}: is not what the index was built from; build it anew")
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
@@ -245,7 +245,7 @@ def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
     return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]
 
 
-def _picture(source: Pictures, place: int) -> Tensor | None:
+def _picture(source: ImageSource, place: int) -> Tensor | None:
     try:
         return read_decoded(source, place, MAX_PIXELS)[1]
     except StorageError:

@@ -50,7 +50,7 @@ class Origin(Config):
     tokenizer: LocalPath | None = None
     """The tokenizer folder; None where it was no folder."""
     pictures: LocalPath | None = None
-    """As `vqclip.data.pictures.open_pictures` takes it; None for a URL."""
+    """As `vqclip.data.images.open_images` takes it; None for a URL."""
     split: str | None = None
     """Of labelled shards; None for others."""
     fingerprint: dict[str, Any] = {}

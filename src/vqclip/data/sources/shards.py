@@ -106,7 +106,7 @@ class CaptionShards:
         return self._reader.key(index)
 
     def place(self, index: int) -> str:
-        """Shard and sample; see `vqclip.data.pictures.Pictures.place`."""
+        """Shard and sample; see `vqclip.data.images.ImageSource.place`."""
         return self._reader.place(index)
 
     @property
