@@ -368,7 +368,8 @@ SAVER = """
     def save_for_ever(step):
         while True:
             value = torch.full((20_000,), float(step))
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), "exp_avg": value}
+            moments = {"exp_avg": value, "exp_avg_sq": value.clone()}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
             model = lambda aside: save_file({"w": value}, aside / "model.safetensors")
             packed = checkpoint.pack_optimizer(optimizer)
             checkpoint.save(folder, step, write_model=model, optimizer=packed, state={"at": step}, keep_last=1)
