@@ -14,9 +14,11 @@ from vqclip.process.signals import STOP_SIGNALS, StopSignals
 
 @pytest.fixture(autouse=True)
 def handlers_are_restored():
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
