@@ -34,7 +34,7 @@ _MODULES = {
 __all__ = ["CLIP", "ImageTokenizer", "TextTokenizer", "__version__", "evaluate", "load_tokenizer"]
 
 _PARENT_PID = os.getppid()
-"""Process that started this one, read before torch's slow import; see `vqclip.dist.launcher_is_gone`."""
+"""Process that started this one, read before torch's slow import; see `vqclip.dist.launcher_has_died`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -361,7 +361,7 @@ def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named)
 
 def test_says_how_many_tiles_it_keeps(caplog):
     caplog.set_level("INFO")
-    tiles._tell_once.cache_clear()
+    tiles._log_once.cache_clear()
     loss, numbers = KINDS["contrastive"]
     with tile_bytes(8 * 41 * 10, 8 * 41 * 20):
         for _ in range(2):

@@ -9,7 +9,7 @@ from tests.models import FSQ, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
-from vqclip.nn.projection import AttentionProjectionConfig, MLPProjectionConfig, normalized
+from vqclip.nn.projection import AttentionProjectionConfig, MLPProjectionConfig, normalize_channels
 
 KINDS = {"linear": {"kind": "linear"}, "mlp": {"kind": "mlp"}, "attention": {"kind": "attention", "heads": 2}}
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
@@ -53,12 +53,12 @@ def test_attention_mixes_tokens_but_not_padding() -> None:
 
 def test_normalization() -> None:
     x = 3 * torch.randn(4, 7, 16) + 1
-    torch.testing.assert_close(normalized(x, "l2").norm(dim=-1), torch.full((4, 7), 4.0))
-    layer = normalized(x, "layer")
+    torch.testing.assert_close(normalize_channels(x, "l2").norm(dim=-1), torch.full((4, 7), 4.0))
+    layer = normalize_channels(x, "layer")
     torch.testing.assert_close(layer.mean(-1), torch.zeros(4, 7), atol=1e-5, rtol=0)
     torch.testing.assert_close(layer.std(-1, unbiased=False), torch.ones(4, 7), atol=1e-3, rtol=0)
-    assert normalized(x, "none") is x
-    assert normalized(x.bfloat16(), "l2").dtype == torch.float32
+    assert normalize_channels(x, "none") is x
+    assert normalize_channels(x.bfloat16(), "l2").dtype == torch.float32
 
 
 def test_widths() -> None:

@@ -106,7 +106,7 @@ def test_sighup_stays_ignored_under_nohup():
 def test_a_rank_stops_when_its_launcher_dies(launched):
     rank = """
 import time
-from vqclip.dist import launcher_is_gone, stop_with_launcher
+from vqclip.dist import launcher_has_died, stop_with_launcher
 from vqclip.process.signals import StopSignals
 stop_with_launcher()
 with StopSignals() as stop:
@@ -115,7 +115,7 @@ with StopSignals() as stop:
     while not stop.requested and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.2)
-    print(stop.name, launcher_is_gone(), flush=True)
+    print(stop.name, launcher_has_died(), flush=True)
 """.replace("LAUNCHED", str(launched))
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     settings = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}

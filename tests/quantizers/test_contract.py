@@ -304,7 +304,7 @@ class TestMask:
         a = quantizer(x, mask).stats
         b = quantizer(F.pad(x, (0, 0, 2, 3), value=7.0), F.pad(mask, (2, 3))).stats
         order = Order(torch.arange(5), 5)
-        assert_same_stats(a.synced(order), b.synced(order))
+        assert_same_stats(a.sync(order), b.sync(order))
 
     def test_all_true_equals_none(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 3, 4, dtype=torch.float64)

@@ -68,7 +68,7 @@ def losses_and_gradient(
         more = quantizer(part, part_mask).stats
         stats = more if stats is None else stats + more
     assert stats is not None
-    stats = stats.synced()
+    stats = stats.sync()
     losses = quantizer.losses(stats)
     gradients = {
         name: torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
@@ -162,7 +162,7 @@ def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]],
     with collectives() as second:
         assert all(a is b for a, b in zip(sync(together, order), together, strict=True))
     assert second == [], "statistics of all ranks are reduced again"
-    return [dict(entry) for entry in together], [dict(entry.synced(order)) for entry in stats], first
+    return [dict(entry) for entry in together], [dict(entry.sync(order)) for entry in stats], first
 
 
 def test_all_statistics_travel_in_one_collective(ranks: RankPool) -> None:

@@ -8,7 +8,7 @@ import torch
 from vqclip.quantizers import VQ
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.kmeans import kmeans
-from vqclip.quantizers.replacement import different, replacements
+from vqclip.quantizers.replacement import find_new, replacements
 from vqclip.quantizers.stats import Draw, Order, Stats
 
 
@@ -17,7 +17,7 @@ def drawn(count: int, keep: torch.Tensor, step: int = 0, flat: bool = False) -> 
     samples = len(keep)
     vectors = torch.arange(1.0, 1 + keep.numel()).view(-1, 1, 1)
     draw = Draw(stream(3, torch.tensor(step)), count, vectors, keep.flatten())
-    sums = Stats({}, {"x": draw}).synced(None if flat else Order(torch.arange(samples), samples))
+    sums = Stats({}, {"x": draw}).sync(None if flat else Order(torch.arange(samples), samples))
     present = sums["x/present"].flatten() > 0
     return sums["x/vectors"].flatten()[present].long().sub(1).tolist()
 
@@ -81,7 +81,7 @@ def test_the_same_among_thousands_is_found(width: int, offset: float) -> None:
         once = torch.linspace(1, 2, 4096).view(1, -1, 1)
     again = once * (1 + 1e-7 * fresh(1, 4096, 1, seed=1))
     tokens = torch.cat((once, again), dim=1)[:, torch.randperm(8192, generator=torch.Generator().manual_seed(2))]
-    found = different(tokens, torch.ones(8192).bool(), tokens[:, :0])
+    found = find_new(tokens, torch.ones(8192).bool(), tokens[:, :0])
     assert found.sum() == 4096
 
 

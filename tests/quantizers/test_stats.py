@@ -43,11 +43,11 @@ def test_one_process_is_all_ranks() -> None:
     (synced,) = sync([stats])
     assert synced.is_global
     assert all(synced[name] is stats[name] for name in stats)
-    assert stats.synced().is_global
+    assert stats.sync().is_global
 
 
 def test_an_order_of_other_samples_is_refused() -> None:
     quantizer = VQ(3, 4)
     stats = quantizer(torch.randn(1, 5, 3)).stats + quantizer(torch.randn(1, 6, 3)).stats
     with pytest.raises(ShapeError, match="11 tokens with an order of 2 samples"):
-        stats.synced(Order(torch.arange(2), 2))
+        stats.sync(Order(torch.arange(2), 2))

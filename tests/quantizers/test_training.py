@@ -26,7 +26,7 @@ from vqclip.quantizers import (
     VQLossWeights,
 )
 from vqclip.quantizers.replacement import replacements
-from vqclip.quantizers.vq import _say_unsynchronised
+from vqclip.quantizers.vq import _warn_unsynchronised
 
 BUSY = {"decay": 0.8, "dead_below": 0.5}
 """Codes come and go all the time."""
@@ -121,7 +121,7 @@ class Training:
             stats = out.stats if stats is None else stats + out.stats
             misfit = misfit + (out.vectors * wanted).sum()
         assert stats is not None
-        stats = stats.synced(self._order())
+        stats = stats.sync(self._order())
         losses = self.quantizer.losses(stats)
         weighted = sum((self.quantizer.loss_weights[k] * v for k, v in losses.items()), torch.zeros(()))
         self.optimizer.zero_grad()
@@ -209,7 +209,7 @@ def replacement_rounds(rounds: int) -> list[float]:
         tokens = int(torch.randint(0, 40, (), generator=generator))
         x = torch.randn(tokens, 4, generator=generator)
         mask = torch.rand(tokens, generator=generator) > 0.3
-        quantizer.update(quantizer(x, mask).stats.synced())
+        quantizer.update(quantizer(x, mask).stats.sync())
     return [float(value.double().sum()) for value in quantizer.state_dict().values()]
 
 
@@ -250,7 +250,7 @@ def update_alone() -> int:
 
 def test_an_unsynchronised_update_waits_for_no_one(ranks: RankPool, caplog: pytest.LogCaptureFixture) -> None:
     assert ranks(2, update_alone, timeout=20.0) == [1, 0]
-    _say_unsynchronised.cache_clear()
+    _warn_unsynchronised.cache_clear()
     for _ in range(3):
         VQConfig(dim=4, codebook_size=8, sync_codebook=False).build()
     assert caplog.text.count("sync_codebook is false") == 1

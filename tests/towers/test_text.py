@@ -174,12 +174,12 @@ def test_captions_that_are_cut_are_counted_and_told():
     assert torch.equal(tokens, BPE(6)(captions))
     assert tokens[:, -1].tolist() == [0, 49407, 49407, 49407, 0]
     counts = CaptionLengths({4: 900, 6: 60, 11: 38, 4097: 2})
-    assert [counts.holding(percent) for percent in (90, 95, 99, 100)] == [4, 6, 11, 4097]
-    assert counts.told(6, "model.text.tower.context_length") == (
+    assert [counts.length_for(percent) for percent in (90, 95, 99, 100)] == [4, 6, 11, 4097]
+    assert counts.describe_cuts(6, "model.text.tower.context_length") == (
         "4.0 % of captions (40 of 1,000) are longer than model.text.tower.context_length 6 and were cut; "
         "11 would hold 99 % and more than 4096 would hold 100 % of them"
     )
-    assert "10.0 % of captions (100 of 1,000)" in counts.told(5)
-    assert "and were cut; 6 would hold 95 % and 11 would hold 99 % of them" in counts.told(5)
-    assert counts.told(4097) is None
-    assert CaptionLengths().told(4) is None
+    assert "10.0 % of captions (100 of 1,000)" in counts.describe_cuts(5)
+    assert "and were cut; 6 would hold 95 % and 11 would hold 99 % of them" in counts.describe_cuts(5)
+    assert counts.describe_cuts(4097) is None
+    assert CaptionLengths().describe_cuts(4) is None

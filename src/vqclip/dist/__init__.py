@@ -35,10 +35,10 @@ from vqclip.dist._collectives import (
     replicated_sum,
     ring_shift,
 )
-from vqclip.dist._control import any_rank, any_rank_each, barrier, broadcast_json, from_main, gather_json, shared_seed
+from vqclip.dist._control import any_rank, any_rank_each, barrier, broadcast_json, run_on_main, gather_json, shared_seed
 from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
-from vqclip.dist._launcher import launcher_is_gone, signal_at_parent_death, stop_with_launcher
+from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._state import (
     Group,
     group_name,
@@ -47,7 +47,7 @@ from vqclip.dist._state import (
     is_main,
     local_rank,
     named_errors,
-    named_group,
+    group_by_name,
     rank,
     shutdown,
     world_size,
@@ -63,7 +63,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "broadcast_json",
-    "from_main",
+    "run_on_main",
     "gather_json",
     "gather_sizes",
     "group_name",
@@ -71,10 +71,10 @@ __all__ = [
     "init",
     "is_distributed",
     "is_main",
-    "launcher_is_gone",
+    "launcher_has_died",
     "local_rank",
     "named_errors",
-    "named_group",
+    "group_by_name",
     "no_sync",
     "rank",
     "recent_collectives",

@@ -271,7 +271,7 @@ def _global_rank(within: int, group: Group) -> int:
     return within if group is None else c10d.get_global_rank(group, within)
 
 
-def _summed(x: Tensor, name: str, group: Group) -> Tensor:
+def _sum_over_ranks(x: Tensor, name: str, group: Group) -> Tensor:
     """A new tensor with the sum over ranks; half precision is summed in fp32."""
     total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
     if total.numel():
@@ -308,12 +308,12 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _summed(x, "all_reduce", group)
+        return _sum_over_ranks(x, "all_reduce", group)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, "all_reduce (backward)", ctx.group), None
+        return _sum_over_ranks(grad, "all_reduce (backward)", ctx.group), None
 
 
 class _ReplicatedSum(torch.autograd.Function):
@@ -322,7 +322,7 @@ class _ReplicatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.world_size = world_size(group)
-        return _summed(x, "replicated_sum", group)
+        return _sum_over_ranks(x, "replicated_sum", group)
 
     @staticmethod
     @first_derivative_only

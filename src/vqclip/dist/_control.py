@@ -66,7 +66,7 @@ def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
     return _decode(_to_bytes(data))
 
 
-def from_main(work: Callable[[], Any], group: Group = None) -> Any:
+def run_on_main(work: Callable[[], Any], group: Group = None) -> Any:
     """Run `work` on rank 0 alone and give every rank its result.
 
     Args:

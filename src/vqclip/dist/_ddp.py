@@ -40,7 +40,7 @@ def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
         return module
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
-        _settle_buckets(wrapped)
+        _fix_bucket_layout(wrapped)
     return wrapped
 
 
@@ -57,7 +57,7 @@ def unwrap_ddp(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
     """Let DDP lay out its buckets for good.
 
     In the forward after its first backward DDP lays them out anew, in the order in which the gradients came. A number's

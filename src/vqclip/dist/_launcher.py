@@ -21,10 +21,10 @@ def stop_with_launcher() -> None:
     """Under torchrun: get SIGTERM when torchrun dies, whatever kills it; nobody else would end this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_at_parent_death(signal.SIGTERM)
-        if launcher_is_gone():  # before the line above
+        if launcher_has_died():  # before the line above
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def launcher_is_gone() -> bool:
+def launcher_has_died() -> bool:
     """Whether torchrun started this process and has died."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != vqclip._PARENT_PID

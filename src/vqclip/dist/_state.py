@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vqclip.dist import _history
 from vqclip.dist._launcher import stop_with_launcher
-from vqclip.dist._meeting import own_store
+from vqclip.dist._rendezvous import private_store
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
@@ -98,7 +98,7 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
         timeout = timedelta(seconds=timeout_s)
         store, who, ranks = next(iter(c10d.rendezvous("env://", timeout=timeout)))
         store.set_timeout(timeout)
-        own = own_store(store, who, ranks, timeout_s)
+        own = private_store(store, who, ranks, timeout_s)
         c10d.init_process_group(backend, timeout=timeout, store=own, rank=who, world_size=ranks)
 
 
@@ -152,7 +152,7 @@ def group_name(group: Group = None) -> str:
     return "" if group is None else group.group_name
 
 
-def named_group(name: str) -> Group:
+def group_by_name(name: str) -> Group:
     """The group of that name; see `group_name`."""
     resolve: Callable[[Any], c10d.ProcessGroup] = _resolve_process_group  # later versions have a type for names
     return None if not name else resolve(name)

@@ -66,7 +66,7 @@ class Encoder:
                 yield tokens
 
         encoded = self(tokenizer, batches(), name)
-        told = CaptionLengths(self.share.gather_items(found)).told(
+        told = CaptionLengths(self.share.gather_items(found)).describe_cuts(
             tokenizer.num_tokens, "the text tower's context_length"
         )
         return dataclasses.replace(encoded, notes=[told] if told else [])

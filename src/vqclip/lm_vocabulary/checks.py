@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.nn.inputs import whole_numbers
+from vqclip.nn.inputs import to_int64
 
 INT64_IDS = 2**63
 """Ids that int64 can count."""
@@ -47,7 +47,7 @@ def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
         )
     if ids.ndim != ndim:
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
-    return whole_numbers(name, ids, shape)
+    return to_int64(name, ids, shape)
 
 
 def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -18,10 +18,10 @@ from vqclip.losses.features import (
     Positives,
     check_implementation,
     check_keys,
-    check_numbers,
-    gathered,
-    not_negatives,
-    precise,
+    check_scalars,
+    false_negatives,
+    gather_features,
+    to_full_precision,
 )
 from vqclip.losses.tiled import tiled_softmax
 from vqclip.nn.precision import full_precision
@@ -34,7 +34,7 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         impl: ``tiled``, with memory that grows with the batch; ``ring``, the same without all texts on every rank; or
-            ``gather``, the readable reference: all features are gathered with their gradients and one ``(G, G)``
+            ``gather``, the readable reference: all features are gather_features with their gradients and one ``(G, G)``
             matrix of logits is made.
         label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner and ε spread evenly over all G (Szegedy et al.
             2016, https://arxiv.org/abs/1512.00567).
@@ -84,30 +84,32 @@ class ContrastiveLoss(nn.Module):
             )
         check_keys(self.positives, keys)
         _check_smoothing(self.label_smoothing, keys is not None)
-        image, text = precise(image, text, keys)
-        check_numbers(scale=scale)
+        image, text = to_full_precision(image, text, keys)
+        check_scalars(scale=scale)
         with full_precision(image.device):
             if self.impl == "gather":
-                return self._of_all_logits(image, text, scale, keys)
+                return self._reference_loss(image, text, scale, keys)
             loss = tiled_softmax(image, text, scale, keys, self.impl, self.group)
-            return loss + self.label_smoothing * self._advantage(image, text, scale) if self.label_smoothing else loss
+            return (
+                loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
+            )
 
     def chance(self, batch_size: int) -> float:
         """The loss over a global batch of which all logits are equal, without keys: ``log G``."""
         return math.log(batch_size)
 
-    def _of_all_logits(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
-        images, texts = gathered(image, text, self.group)
+    def _reference_loss(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
+        images, texts = gather_features(image, text, self.group)
         logits = scale.to(images.dtype) * images @ texts.T
         if keys is not None:
-            logits = logits.masked_fill(not_negatives(keys, self.group), -torch.inf)
+            logits = logits.masked_fill(false_negatives(keys, self.group), -torch.inf)
         targets = torch.arange(len(logits), device=logits.device)
         by_row, by_column = (
             F.cross_entropy(scores, targets, label_smoothing=self.label_smoothing) for scores in (logits, logits.T)
         )
         return (by_row + by_column) / 2
 
-    def _advantage(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    def _smoothing_term(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         """Mean logit of the pairs less the mean of all: what smoothing adds to the loss, without any square."""
         count = image.new_full((1,), len(image))
         sums = torch.cat((image.sum(dim=0), text.sum(dim=0), (image * text).sum().view(1), count))

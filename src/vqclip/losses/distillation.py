@@ -8,9 +8,15 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.errors import ShapeError
 from vqclip.losses.exchange import Block, Exchange
-from vqclip.losses.features import Implementation, check_implementation, check_numbers, gathered, precise
+from vqclip.losses.features import (
+    Implementation,
+    check_implementation,
+    check_scalars,
+    gather_features,
+    to_full_precision,
+)
 from vqclip.losses.tiled import EXCHANGES, Outputs, outputs_like, without_gradients
-from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, add_logsumexp_, connected, softmaxes
+from vqclip.losses.tiles import FeatureGradients, Gradients, Tiles, add_logsumexp_, attach_gradients, softmaxes
 from vqclip.nn.precision import full_precision
 
 
@@ -65,14 +71,14 @@ class DistillationLoss(nn.Module):
                 f"features: got {len(image)} pairs of the student's and {len(teacher_image)} of the teacher's; "
                 "expected the teacher's features of the student's pairs, in their order"
             )
-        image, text = precise(image, text)
-        check_numbers(scale=scale, teacher_scale=teacher_scale)
-        teacher_image, teacher_text = precise(teacher_image.detach(), teacher_text.detach())
+        image, text = to_full_precision(image, text)
+        check_scalars(scale=scale, teacher_scale=teacher_scale)
+        teacher_image, teacher_text = to_full_precision(teacher_image.detach(), teacher_text.detach())
         scale = scale.to(image.dtype)
         teacher = (teacher_image.to(image.dtype), teacher_text.to(image.dtype), teacher_scale.detach().to(image.dtype))
         with full_precision(image.device):
             if self.impl == "gather":
-                return self._of_all_logits(image, text, scale, *teacher)
+                return self._reference_loss(image, text, scale, *teacher)
             inputs = (image, text, scale, torch.zeros_like(scale))
             wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
             known = torch.ops.vqclip.tiled_distillation(
@@ -84,19 +90,19 @@ class DistillationLoss(nn.Module):
                 dist.group_name(self.group),
                 wants_grad,
             )
-            return connected(*inputs, Gradients(*known))
+            return attach_gradients(*inputs, Gradients(*known))
 
-    def _of_all_logits(
+    def _reference_loss(
         self, image: Tensor, text: Tensor, scale: Tensor, teacher_image: Tensor, teacher_text: Tensor, factor: Tensor
     ) -> Tensor:
-        images, texts = gathered(image, text, self.group)
-        teacher_images, teacher_texts = gathered(teacher_image, teacher_text, self.group)
+        images, texts = gather_features(image, text, self.group)
+        teacher_images, teacher_texts = gather_features(teacher_image, teacher_text, self.group)
         logits, wanted = scale * images @ texts.T, factor * teacher_images @ teacher_texts.T
         parts = [-(wanted.softmax(dim) * logits.log_softmax(dim)).sum() for dim in (0, 1)]
         return (parts[0] + parts[1]) / (2 * len(logits))
 
 
-def _distilled(
+def _distill(
     image: Tensor,
     text: Tensor,
     scale: Tensor,
@@ -122,7 +128,7 @@ def _distilled(
             for tile in side.of(half):
                 add_logsumexp_(row[tile.rows], tile.logits, dim=1)
                 add_logsumexp_(column[tile.columns], tile.logits, dim=0)
-    columns = [exchange.logsumexp(each) for each in of_columns]
+    columns = [exchange.collect_logsumexp(each) for each in of_columns]
 
     share = 1 / (2 * exchange.count)
     loss = share * (rows[0].sum() + columns[0].sum())
@@ -153,8 +159,8 @@ def _distillation_op(
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     both = torch.cat((text, teacher_text), dim=1)
-    exchange = EXCHANGES[impl](both, dist.named_group(group), wants_grad)
-    found = _distilled(image, text, scale, teacher_image, teacher_text, teacher_scale, exchange, wants_grad)
+    exchange = EXCHANGES[impl](both, dist.group_by_name(group), wants_grad)
+    found = _distill(image, text, scale, teacher_image, teacher_text, teacher_scale, exchange, wants_grad)
     return found.separate()
 
 

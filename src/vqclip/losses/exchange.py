@@ -67,11 +67,11 @@ class Exchange(ABC):
         """All texts, once. To be gone through to its end."""
 
     @abstractmethod
-    def summed(self, carried: Tensor) -> Tensor:
+    def collect_sum(self, carried: Tensor) -> Tensor:
         """What ranks have added to something carried → ``(B, ...)``, their sum for this rank's texts."""
 
     @abstractmethod
-    def logsumexp(self, carried: Tensor) -> Tensor:
+    def collect_logsumexp(self, carried: Tensor) -> Tensor:
         """The same for logarithms of sums."""
 
     def _start_of(self, rank: int) -> int:
@@ -97,17 +97,17 @@ class Gathered(Exchange):
         """See `Exchange`."""
         yield Block(self._texts, slice(0, self.count), carried)
 
-    def summed(self, carried: Tensor) -> Tensor:
+    def collect_sum(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
         return dist.reduce_scatter(carried, self.sizes, self.group)
 
-    def logsumexp(self, carried: Tensor) -> Tensor:
+    def collect_logsumexp(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
         highest = dist.reduce_(carried.clone(), "max", self.group)
         # A column without another row stays at -inf.
         total = (carried - highest.masked_fill(highest == -torch.inf, 0)).exp_()
         own = slice(self.start, self.start + self.sizes[dist.rank(self.group)])
-        return highest[own] + self.summed(total).log()
+        return highest[own] + self.collect_sum(total).log()
 
 
 class Ring(Exchange):
@@ -138,12 +138,12 @@ class Ring(Exchange):
             start = self._start_of(owner)
             yield Block(texts, slice(start, start + self.sizes[owner]), moving)
             going = moving if hop == ranks - 1 else (texts, *moving)  # at last only what was carried has to go home
-            coming = self._passed_on(going, self.sizes[(owner - 1) % ranks])
+            coming = self._shift(going, self.sizes[(owner - 1) % ranks])
             texts, moving = (texts, coming) if hop == ranks - 1 else (coming[0], coming[1:])
         for own, home in zip(carried, moving, strict=True):
             own.copy_(home)
 
-    def _passed_on(self, going: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+    def _shift(self, going: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
         """What the next rank gets from us → what we get from the one before us: ``rows`` rows, in one message."""
         if not going:
             return ()
@@ -157,10 +157,10 @@ class Ring(Exchange):
             for part, tensor in zip(parts, going, strict=True)
         )
 
-    def summed(self, carried: Tensor) -> Tensor:
+    def collect_sum(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
         return carried
 
-    def logsumexp(self, carried: Tensor) -> Tensor:
+    def collect_logsumexp(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
         return carried

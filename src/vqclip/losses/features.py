@@ -41,14 +41,14 @@ def pair_keys(positives: Positives | None, sample_ids: Tensor, tokens: Tensor) -
     if positives == "sample_id":
         return sample_ids
     powers = torch.full_like(tokens[:1], _MULTIPLIER).cumprod(dim=1)
-    return (_mixed(tokens + 1) * powers).sum(dim=1)
+    return (_mix_bits(tokens + 1) * powers).sum(dim=1)
 
 
 _MULTIPLIER = 6364136223846793005
 """Knuth's, of his 64-bit linear congruential generator (MMIX)."""
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Spread the bits of small numbers over all 64; products wrap around."""
     x = x * _MULTIPLIER
     return (x ^ (x >> 32)) * _MULTIPLIER
@@ -60,7 +60,7 @@ def check_keys(positives: Positives | None, keys: Tensor | None) -> None:
         raise ConfigError(f"loss.positives: got {positives!r}, but no keys were passed; expected those of pair_keys()")
 
 
-def precise(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def to_full_precision(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Both ``(B, E)`` features in fp32 (fp64 for fp64).
 
     Raises:
@@ -78,21 +78,21 @@ def precise(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Te
     return image.to(dtype), text.to(dtype)
 
 
-def check_numbers(**numbers: Tensor) -> None:
+def check_scalars(**numbers: Tensor) -> None:
     """Raises ShapeError: a scale or bias has dimensions."""
     for name, number in numbers.items():
         if number.ndim:
             raise ShapeError(f"{name}: got shape {tuple(number.shape)}, expected (): pass {name}.squeeze()")
 
 
-def not_negatives(keys: Tensor, group: dist.Group = None) -> Tensor:
+def false_negatives(keys: Tensor, group: dist.Group = None) -> Tensor:
     """``(G, G)`` bool: two different pairs of equal keys. A collective."""
     keys = dist.all_gather(keys, group=group)
     same = keys[:, None] == keys
     return same.fill_diagonal_(False)
 
 
-def gathered(image: Tensor, text: Tensor, group: dist.Group = None) -> tuple[Tensor, Tensor]:
+def gather_features(image: Tensor, text: Tensor, group: dist.Group = None) -> tuple[Tensor, Tensor]:
     """Both ``(B, E)`` features of all ranks, ``(G, E)`` each, with their gradients."""
     image, text = dist.all_gather(torch.stack([image, text], dim=1), group=group).unbind(1)  # one collective for both
     return image, text

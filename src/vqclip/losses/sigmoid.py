@@ -17,10 +17,10 @@ from vqclip.losses.features import (
     Positives,
     check_implementation,
     check_keys,
-    check_numbers,
-    gathered,
-    not_negatives,
-    precise,
+    check_scalars,
+    false_negatives,
+    gather_features,
+    to_full_precision,
 )
 from vqclip.losses.tiled import tiled_sigmoid
 from vqclip.nn.precision import full_precision
@@ -68,17 +68,17 @@ class SigmoidLoss(nn.Module):
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
         check_keys(self.positives, keys)
-        image, text = precise(image, text, keys)
-        check_numbers(scale=scale, bias=bias)
+        image, text = to_full_precision(image, text, keys)
+        check_scalars(scale=scale, bias=bias)
         with full_precision(image.device):
             if self.impl != "gather":
                 return tiled_sigmoid(image, text, scale, bias, keys, self.impl, self.group)
-            images, texts = gathered(image, text, self.group)
+            images, texts = gather_features(image, text, self.group)
             logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
             answers = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
             losses = -F.logsigmoid(answers * logits)
             if keys is not None:
-                losses = losses.masked_fill(not_negatives(keys, self.group), 0)
+                losses = losses.masked_fill(false_negatives(keys, self.group), 0)
             return losses.sum() / len(logits)
 
     def chance(self, batch_size: int) -> float:

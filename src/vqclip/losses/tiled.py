@@ -20,7 +20,7 @@ from vqclip.losses.tiles import (
     Gradients,
     Tiles,
     add_logsumexp_,
-    connected,
+    attach_gradients,
     softmaxes,
     softplus_sum,
 )
@@ -57,7 +57,7 @@ def _run(
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     found = op(*(tensor.detach() for tensor in inputs), keys, impl, dist.group_name(group), wants_grad)
-    return connected(*inputs, Gradients(*found))
+    return attach_gradients(*inputs, Gradients(*found))
 
 
 def _softmax(
@@ -76,8 +76,8 @@ def _softmax(
         for tile in tiles.of(block):
             add_logsumexp_(rows_rest[tile.rows], tile.logits, dim=1)
             add_logsumexp_(column[tile.columns], tile.logits, dim=0)
-    columns_rest = exchange.logsumexp(of_columns)
-    tiles.tell()
+    columns_rest = exchange.collect_logsumexp(of_columns)
+    tiles.log_tiles()
 
     loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
     if not wants_grad:
@@ -135,7 +135,7 @@ def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -
     return Gradients(*(like.new_empty(like.shape) for like in (scale, image, text, scale, scale)))
 
 
-def _computed(
+def _run_operator(
     by: Callable[..., Gradients],
     image: Tensor,
     text: Tensor,
@@ -147,7 +147,7 @@ def _computed(
     wants_grad: bool,
 ) -> Outputs:
     note = "" if keys is None else ", with keys"
-    exchange = EXCHANGES[impl](text, dist.named_group(group_name), wants_grad, note)
+    exchange = EXCHANGES[impl](text, dist.group_by_name(group_name), wants_grad, note)
     keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
     return by(image, text, scale, bias, keys, exchange, wants_grad).separate()
 
@@ -163,7 +163,7 @@ def _softmax_op(
     group: str,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _computed(_softmax, image, text, scale, bias, keys, impl, group, wants_grad)
+    return _run_operator(_softmax, image, text, scale, bias, keys, impl, group, wants_grad)
 
 
 @torch.library.custom_op("vqclip::tiled_sigmoid", mutates_args=())
@@ -177,7 +177,7 @@ def _sigmoid_op(
     group: str,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _computed(_sigmoid, image, text, scale, bias, keys, impl, group, wants_grad)
+    return _run_operator(_sigmoid, image, text, scale, bias, keys, impl, group, wants_grad)
 
 
 @_softmax_op.register_fake

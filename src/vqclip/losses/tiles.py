@@ -107,17 +107,19 @@ class Tiles:
             tile = self._kept.pop(place, None)
             if tile is None:
                 self._number += 1
-                tile = self._made(block, slice(top, min(top + side, sizes[0])), slice(left, min(left + side, sizes[1])))
+                tile = self._compute(
+                    block, slice(top, min(top + side, sizes[0])), slice(left, min(left + side, sizes[1]))
+                )
                 if self._room >= tile.logits.nbytes:
                     self._room -= tile.logits.nbytes
                     self._kept[place] = tile
             yield tile
 
-    def tell(self) -> None:
+    def log_tiles(self) -> None:
         """Log how many tiles of the first round the second will find."""
-        _tell_once(len(self._images), self._columns, self._number, len(self._kept))
+        _log_once(len(self._images), self._columns, self._number, len(self._kept))
 
-    def _made(self, block: Block, rows: slice, columns: slice) -> Tile:
+    def _compute(self, block: Block, rows: slice, columns: slice) -> Tile:
         logits = product(self._images[rows] * self._scale, block.texts[columns].T)
         if self._bias is not None:
             logits.add_(self._bias)
@@ -171,7 +173,7 @@ def softplus_sum(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _tell_once(images: int, texts: int, made: int, kept: int) -> None:
+def _log_once(images: int, texts: int, made: int, kept: int) -> None:
     """Tell once for every size what the memory budget came to."""
     logger.info(
         "%s images meet %s texts in %d tiles; %d are kept for the second round, %d computed again",
@@ -218,7 +220,7 @@ class FeatureGradients:
         numbers = torch.stack([loss.double(), of_scale.double() * self._unit, bias.double() * self._unit])
         loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
         factor = scale * (dist.world_size(group) * self._unit)
-        of_text = self._exchange.summed(self.of_texts).mul_(factor)
+        of_text = self._exchange.collect_sum(self.of_texts).mul_(factor)
         return Gradients(loss, self._image.mul_(factor), of_text, of_scale, of_bias)
 
 
@@ -242,6 +244,6 @@ class _Known(torch.autograd.Function):
         return (*(grad * known for known in ctx.saved_tensors), *[None] * 5)
 
 
-def connected(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, gradients: Gradients) -> Tensor:
+def attach_gradients(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, gradients: Gradients) -> Tensor:
     """The loss, () as a function of what it was computed from."""
     return _Known.apply(image, text, scale, bias, *gradients)

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from vqclip.errors import ShapeError
 
-__all__ = ["require_captions", "require_ids", "require_picture", "require_pictures", "whole_numbers"]
+__all__ = ["require_captions", "require_ids", "require_image", "require_images", "to_int64"]
 
 
-def require_pictures(images: Any) -> list[Any]:
+def require_images(images: Any) -> list[Any]:
     """One PIL image, or a list or tuple of them, as a list.
 
     Raises:
         ShapeError: for anything else.
     """
     if not isinstance(images, (list, tuple)):
-        require_picture(images, "images")
+        require_image(images, "images")
         return [images]
     for number, image in enumerate(images):
-        require_picture(image, f"images[{number}]")
+        require_image(image, f"images[{number}]")
     return list(images)
 
 
-def require_picture(image: Any, name: str = "image") -> None:
+def require_image(image: Any, name: str = "image") -> None:
     """Raises ShapeError for anything but a PIL image; ``name`` is what the message calls it."""
     from PIL.Image import Image
 
@@ -70,10 +70,10 @@ def require_ids(ids: Any) -> Tensor:
         make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
         remedy = f"; {make} makes one" if _is_array(ids) or isinstance(ids, (list, tuple)) else ""
         raise ShapeError(f"ids: got {_got(ids)}, expected an int64 tensor (B, N, C) as encode gives it{remedy}")
-    return whole_numbers("ids", ids, "(B, N, C)")
+    return to_int64("ids", ids, "(B, N, C)")
 
 
-def whole_numbers(name: str, ids: Tensor, shape: str) -> Tensor:
+def to_int64(name: str, ids: Tensor, shape: str) -> Tensor:
     """A tensor of any integer type as int64: torch compares no others of uint16, uint32 and uint64.
 
     Args:

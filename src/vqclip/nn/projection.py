@@ -17,7 +17,7 @@ from vqclip.errors import ConfigError
 from vqclip.nn.attention import Block
 
 Normalization = Literal["none", "layer", "l2"]
-"""What is done to the channels of a token; see `normalized`."""
+"""What is done to the channels of a token; see `normalize_channels`."""
 
 
 class Projection(nn.Sequential):
@@ -84,7 +84,7 @@ ProjectionConfig = Annotated[
 """A projection's configuration, chosen by ``kind``."""
 
 
-def normalized(x: Tensor, how: Normalization) -> Tensor:
+def normalize_channels(x: Tensor, how: Normalization) -> Tensor:
     """A token's channels before the quantizer, ``(..., D)``; in float32 at least.
 
     ``layer``: mean 0 and variance 1 over the channels. ``l2``: the whole vector has length √D, so that its channels are

@@ -52,7 +52,7 @@ class RunLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             return next((holder for name in _FILES if (holder := self._take(self._folder / name))), None)
 
-        holder = dist.from_main(take)
+        holder = dist.run_on_main(take)
         if holder is not None:
             raise ConfigError(
                 f"run.name: {self._folder} is in use by another job ({holder}); wait for its end or stop it, or give "

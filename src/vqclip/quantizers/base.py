@@ -277,11 +277,11 @@ class Quantizer(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         # Codebooks stay in float32 under `.bfloat16()` and `.half()`: rounded codes would be other codes.
-        def kept_wide(tensor: Tensor) -> Tensor:
+        def keep_fp32(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in (torch.bfloat16, torch.float16) else moved
 
-        return super()._apply(kept_wide, recurse)
+        return super()._apply(keep_fp32, recurse)
 
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One row a token in float32 or float64: ``(T, 1, D)``, 0 where masked, and the mask as ``(T,)``."""

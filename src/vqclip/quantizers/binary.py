@@ -14,7 +14,7 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.checks import checked_weights
+from vqclip.quantizers.checks import resolve_weights
 from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy_gap
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
@@ -65,7 +65,7 @@ class BinaryQuantizer(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, over all ranks' tokens; 0 without tokens."""
-        stats = stats.synced()
+        stats = stats.sync()
         count = stats["tokens"].clamp(min=1)
         losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
         if "code_mass" in stats:
@@ -113,12 +113,12 @@ class BinaryLossWeights(Config):
 
 
 def binary_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists at this size; see `checked_weights`.
+    """Weight of every loss that exists at this size; see `resolve_weights`.
 
     Raises:
         ConfigError: a weight of a loss that is unknown, or that does not exist at this size.
     """
-    checked = checked_weights(name, BinaryLossWeights().model_dump(), weights)
+    checked = resolve_weights(name, BinaryLossWeights().model_dump(), weights)
     if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap") > 0 and weights is not None:
         raise ConfigError(
             f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "

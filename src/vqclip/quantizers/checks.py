@@ -43,7 +43,7 @@ def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
         )
 
 
-def checked_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
     """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vqclip.quantizers.nearest import nearest
-from vqclip.quantizers.replacement import different
+from vqclip.quantizers.replacement import find_new
 from vqclip.quantizers.usage import histogram, sums_by_code
 from vqclip.quantizers.vectors import unit
 
@@ -27,7 +27,7 @@ def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> 
         Centres ``(G, K, D)``, how many vectors each has ``(G, K)``, and whether it is one ``(G, K)``.
     """
     groups, count, dim = x.shape
-    seeds = different(x, torch.ones(count, dtype=torch.bool, device=x.device), x[:, :0])
+    seeds = find_new(x, torch.ones(count, dtype=torch.bool, device=x.device), x[:, :0])
     first = (~seeds).byte().argsort(dim=1, stable=True)[:, torch.arange(size, device=x.device).clamp(max=count - 1)]
     centres = x.gather(1, first[..., None].expand(-1, -1, dim))
     placed = torch.arange(size, device=x.device) < seeds.sum(dim=1, keepdim=True)

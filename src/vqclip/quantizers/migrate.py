@@ -103,7 +103,7 @@ def _fsq(module: Any) -> Quantizer:
     _refuse(module, orthogonal_rotation=module.orthogonal_rotation, bound_hard_clamp=module.bound_hard_clamp)
     _refuse(module, channels_before_positions=module.channel_first)
     layer = FSQ(_integers(module._levels), "symmetric" if module.preserve_symmetry else "original")
-    return _repeated(layer, module.num_codebooks)
+    return _product_of(layer, module.num_codebooks)
 
 
 def _residual_fsq(module: Any) -> Quantizer:
@@ -129,7 +129,7 @@ def _lfq(module: Any) -> Quantizer:
         channels_before_positions=module.channel_first,
         orthogonal_rotation=getattr(module, "orthogonal_rotation", False),
     )
-    return _repeated(LFQ(module.codebook_dim, scale=module.codebook_scale), module.num_codebooks)
+    return _product_of(LFQ(module.codebook_dim, scale=module.codebook_scale), module.num_codebooks)
 
 
 _MAKERS: dict[str, Callable[[Any], Quantizer]] = {
@@ -141,7 +141,7 @@ _MAKERS: dict[str, Callable[[Any], Quantizer]] = {
 }
 
 
-def _repeated(layer: Quantizer, codebooks: int) -> Quantizer:
+def _product_of(layer: Quantizer, codebooks: int) -> Quantizer:
     return Product(layer, codebooks) if codebooks > 1 else layer
 
 

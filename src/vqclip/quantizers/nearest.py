@@ -72,7 +72,7 @@ class TableQuantizer(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """See the class."""
-        stats = stats.synced()
+        stats = stats.sync()
         count = stats["tokens"].clamp(min=1)
         return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
 
@@ -93,7 +93,7 @@ class TableQuantizer(Quantizer):
         """Count the step, and the steps since each code was used."""
         if self.training:
             with torch.no_grad():
-                self._count_step(stats.synced()["codes"])
+                self._count_step(stats.sync()["codes"])
 
     def _count_step(self, counts: Tensor) -> None:
         """``(G, K)`` how often each code was used in it."""

@@ -27,7 +27,7 @@ def replacements(codes: Tensor, dead: Tensor, tokens: Tensor, present: Tensor) -
     Returns:
         ``(G, K, D)`` with tokens where the second, ``(G, K)`` bool, is True, and ``codes`` elsewhere.
     """
-    usable = different(tokens, present, codes)
+    usable = find_new(tokens, present, codes)
     order = (~usable).byte().argsort(dim=-1, stable=True)
     turn = dead.cumsum(dim=-1) - 1  # the n-th dead code takes the n-th usable token
     replaced = dead & (turn < usable.sum(dim=-1, keepdim=True))
@@ -36,7 +36,7 @@ def replacements(codes: Tensor, dead: Tensor, tokens: Tensor, present: Tensor) -
     return torch.where(replaced[..., None], new, codes), replaced
 
 
-def different(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
+def find_new(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
     """Which present tokens equal no code and no present token before them, up to rounding (`SAME`).
 
     Vectors that are the same are neighbours when all are sorted along a line, so only neighbours are compared; with
@@ -59,11 +59,11 @@ def different(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
     same = SAME * both.square().sum(dim=-1)
     repeated = torch.zeros(both.shape[:2], dtype=torch.bool, device=both.device)
     for line in range(LINES):
-        repeated = repeated | _repeated(centred, same, real, line)
+        repeated = repeated | _mark_repeated(centred, same, real, line)
     return present & ~repeated[:, size:]
 
 
-def _repeated(vectors: Tensor, same: Tensor, real: Tensor, line: int) -> Tensor:
+def _mark_repeated(vectors: Tensor, same: Tensor, real: Tensor, line: int) -> Tensor:
     """``(G, N)`` bool: real vectors that are like one before them, as far as neighbours on this line tell."""
     direction = torch.arange(1, vectors.shape[-1] + 1, device=vectors.device, dtype=vectors.dtype)
     direction = (direction.square() + line).sin()  # any that no two vectors are likely to be level on

@@ -69,8 +69,8 @@ class Residual(Quantizer):
         self.limit: int | None = None
         """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        _look_whether_all_started(self)
-        self.register_load_state_dict_post_hook(_look_whether_all_started)
+        _refresh_waiting(self)
+        self.register_load_state_dict_post_hook(_refresh_waiting)
 
     @property
     def depth(self) -> int:
@@ -99,7 +99,7 @@ class Residual(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """The sum over stages of each loss of the layer."""
-        stats = stats.synced()
+        stats = stats.sync()
         each = [stage.losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
 
@@ -119,7 +119,7 @@ class Residual(Quantizer):
             stage.update(stats.under(str(i)), start)
             # What this stage leaves has just changed: the next one starts on what it leaves from now on.
             start = start and already
-        _look_whether_all_started(self)
+        _refresh_waiting(self)
         if self.training:
             self.step.add_(1)
 
@@ -146,14 +146,14 @@ class Residual(Quantizer):
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         left, sums, columns, stats = bounded, [], [], {}
-        for i, (stage, theirs) in enumerate(zip(self.stages, self._kept(bounded, keep), strict=True)):
+        for i, (stage, theirs) in enumerate(zip(self.stages, self._stage_masks(bounded, keep), strict=True)):
             values, ids, stats[str(i)] = stage._quantize(left * self._fineness(i), theirs)
             sums.append(values / self._fineness(i))
             columns.append(ids)
             left = left - sums[-1]
-        return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nested(stats)
+        return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nest(stats)
 
-    def _kept(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
+    def _stage_masks(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
         """Which tokens each stage sees: ``(T,)`` or None for all."""
         depth: Tensor | int
         if self.limit is not None:
@@ -201,7 +201,7 @@ def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
             part.limit = limit
 
 
-def _look_whether_all_started(module: nn.Module, keys: object = None) -> None:
+def _refresh_waiting(module: nn.Module, keys: object = None) -> None:
     """Tell every stage whether any of them has yet to start; after a load, the hooks of the stages run first."""
     assert isinstance(module, Residual)
     waiting = not module.started

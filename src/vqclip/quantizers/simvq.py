@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
-from vqclip.quantizers.checks import checked_weights
+from vqclip.quantizers.checks import resolve_weights
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
@@ -45,7 +45,7 @@ class SimVQ(TableQuantizer):
         groups: int = 1,
     ):
         given = loss_weights if loss_weights is None else {"codebook": 1.0, **loss_weights}
-        weights = checked_weights("SimVQ", SimVQLossWeights().model_dump(), given)
+        weights = resolve_weights("SimVQ", SimVQLossWeights().model_dump(), given)
         if not weights["codebook"] > 0:
             raise ConfigError("SimVQ: loss_weights.codebook is 0, expected more: only that loss moves the codes")
         super().__init__(dim, codebook_size, groups, gradient, weights)

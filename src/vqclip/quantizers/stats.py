@@ -48,7 +48,7 @@ class Stats(Mapping[str, Tensor]):
     """Named sums and counts over tokens: immutable, added with ``+``, differentiable where a loss needs them.
 
     Every entry is a sum over tokens, so adding entries is adding batches: micro-batches by ``a + b``, ranks by
-    ``synced()``. Means are taken only at the very end, as reduced sum over reduced count: a mean of per-rank means is
+    ``sync()``. Means are taken only at the very end, as reduced sum over reduced count: a mean of per-rank means is
     wrong when ranks hold different numbers of tokens.
 
     As a mapping it shows the sums, of this rank or of all; a rank's own sums stand beside them under ``own/``.
@@ -87,7 +87,7 @@ class Stats(Mapping[str, Tensor]):
             raise ShapeError("statistics that cover all ranks already cannot be added: reduce the sum of the batches")
         return Stats(
             {name: total + other.sums[name] for name, total in self.sums.items()},
-            {name: _joined(draw, other.draws[name]) for name, draw in self.draws.items()},
+            {name: _join_draws(draw, other.draws[name]) for name, draw in self.draws.items()},
         )
 
     def under(self, prefix: str) -> Stats:
@@ -100,7 +100,7 @@ class Stats(Mapping[str, Tensor]):
         )
 
     @staticmethod
-    def nested(parts: Mapping[str, Stats]) -> Stats:
+    def nest(parts: Mapping[str, Stats]) -> Stats:
         """Several statistics as one, each under its own prefix; `under` takes them apart again."""
         return Stats(
             {f"{prefix}/{name}": total for prefix, part in parts.items() for name, total in part.sums.items()},
@@ -115,9 +115,9 @@ class Stats(Mapping[str, Tensor]):
         """The same sums taken as if this rank were alone: `Quantizer.losses` on them never meets another rank."""
         if self.is_global:
             return self
-        return Stats(self.sums | _drawn(self.draws, None), is_global=True)
+        return Stats(self.sums | _draw_tokens(self.draws, None), is_global=True)
 
-    def synced(self, order: Order | None = None, group: Any = None) -> Stats:
+    def sync(self, order: Order | None = None, group: Any = None) -> Stats:
         """Sums over all ranks, itself when it has them already. A collective: every rank must call it.
 
         Several statistics are cheaper together: `sync`.
@@ -157,7 +157,7 @@ def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) 
     flat = dist.replicated_sum(torch.cat(parts), group)
     reduced = iter(flat.split([part.numel() for part in parts]))
     return [
-        entry if both is None else Stats(_rebuilt(both[0], reduced) | both[1], is_global=True)
+        entry if both is None else Stats(_unpack_sums(both[0], reduced) | both[1], is_global=True)
         for entry, both in zip(stats, pending, strict=True)
     ]
 
@@ -177,7 +177,7 @@ def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[s
     travels = {name: total for name, total in entry.sums.items() if not _is_own(name)}
     stays = {name: total for name, total in entry.sums.items() if _is_own(name)}
     here = order and Order(torch.arange(len(order.places), device=order.places.device), len(order.places))
-    return travels | _drawn(shared, order), stays | _drawn(alone, here)
+    return travels | _draw_tokens(shared, order), stays | _draw_tokens(alone, here)
 
 
 def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Order | None]:
@@ -192,12 +192,12 @@ def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Ord
     before = counts[: dist.rank(group)].sum(dim=0)
     total = counts.sum(dim=0).tolist()
     return [
-        None if draw is None else Order(_numbered(_keep(draw), begin), size)
+        None if draw is None else Order(_number_tokens(_keep(draw), begin), size)
         for draw, begin, size in zip(draws, before, total, strict=True)
     ]
 
 
-def _drawn(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
+def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
     """``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 where the token is not on this rank."""
     found = {}
     for name, draw in draws.items():
@@ -214,7 +214,7 @@ def _rows(draw: Draw, order: Order | None) -> Tensor:
     """``(M,)``: the row of ``draw.vectors`` that each draw means, -1 where another rank has it, or no one."""
     keep = _keep(draw)
     # Without an order every real token is a sample; their number stays on the device.
-    places, size = (_numbered(keep, 0), len(keep)) if order is None else order
+    places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
     filled = keep.sum().clamp(min=1) if order is None else size
     tokens, left = divmod(len(keep), len(places))
     if left:
@@ -243,17 +243,17 @@ def _keep(draw: Draw) -> Tensor:
     )
 
 
-def _numbered(keep: Tensor, begin: Tensor | int) -> Tensor:
+def _number_tokens(keep: Tensor, begin: Tensor | int) -> Tensor:
     """``(T,)`` the number of every real token, -1 for padding."""
     return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
 
 
-def _joined(a: Draw, b: Draw) -> Draw:
+def _join_draws(a: Draw, b: Draw) -> Draw:
     keep = None if a.keep is None and b.keep is None else torch.cat((_keep(a), _keep(b)))
     return Draw(a.stream, a.count, torch.cat((a.vectors, b.vectors)), keep, a.shared)
 
 
-def _rebuilt(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:
+def _unpack_sums(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:
     sums = {}
     for name, total in local.items():
         whole = next(reduced).view_as(total)

@@ -110,7 +110,7 @@ class VQ(TableQuantizer):
         super().__init__(dim, codebook_size, groups, gradient, vq_weights(learning, loss_weights))
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
-        codebook = self._normalized(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
+        codebook = self._normalize(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         if learning == "gradient":
             self.codebook = nn.Parameter(codebook)
         else:
@@ -120,10 +120,10 @@ class VQ(TableQuantizer):
         self.register_buffer("has_started", torch.tensor(not kmeans))
         # What forward may ask without waiting for the device.
         self._is_started = not kmeans
-        self.register_load_state_dict_post_hook(_look_whether_started)
+        self.register_load_state_dict_post_hook(_refresh_started)
         if not sync_codebook:
             check_unsynchronised(learning, self.loss_weights)
-            _say_unsynchronised()
+            _warn_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""
@@ -131,11 +131,11 @@ class VQ(TableQuantizer):
 
     def codes(self) -> Tensor:
         """``(G, K, D)``."""
-        return self._normalized(self.codebook)
+        return self._normalize(self.codebook)
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """See the class."""
-        stats = stats.synced()
+        stats = stats.sync()
         losses = super().losses(stats)
         if "orthogonality" in self.loss_weights:
             with full_precision(self.codebook.device):
@@ -173,8 +173,8 @@ class VQ(TableQuantizer):
         if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
         if not self._is_started:
-            _look_whether_started(self)  # buffers may have been filled by other means than load_state_dict
-        stats = stats.synced() if self.sync_codebook else stats.local()
+            _refresh_started(self)  # buffers may have been filled by other means than load_state_dict
+        stats = stats.sync() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
         if f"{own}drawn/vectors" not in stats and self._draws_wanted():
             raise ConfigError(
@@ -190,9 +190,9 @@ class VQ(TableQuantizer):
             self._count_step(stats[f"{own}codes"])
 
     def _bound(self, x: Tensor) -> Tensor:
-        return self._normalized(x)
+        return self._normalize(x)
 
-    def _normalized(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         return unit(x) if self.cosine else x
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
@@ -245,7 +245,7 @@ class VQ(TableQuantizer):
         # A code that nothing has chosen for very long keeps its place instead of becoming 0 / 0.
         known = seen & (moved > 1e-6 * moved.mean(dim=-1, keepdim=True))
         mean = totals / torch.where(known, moved, 1)[..., None]
-        self.codebook.copy_(self._normalized(torch.where(known[..., None], mean, self.codebook)))
+        self.codebook.copy_(self._normalize(torch.where(known[..., None], mean, self.codebook)))
 
     def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
         """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none.
@@ -259,7 +259,7 @@ class VQ(TableQuantizer):
         log.info("VQ: k-means of %d vectors of %d channels into %d codes", len(found), self.dim, size)
         centres, members, placed = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
         sizes = members.to(self.sizes.dtype) * (counts.sum(dim=-1, keepdim=True) / len(found))
-        self._put(placed, centres, sizes)
+        self._set_codes(placed, centres, sizes)
         self.has_started.fill_(True)
         self._is_started = True
 
@@ -268,9 +268,9 @@ class VQ(TableQuantizer):
         dead = self.sizes < self.dead_below * average
         tokens = rearrange(vectors, "m g d -> g m d").to(self.codebook.dtype)
         codes, replaced = replacements(self.codes(), dead, tokens, present.flatten() > 0)
-        self._put(replaced, codes, average.expand_as(self.sizes))
+        self._set_codes(replaced, codes, average.expand_as(self.sizes))
 
-    def _put(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
+    def _set_codes(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
         """New codes ``(G, K, D)`` where ``where`` ``(G, K)``, counting as used ``sizes`` times a step."""
         self.codebook.copy_(torch.where(where[..., None], codes, self.codebook))
         self.sizes.copy_(torch.where(where, sizes, self.sizes))
@@ -326,13 +326,13 @@ class VQConfig(Config):
         return weights
 
 
-def _look_whether_started(module: nn.Module, keys: object = None) -> None:
+def _refresh_started(module: nn.Module, keys: object = None) -> None:
     assert isinstance(module, VQ)
     module._is_started = bool(module.has_started)
 
 
 @functools.cache
-def _say_unsynchronised() -> None:
+def _warn_unsynchronised() -> None:
     """Once, for however many layers."""
     log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
 

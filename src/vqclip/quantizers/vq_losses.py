@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.checks import checked_weights
+from vqclip.quantizers.checks import resolve_weights
 from vqclip.quantizers.vectors import unit
 
 Learning = Literal["ema", "gradient"]
@@ -44,7 +44,7 @@ def vq_weights(learning: Learning, weights: Mapping[str, float] | None) -> dict[
         raise ConfigError("VQ: loss_weights.codebook is 0, so that nothing would move the codes; set learning: ema")
     if given is not None and learning == "gradient":
         given = {"codebook": 1.0, **given}
-    checked = checked_weights("VQ", always | dict.fromkeys(optional, 0.0), given)
+    checked = resolve_weights("VQ", always | dict.fromkeys(optional, 0.0), given)
     return {name: weight for name, weight in checked.items() if weight > 0 or name in always}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.nn.pooling import isometric_
-from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalized
+from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalize_channels
 from vqclip.quantizers import Stats
 from vqclip.quantizers.checks import check_channels
 from vqclip.tokenizer.hub import push_saved
@@ -86,7 +86,7 @@ class Tokenizer(ReadingHalf, ABC):
     def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is quantized: a batch as `preprocess` makes it → ``(B, N, quantizer.dim)``, and its `mask`."""
         mask = self.mask(inputs)
-        return normalized(self.project_in(self.tower(inputs), mask), self.normalize), mask
+        return normalize_channels(self.project_in(self.tower(inputs), mask), self.normalize), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """``(B, E)``: the embedding with the quantizer bypassed, to tell what quantization costs."""

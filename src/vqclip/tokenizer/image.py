@@ -11,7 +11,7 @@ from torch import Tensor
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ShapeError
-from vqclip.nn.inputs import require_picture, require_pictures
+from vqclip.nn.inputs import require_image, require_images
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import ImageTower, ImageTowerConfig
 
@@ -41,7 +41,7 @@ class ImageTokenizer(Tokenizer):
 
     def preprocess(self, image: Image) -> Tensor:
         """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
-        require_picture(image)
+        require_image(image)
         return self.transform(pil_to_uint8(image))
 
     def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
@@ -62,7 +62,7 @@ class ImageTokenizer(Tokenizer):
             ShapeError: as in `encode`.
         """
         if not isinstance(images, Tensor):
-            pixels = [self.preprocess(image) for image in require_pictures(images)]
+            pixels = [self.preprocess(image) for image in require_images(images)]
             size = self.tower.image_size
             images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
         elif images.is_floating_point() and not torch.compiler.is_compiling():

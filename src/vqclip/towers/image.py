@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.towers.names import unknown_model
+from vqclip.towers.names import unknown_model_error
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.weights import load_checkpoint
 
@@ -166,8 +166,8 @@ class TimmTowerConfig(Config):
         import timm
 
         if not timm.is_model(self.name):
-            raise unknown_model("tower.name", "timm", self.name, timm.list_models())
-        with self._refusals_named():
+            raise unknown_model_error("tower.name", "timm", self.name, timm.list_models())
+        with self._translate_errors():
             model = self._create()
             _require_whole_patches(model, self.image_size)
             facts: Any = model.pretrained_cfg or {}
@@ -197,7 +197,7 @@ class TimmTowerConfig(Config):
         return create_model(self.name, **args)
 
     @contextmanager
-    def _refusals_named(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Turn what a model's constructor or first forward says to sizes that do not go together into ConfigError."""
         try:
             yield
@@ -240,7 +240,7 @@ class OpenCLIPImageTowerConfig(Config):
         visual = clip.visual
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        with _open_clip_refusals_named(self.model):
+        with _translate_open_clip_errors(self.model):
             return ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
 
     def _backbone(self, visual: Any) -> nn.Module:
@@ -256,7 +256,7 @@ class OpenCLIPImageTowerConfig(Config):
 
 
 @contextmanager
-def _open_clip_refusals_named(model: str) -> Iterator[None]:
+def _translate_open_clip_errors(model: str) -> Iterator[None]:
     """Turn what an open_clip vision half says that does not give features of its patches into ConfigError."""
     try:
         yield

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from vqclip.errors import ConfigError
 
 
-def unknown_model(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
+def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
     """The error for a model that `library` does not have; `key` is where it was written, `known` are its models."""
     close = get_close_matches(name, known, n=5)
     hint = f"did you mean one of: {', '.join(close)}?" if close else f"{library}.list_models() gives the names"

@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 from safetensors import SafetensorError
 
 from vqclip.errors import ConfigError
-from vqclip.towers.names import unknown_model
+from vqclip.towers.names import unknown_model_error
 from vqclip.towers.weights import require_plain_size
 
 
@@ -28,7 +28,7 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
 
     # By this list alone: open_clip would take "local-dir:..." and "hf-hub:..." too, and fetch weights nobody asked for.
     if model not in open_clip.list_models():
-        raise unknown_model("tower.model", "open_clip", model, open_clip.list_models())
+        raise unknown_model_error("tower.model", "open_clip", model, open_clip.list_models())
     config = open_clip.get_model_config(model)
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained is not None and pretrained not in tags and not Path(pretrained).is_file():

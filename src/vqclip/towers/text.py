@@ -244,11 +244,11 @@ class BPE:
 class CaptionLengths(Counter[int]):
     """Counts captions by their length in tokens, as `BPE.with_lengths` gives it."""
 
-    def cut(self, context_length: int) -> int:
+    def count_cut(self, context_length: int) -> int:
         """Number of captions that are longer than ``context_length``."""
         return sum(count for length, count in self.items() if length > context_length)
 
-    def holding(self, percent: int) -> int:
+    def length_for(self, percent: int) -> int:
         """The smallest context length that cuts at most ``100 - percent`` of 100 captions."""
         held = 0
         for length in sorted(self):
@@ -257,12 +257,12 @@ class CaptionLengths(Counter[int]):
                 return length
         return 0
 
-    def told(self, context_length: int, key: str = "context_length") -> str | None:
+    def describe_cuts(self, context_length: int, key: str = "context_length") -> str | None:
         """Say how many captions are cut, and which lengths would hold more of them; None where none is cut."""
-        cut, total = self.cut(context_length), self.total()
+        cut, total = self.count_cut(context_length), self.total()
         if not cut:
             return None
-        wanted = {self.holding(percent): f"{percent} %" for percent in (95, 99, 100)}
+        wanted = {self.length_for(percent): f"{percent} %" for percent in (95, 99, 100)}
         better = [f"{length} would hold {share}" for length, share in wanted.items() if length > context_length]
         better = [each.replace(f"{MAX_CONTEXT + 1}", f"more than {MAX_CONTEXT}") for each in better[:2]]
         return (

@@ -30,7 +30,7 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
     """
     expected = model.state_dict()
     state = {
-        name: _widened(tensor, expected.get(name))
+        name: _widen_half(tensor, expected.get(name))
         for name, tensor in _read(path).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
@@ -42,7 +42,7 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
     model.load_state_dict(state, strict=True)
 
 
-def _widened(tensor: Tensor, expected: Tensor | None) -> Tensor:
+def _widen_half(tensor: Tensor, expected: Tensor | None) -> Tensor:
     """Half precision as fp32, where the shape fits: a few bytes may claim to be any number of elements."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if half and expected is not None and expected.shape == tensor.shape else tensor

@@ -122,7 +122,11 @@ class Loop:
     def _tell_of_cut_captions(self) -> None:
         """Warn once of captions that are longer than the text tower takes."""
         length = self.step.model.text.num_tokens
-        told = None if self._told_of_cuts else self.records.bad.lengths.told(length, "model.text.tower.context_length")
+        told = (
+            None
+            if self._told_of_cuts
+            else self.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
+        )
         if told:
             logger.warning("captions: %s", told)
             self._told_of_cuts = True

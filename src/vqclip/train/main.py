@@ -170,12 +170,12 @@ def _note_stop(config: TrainConfig, stop: StopSignals) -> None:
     signals = [name for name in dist.gather_json(stop.name) if name is not None]
     if dist.is_main():
         done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
-        gone = "torchrun is gone; " if dist.launcher_is_gone() else ""
+        gone = "torchrun is gone; " if dist.launcher_has_died() else ""
         print_and_log(f"{gone}stopped after step {done} of {config.train.steps}; the same command goes on from there")
 
 
 def _resume(config: TrainConfig, snapshots: Snapshots) -> Resumed:
-    found = dist.from_main(lambda: len(checkpoint.checkpoints(snapshots.folder)))
+    found = dist.run_on_main(lambda: len(checkpoint.checkpoints(snapshots.folder)))
     if config.run.resume == "never" and found:
         raise ConfigError(
             f"run.resume: got 'never', but {snapshots.folder} holds checkpoints; choose another run.name, or 'auto'"

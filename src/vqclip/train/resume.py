@@ -232,7 +232,7 @@ class Snapshots:
                 logger.error("%s", error)
             return None if self._written is None else str(self.path(self._written))
 
-        path = dist.from_main(find)
+        path = dist.run_on_main(find)
         if path is None:
             return "There is no checkpoint of this run yet"
         return f"{path} is the newest checkpoint; its tensors were finite when this run wrote or read it"
@@ -255,7 +255,7 @@ class Snapshots:
         Raises:
             CheckpointError: on every rank, if it is missing or damaged.
         """
-        dist.from_main(lambda: load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model))
+        dist.run_on_main(lambda: load_weights(checkpoint.load(self.path(done)).model_folder, self.step.model))
         for tensor in self.step.model.state_dict().values():
             dist.broadcast_(tensor)
         self.step.model.load_state_dict(self.step.model.state_dict())  # so that hooks derive attributes from it
@@ -289,7 +289,7 @@ class Snapshots:
                 "windows": _outline(windows),
             }
 
-        restored = dist.from_main(restore)
+        restored = dist.run_on_main(restore)
         if restored is None:
             return Resumed(0, {}, None)
         step, state = restored["step"], _State.model_validate(restored["state"])

@@ -100,11 +100,11 @@ def caption_facts(lengths: CaptionLengths, context_length: int) -> dict[str, Any
     """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
     return {
         "shown": lengths.total(),
-        "cut": lengths.cut(context_length),
+        "cut": lengths.count_cut(context_length),
         "context_length": context_length,
-        "holds_95": lengths.holding(95),
-        "holds_99": lengths.holding(99),
-        "told": lengths.told(context_length, "model.text.tower.context_length"),
+        "holds_95": lengths.length_for(95),
+        "holds_99": lengths.length_for(99),
+        "told": lengths.describe_cuts(context_length, "model.text.tower.context_length"),
     }
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as c10d
 
-from vqclip.dist._meeting import own_store
+from vqclip.dist._rendezvous import private_store
 
 
 def meet(store, delays, timeout_s=20.0):
@@ -18,7 +18,7 @@ def meet(store, delays, timeout_s=20.0):
 
     def rank(number):
         time.sleep(delays[number])
-        own = own_store(store, number, len(delays), timeout_s)
+        own = private_store(store, number, len(delays), timeout_s)
         if number == 0:
             time.sleep(0.2)  # the others are there before
             own.set("address", f"life {life}")
@@ -47,4 +47,4 @@ def test_who_waits_for_a_rank_0_that_never_comes_is_told():
     store.set_timeout(timedelta(seconds=20))
     meet(store, (0, 0))
     with pytest.raises(c10d.DistError, match="did not all come within 0.3 s"):
-        own_store(store, 1, 2, 0.3)
+        private_store(store, 1, 2, 0.3)

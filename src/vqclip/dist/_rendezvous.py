@@ -18,7 +18,7 @@ _LOOKS_S = (0.02, 0.5)
 """Seconds between two looks: at first, and at most."""
 
 
-def own_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> c10d.Store:
+def private_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> c10d.Store:
     """A part of the store that only the ranks which call this now know of.
 
     Rank 0 publishes a fresh name, under which every other rank leaves one of its own; rank 0 answers with all of them.
