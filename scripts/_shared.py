@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from vqclip import checkpoint, dist
 from vqclip.cli import arguments as types
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, VqclipError
 from vqclip.evaluation import (
     EvaluationConfig,
@@ -146,5 +146,5 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"error: {masked(message)}", file=sys.stderr)
+    print(f"error: {mask_credentials(message)}", file=sys.stderr)
     return 2

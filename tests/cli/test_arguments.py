@@ -11,7 +11,7 @@ import pytest
 from tests.data.making import class_folder
 from vqclip.cli.main import main
 from vqclip.data.images import open_images
-from vqclip.data.sources.class_folder import chosen_split
+from vqclip.data.sources.class_folder import choose_split
 from vqclip.errors import ConfigError, DataError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -95,20 +95,20 @@ def test_help_names_the_command_as_it_is_typed(call, capsys):
 
 def test_no_command_guesses_among_splits(tmp_path):
     class_folder(tmp_path / "one")
-    assert chosen_split(str(tmp_path / "one"), None) == "train"
+    assert choose_split(str(tmp_path / "one"), None) == "train"
     assert len(open_images(str(tmp_path / "one"))) > 0
     class_folder(tmp_path / "two")
     class_folder(tmp_path / "two", split="test")
-    assert chosen_split(str(tmp_path / "two"), "train") == "train"
-    for opening in (chosen_split, open_images):
+    assert choose_split(str(tmp_path / "two"), "train") == "train"
+    for opening in (choose_split, open_images):
         with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
             opening(str(tmp_path / "two"), None)
     with pytest.raises(ConfigError, match=r"split: got 'val', but .*empty has no classnames.txt"):
         open_images(str(tmp_path / "empty"), "val")
     with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
-        chosen_split("https://host.invalid/x", None)
+        choose_split("https://host.invalid/x", None)
     with pytest.raises(DataError, match="none: no such folder"):
-        chosen_split(str(tmp_path / "none"), None)
+        choose_split(str(tmp_path / "none"), None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: there is no \*.tar in it"):
-        chosen_split(str(tmp_path / "empty"), None)
+        choose_split(str(tmp_path / "empty"), None)

@@ -182,7 +182,7 @@ def test_the_file_is_bounded_and_a_resumed_run_writes_the_same(tmp_path: Path, m
         counts: dict[str, int] = {}
         for part in parts:
             lines = JsonLines(file, part[0][0])
-            data = mock.Mock(newly_replaced=lambda part=part: part, new_lengths=dict)
+            data = mock.Mock(take_replaced=lambda part=part: part, take_lengths=dict)
             samples = BadSamples(data, {"replaced": counts}, lines)
             assert samples.collect() == part[-1][0] + 1
             lines.close()

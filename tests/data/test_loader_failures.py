@@ -18,7 +18,7 @@ import torch
 from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
-from vqclip.data.workers import named_deaths
+from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError, DistributedError
 
 
@@ -134,7 +134,7 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
     batches = spoilt_data(folder, workers=2).batches(0, 1000)
     next(batches)
     children = sorted(each.pid for each in multiprocessing.active_children())
-    with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), named_deaths():  # noqa: PT012
+    with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), explain_worker_deaths():  # noqa: PT012
         try:
             os.kill(children[-1], signal.SIGKILL)
             time.sleep(30)
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(RuntimeError, match="^of the step$"), named_deaths():
+    with pytest.raises(RuntimeError, match="^of the step$"), explain_worker_deaths():
         raise RuntimeError("of the step")
 
 

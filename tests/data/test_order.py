@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqclip.data.draws import KeyedGenerator, hashed
+from vqclip.data.draws import KeyedGenerator, hash_integers
 from vqclip.data.order import GlobalOrder, permute
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
@@ -21,7 +21,7 @@ def test_permutation_is_a_bijection(size: int, key: int) -> None:
 
 
 def test_every_permutation_of_a_few_is_about_as_likely() -> None:
-    counts = Counter(tuple(permute(np.arange(4), 4, hashed(key)).tolist()) for key in range(4800))
+    counts = Counter(tuple(permute(np.arange(4), 4, hash_integers(key)).tolist()) for key in range(4800))
     assert len(counts) == 24
     assert min(counts.values()) > 100
     assert max(counts.values()) < 320
@@ -29,13 +29,13 @@ def test_every_permutation_of_a_few_is_about_as_likely() -> None:
 
 def test_large_domains_look_shuffled() -> None:
     size = 1_000_003
-    image = permute(np.arange(size), size, hashed(7))
+    image = permute(np.arange(size), size, hash_integers(7))
     assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.005
     assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.005
     assert np.abs(np.diff(image)).min() > 0
     # Neighbours end up at neighbours no more often than by chance (2 of a million).
     assert (np.abs(np.diff(image)) == 1).sum() < 15
-    other = permute(np.arange(size), size, hashed(8))
+    other = permute(np.arange(size), size, hash_integers(8))
     assert (image == other).sum() < 15
 
 
@@ -124,9 +124,9 @@ def test_keyed_generator() -> None:
 
 @pytest.mark.parametrize("change", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2), (1, 2, 3, 0)])
 def test_hash_depends_on_every_part_and_their_order(change: tuple[int, ...]) -> None:
-    assert hashed(1, 2, 3) != hashed(*change)
+    assert hash_integers(1, 2, 3) != hash_integers(*change)
 
 
 def test_hash_works_elementwise() -> None:
     numbers = np.arange(5)
-    assert hashed(9, numbers).tolist() == [int(hashed(9, int(number))) for number in numbers]
+    assert hash_integers(9, numbers).tolist() == [int(hash_integers(9, int(number))) for number in numbers]

@@ -29,7 +29,7 @@ from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, shown, transfer
+from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, display_url, transfer
 from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.retry import Failure
 from vqclip.errors import DataError, StorageError
@@ -448,7 +448,7 @@ def test_class_folders_without_a_number_of_shards(
     server.files |= {} if count is None else {"/train/nshards.txt": count}
     with pytest.raises(DataError) as error:
         ClassShardsConfig(path=f"{url}/?sig=s3cr3t").build()
-    where = shown(f"{url}/train/nshards.txt?sig=s3cr3t")
+    where = display_url(f"{url}/train/nshards.txt?sig=s3cr3t")
     assert str(error.value).startswith(f"{where}: {message}")
     assert "s3cr3t" not in where
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.data.making import caption_shards
 from vqclip.data import CaptionShardsConfig
-from vqclip.data.remote import RemoteConfig, RemoteShard, beneath, remote_shards, shown
-from vqclip.data.remote.urls import PROTOCOLS, digest, masked, redacted
+from vqclip.data.remote import RemoteConfig, RemoteShard, beneath, display_url, remote_shards
+from vqclip.data.remote.urls import PROTOCOLS, digest, mask_credentials, redact_message
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 
@@ -81,12 +81,14 @@ def test_file_urls_are_local_paths(tmp_path: Path) -> None:
 
 def test_credentials_are_not_shown() -> None:
     end = f" [{digest(SECRET)[:12]}]"
-    assert shown(SECRET) == "https://host/a/0.tar?sig=...&part=...&..." + end
-    assert shown("https://host/a/0.tar") == "https://host/a/0.tar"
-    assert shown("/local/a?b.tar") == "/local/a?b.tar"
+    assert display_url(SECRET) == "https://host/a/0.tar?sig=...&part=...&..." + end
+    assert display_url("https://host/a/0.tar") == "https://host/a/0.tar"
+    assert display_url("/local/a?b.tar") == "/local/a?b.tar"
     shard = RemoteShard(SECRET, RemoteConfig())
-    assert str(shard) == shown(SECRET)
-    told = redacted(f"{SECRET}: me:pass word1 and s3cr3t at sig=s3cr3t&part=2&bare, s3://you:pw@b?x=y\n\x1b", SECRET)
+    assert str(shard) == display_url(SECRET)
+    told = redact_message(
+        f"{SECRET}: me:pass word1 and s3cr3t at sig=s3cr3t&part=2&bare, s3://you:pw@b?x=y\n\x1b", SECRET
+    )
     for text in (told, str(shard), repr(shard)):
         for secret in ("s3cr3t", "pass word1", "pw@", "x=y"):
             assert secret not in text
@@ -131,14 +133,14 @@ HIDDEN = {
 @pytest.mark.parametrize("url", HIDDEN)
 def test_what_is_left_of_a_url(url: str) -> None:
     hidden = HIDDEN[url]
-    assert shown(url) == hidden + (f" [{digest(url)[:12]}]" if hidden != url else "")
+    assert display_url(url) == hidden + (f" [{digest(url)[:12]}]" if hidden != url else "")
     for before, after in (("", ""), ("got '", "' (str)"), ('{"path": "', '"}'), ("see ", ": HTTP 503, again")):
-        assert masked(f"{before}{url}{after}") == f"{before}{hidden}{after}"
-    assert masked(hidden) == hidden
+        assert mask_credentials(f"{before}{url}{after}") == f"{before}{hidden}{after}"
+    assert mask_credentials(hidden) == hidden
     tree = {"a": [url, 3, None, {"b": (url,)}], "c": "s3cr3t of its own"}
-    assert masked(tree) == {"a": [hidden, 3, None, {"b": [hidden]}], "c": "s3cr3t of its own"}
+    assert mask_credentials(tree) == {"a": [hidden, 3, None, {"b": [hidden]}], "c": "s3cr3t of its own"}
     for text in (url, unquote(url), unquote(unquote(url)), quote(url, "")):
-        told = redacted(f"GET {text} failed", url)
+        told = redact_message(f"GET {text} failed", url)
         assert not any(secret in told for secret in ("s3cr3t", "h/n%ter", "h%2Fn")), told
 
 
@@ -147,22 +149,24 @@ def test_long_text_takes_linear_time(word: str) -> None:
     """Where it were quadratic, this would outlast the suite."""
     text = word * (200_000 // len(word))
     for each in (text, f"x {text}", f"x https://{text}", f"x https://joe:s3cr3t@host/?{text}"):
-        assert "s3cr3t" not in masked(each)
+        assert "s3cr3t" not in mask_credentials(each)
 
 
 def test_a_whole_url_ends_where_the_text_does() -> None:
     """Only within a sentence are quotes and commas at the end taken for those of the sentence."""
-    assert masked("https://joe:s3cr3t'") == masked("https://joe:s3cr3t,") == "https://..."
-    assert masked("https://host/0.tar?s3cr3t',s3cr3t") == "https://host/0.tar?..."
+    assert mask_credentials("https://joe:s3cr3t'") == mask_credentials("https://joe:s3cr3t,") == "https://..."
+    assert mask_credentials("https://host/0.tar?s3cr3t',s3cr3t") == "https://host/0.tar?..."
 
 
 def test_short_names_and_values_do_not_garble_messages() -> None:
     url = "https://a:pw@host/0.tar?part=2&sig=YWJjZGVm="
-    assert redacted("HTTP 502: a bad gateway at 22 pwned hosts", url) == "HTTP 502: a bad gateway at 22 pwned hosts"
-    assert redacted("user a with password pw: sig YWJjZGVm= or YWJjZGVm%3D", url) == (
+    assert (
+        redact_message("HTTP 502: a bad gateway at 22 pwned hosts", url) == "HTTP 502: a bad gateway at 22 pwned hosts"
+    )
+    assert redact_message("user a with password pw: sig YWJjZGVm= or YWJjZGVm%3D", url) == (
         "user a with password ...: sig ... or ..."
     )
-    assert redacted("token t0k", "https://t0k@host/0.tar") == "token ..."
+    assert redact_message("token t0k", "https://t0k@host/0.tar") == "token ..."
 
 
 def test_the_cache_is_keyed_by_all_of_it() -> None:

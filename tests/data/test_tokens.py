@@ -24,8 +24,8 @@ from vqclip.data.tokens import (
     open_shard,
     write_shard,
 )
-from vqclip.data.tokens.layout import without_padding
-from vqclip.data.tokens.manifest import Settings, ShardFacts, TokenizerFacts, sealed_bytes
+from vqclip.data.tokens.layout import strip_padding
+from vqclip.data.tokens.manifest import Settings, ShardInfo, TokenizerInfo, json_file_bytes
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
@@ -38,7 +38,7 @@ STORAGES = ("wds", "parquet")
 def settings(storage: Any = "wds", image: IdLayout | None = IMAGE, text: IdLayout | None = TEXT) -> Settings:
     return Settings(
         storage=storage,
-        tokenizer=TokenizerFacts(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
+        tokenizer=TokenizerInfo(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
         image=image,
         text=text,
         batch_size=8,
@@ -72,10 +72,10 @@ def token_folder(folder: Path, storage: str = "wds", counts: tuple[int, ...] = (
         with path.open("wb") as file:
             write_shard(file, records(first, count), chosen)
         found = digest_file(path)
-        facts.append(ShardFacts(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
+        facts.append(ShardInfo(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
     manifest = Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
-    (folder / "manifest.json").write_bytes(sealed_bytes(manifest))
+    (folder / "manifest.json").write_bytes(json_file_bytes(manifest))
     return folder
 
 
@@ -108,16 +108,16 @@ def test_smallest_type_holds_every_id(sizes: tuple[int, ...], expected: type) ->
     layout = IdLayout(num_tokens=3, codebook_sizes=sizes, padded=True)
     ids = np.full((3, len(sizes)), -1, dtype=np.int64)
     ids[0], ids[1] = [size - 1 for size in sizes], 0
-    kept = layout.require(without_padding(ids, sizes), "here")
+    kept = layout.require(strip_padding(ids, sizes), "here")
     assert kept.dtype == kind
     assert len(kept) == 2
-    assert np.array_equal(layout.with_padding(kept), ids)
+    assert np.array_equal(layout.pad(kept), ids)
 
 
 @pytest.mark.parametrize("ids", [[[-1, -1], [0, 0]], [[0, -1], [-1, -1]], [[-1, -1], [-1, -1]]])
 def test_ids_that_lengths_cannot_tell_are_refused(ids: list[list[int]]) -> None:
     with pytest.raises(ShapeError, match="expected those to be the first"):
-        without_padding(np.array(ids), (4, 4))
+        strip_padding(np.array(ids), (4, 4))
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -9,10 +9,10 @@ from vqclip.runlog.records import Records
 
 
 class NoData:
-    def newly_replaced(self):
+    def take_replaced(self):
         return []
 
-    def new_lengths(self):
+    def take_lengths(self):
         return {}
 
 

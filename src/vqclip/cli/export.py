@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vqclip.cli import arguments as types
-from vqclip.data import EvalSet, Source, masked
+from vqclip.data import EvalSet, Source, mask_credentials
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError, VqclipError
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (VqclipError, OSError) as error:
-        print_error("vqclip export", error, masked)
+        print_error("vqclip export", error, mask_credentials)
         return 2
     except KeyboardInterrupt:
         return print_interrupt("vqclip export")
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> None:
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print_output(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
-    compared = f"{_DRAWN} drawn inputs" if options.data is None else masked(options.data)
+    compared = f"{_DRAWN} drawn inputs" if options.data is None else mask_credentials(options.data)
     print_output(f"compared on: {compared}, batches of {options.batch_size}")
     print_output(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:

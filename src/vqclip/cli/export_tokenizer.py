@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.errors import VqclipError
 from vqclip.runlog.best import read_best
 from vqclip.runlog.console import print_error, print_interrupt, print_output
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step = read_best(options.run) if options.best else options.step
         print_output(str(export_checkpoint(options.run, step, options.out)))
     except (VqclipError, OSError) as error:
-        print_error("vqclip export-tokenizer", error, masked)
+        print_error("vqclip export-tokenizer", error, mask_credentials)
         return 2
     except KeyboardInterrupt:
         return print_interrupt("vqclip export-tokenizer")

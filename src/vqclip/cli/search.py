@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vqclip.cli import arguments as types
-from vqclip.data import ClassShards, EvalSet, decode_image, masked
+from vqclip.data import ClassShards, EvalSet, decode_image, mask_credentials
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.images import ImageFiles, ImageSource, open_images
 from vqclip.data.samples import read_decoded
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _build(options) if options.command == "build" else _query(options)
     except (VqclipError, OSError) as error:
-        print_error("vqclip search", error, masked)
+        print_error("vqclip search", error, mask_credentials)
         return 2
     except KeyboardInterrupt:
         return print_interrupt("vqclip search")
@@ -251,5 +251,5 @@ def _picture(source: ImageSource, place: int) -> Tensor | None:
     except StorageError:
         raise  # no picture is to blame
     except DataError as error:
-        print(f"vqclip search: left out of the page: {printable(masked(str(error)))}", file=sys.stderr)
+        print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)
         return None

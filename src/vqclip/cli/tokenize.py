@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.cli import arguments as types
-from vqclip.data import CaptionShardsData, ClassShardsData, masked
-from vqclip.data.sources.class_folder import SPLIT_HELP, chosen_split
+from vqclip.data import CaptionShardsData, ClassShardsData, mask_credentials
+from vqclip.data.sources.class_folder import SPLIT_HELP, choose_split
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.json_files import problem_message
 from vqclip.nn.precision import Precision
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Ctrl-C.
     """
     options = command_line().parse_args(arguments)
-    log_to_stderr(masked)
+    log_to_stderr(mask_credentials)
     dist.stop_with_launcher()
     try:
         done = tokenize(_options(options))
@@ -146,7 +146,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
         raise ConfigError(f"--data: {problem_message(error.errors()[0])}") from None
     if len(options.data) > 1:
         raise ConfigError(f"--data: got {len(options.data)} folders; expected one with --kind classes")
-    return ClassShardsData(path=options.data[0], split=chosen_split(options.data[0], options.split))
+    return ClassShardsData(path=options.data[0], split=choose_split(options.data[0], options.split))
 
 
 def _told(done: Done, out: Path) -> str:
@@ -162,5 +162,5 @@ def _told(done: Done, out: Path) -> str:
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    print_error("vqclip tokenize", error, masked)
+    print_error("vqclip tokenize", error, mask_credentials)
     return status

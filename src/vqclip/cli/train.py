@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vqclip import dist
 from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, print_output, unfailing_streams
 from vqclip.train import TrainConfig, run
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_intermixed_args(given)
     if unknown:
         parser.error(_unknown_option(unknown[0], given))
-    log_to_stderr(masked)
+    log_to_stderr(mask_credentials)
     try:
         if options.json_schema:
             print_output(json.dumps(json_schema(TrainConfig), indent=2))
@@ -88,5 +88,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: VqclipError | OSError, status: int) -> int:
-    print_error("vqclip.train", error, masked)
+    print_error("vqclip.train", error, mask_credentials)
     return status

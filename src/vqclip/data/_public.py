@@ -8,7 +8,7 @@ from vqclip.data.index import ShardIndex, load_index
 from vqclip.data.loader import Coverage, LoaderOptions, TrainData
 from vqclip.data.order import GlobalOrder
 from vqclip.data.prepare import HasShards, prepare_sources
-from vqclip.data.remote import masked
+from vqclip.data.remote import mask_credentials
 from vqclip.data.sources import (
     CaptionShards,
     CaptionShardsConfig,
@@ -63,7 +63,7 @@ __all__ = [
     "collate_tokens",
     "decode_image",
     "load_index",
-    "masked",
+    "mask_credentials",
     "pil_to_uint8",
     "prepare_sources",
 ]

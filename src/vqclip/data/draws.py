@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KeyedGenerator", "hashed"]
+__all__ = ["KeyedGenerator", "hash_integers"]
 
 _MASK = (1 << 64) - 1
 
 
-def hashed(*parts: int | np.ndarray | np.integer) -> np.ndarray:
+def hash_integers(*parts: int | np.ndarray | np.integer) -> np.ndarray:
     """Mixes integers into well-spread 64-bit numbers, elementwise.
 
     The finaliser is splitmix64's (Steele, Lea & Flood, 2014), applied after every part.

@@ -212,7 +212,7 @@ class TrainData:
             rank: default this process's.
             world_size: default that of the job.
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
-            judge: raise at once where this rank has `met_too_many_bad`; false: the caller asks, as others may have to
+            judge: raise at once where this rank has `has_too_many_bad`; false: the caller asks, as others may have to
                 be told.
 
         Raises:
@@ -247,18 +247,18 @@ class TrainData:
         self._untold += [(batch.step, bad) for bad in batch.bad]
         self._lengths.update(batch.lengths)
 
-    def newly_replaced(self) -> list[tuple[int, BadSample]]:
+    def take_replaced(self) -> list[tuple[int, BadSample]]:
         """Step and sample of what this rank has replaced since it was last asked."""
         found, self._untold = self._untold, []
         return found
 
-    def new_lengths(self) -> Counter[int]:
+    def take_lengths(self) -> Counter[int]:
         """Lengths in tokens of the captions that this rank has met since it was last asked → their number."""
         found, self._lengths = self._lengths, Counter()
         return found
 
     @property
-    def met_too_many_bad(self) -> bool:
+    def has_too_many_bad(self) -> bool:
         """Whether `require_few_bad` would raise for what this rank has met."""
         return self._too_many(self.replaced, self.seen)
 

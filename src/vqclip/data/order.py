@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqclip.data.draws import hashed
+from vqclip.data.draws import hash_integers
 
 __all__ = ["GlobalOrder", "Slots", "permute"]
 
@@ -67,9 +67,9 @@ def _feistel(values: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> n
         # The keys are hashes already, so a multiple of the golden ratio is enough to tell the rounds apart.
         key = keys + np.uint64(number * 0x9E3779B97F4A7C15 % 2**64)
         if number % 2 == 0:
-            left = (left + hashed(right ^ key) % a) % a
+            left = (left + hash_integers(right ^ key) % a) % a
         else:
-            right = (right + hashed(left ^ key) % b) % b
+            right = (right + hash_integers(left ^ key) % b) % b
     return left * b + right
 
 
@@ -99,7 +99,7 @@ class GlobalOrder:
         """What stands at these positions (int64 array of numbers >= 0), at a cost that depends on their number only."""
         positions = np.asarray(positions, dtype=np.int64)
         epoch, place = positions // self.epoch_size, positions % self.epoch_size
-        place = permute(place, self.epoch_size, hashed(self.seed, _MIX, epoch))
+        place = permute(place, self.epoch_size, hash_integers(self.seed, _MIX, epoch))
         source = np.searchsorted(self._starts, place, side="right") - 1
         index, passes = np.empty_like(place), np.empty_like(place)
         for number, size in enumerate(self.sizes):
@@ -107,7 +107,7 @@ class GlobalOrder:
             # The source's own endless tape: epoch after epoch of its slots, pass after pass through its samples.
             tape = epoch[mine] * self.slots[number] + place[mine] - self._starts[number]
             passes[mine] = tape // size
-            index[mine] = permute(tape % size, size, hashed(self.seed, _SAMPLES, np.int64(number), passes[mine]))
+            index[mine] = permute(tape % size, size, hash_integers(self.seed, _SAMPLES, np.int64(number), passes[mine]))
         return Slots(source, index, passes)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Slots:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.data.batch import BadSample
 from vqclip.data.decode import decode_image
-from vqclip.data.draws import KeyedGenerator, hashed
+from vqclip.data.draws import KeyedGenerator, hash_integers
 from vqclip.data.sources import RawSample, Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
@@ -86,7 +86,7 @@ class SampleMaker:
             except StorageError:
                 raise  # what stands in for it would depend on the network and the cache
             except DataError as error:
-                key = hashed(self._substitute_seed, epoch, self._id(source, wanted), attempt)
+                key = hash_integers(self._substitute_seed, epoch, self._id(source, wanted), attempt)
                 failed, index = index, _another(index, key, len(self.sources[source]))
                 bad.append(BadSample(self._id(source, failed), str(error), error.kind, self._id(source, index)))
         raise DataError(
@@ -101,6 +101,6 @@ class SampleMaker:
         raw, image = read_decoded(self.sources[source], index, self._max_pixels)
         choice = 0
         if len(raw.captions) > 1:
-            choice = int(hashed(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
+            choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
         image = self._transform(image, self._augmentation.at(epoch, sample_id))
         return Sample(image, raw.captions[choice], sample_id, raw.label)

@@ -24,7 +24,7 @@ from vqclip.errors import DataError, StorageError
 from vqclip.process.signals import ignore_stop_signals
 from vqclip.process.stacks import dump_stacks_on_request
 
-__all__ = ["named_deaths", "ordered_map"]
+__all__ = ["explain_worker_deaths", "ordered_map"]
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ def ordered_map(
 
 
 @contextlib.contextmanager
-def named_deaths(section: str = "data") -> Iterator[None]:
+def explain_worker_deaths(section: str = "data") -> Iterator[None]:
     """For the code that uses results while workers prepare more: the death of one of these comes out as a `DataError`.
 
     torch's handler of SIGCHLD raises its error in whatever the main thread does at that moment, which may well wrap it

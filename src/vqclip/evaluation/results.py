@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Encoded, Mode
 from vqclip.io.atomic import write_text
@@ -53,7 +53,9 @@ class Result:
 def write_json(path: Path, results: Sequence[Result]) -> None:
     """Write results as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(masked([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n")
+    write_text(
+        path, json.dumps(mask_credentials([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n"
+    )
 
 
 def three_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from vqclip import dist
-from vqclip.data.workers import named_deaths
+from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import VqclipError
 from vqclip.evaluation.encode import MODES, Encoder, evaluating
 from vqclip.evaluation.results import Result
@@ -132,7 +132,7 @@ def try_all(
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
             try:
-                with named_deaths("evaluation") if task.workers else contextlib.nullcontext():
+                with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]
             except VqclipError as error:
                 share.require_all_here(error)

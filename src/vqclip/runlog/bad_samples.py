@@ -38,7 +38,7 @@ class BadSamples:
 
     def collect(self) -> int:
         """Write down and count what was replaced since the last time; returns the run's total. A collective."""
-        parts = dist.gather_json([self._mine(), list(self._data.new_lengths().items())])
+        parts = dist.gather_json([self._mine(), list(self._data.take_lengths().items())])
         self._take([bad for found, _ in parts for bad in found])
         for _, lengths in parts:
             self.lengths.update(dict(lengths))
@@ -54,7 +54,7 @@ class BadSamples:
         self._take(self._mine())
 
     def _mine(self) -> list[dict[str, Any]]:
-        return [{"step": step + 1, **bad._asdict()} for step, bad in self._data.newly_replaced()]
+        return [{"step": step + 1, **bad._asdict()} for step, bad in self._data.take_replaced()]
 
     def _take(self, found: list[dict[str, Any]]) -> None:
         # A sample may be bad in its own place and in another's: the order must not depend on the ranks.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class JsonLines:
 def spelt(value: Any) -> Any:
     """The value as it stands in the file."""
     if isinstance(value, str):
-        return masked(value)
+        return mask_credentials(value)
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data.tokens import TokenRecord
-from vqclip.data.tokens.layout import without_padding
+from vqclip.data.tokens.layout import strip_padding
 from vqclip.nn.precision import Precision, autocast
 from vqclip.tokenize_dataset.batches import DecodedBatch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -45,7 +45,7 @@ class Encoders:
         if self.image is None or batch.images is None:
             return None
         ids = self._ids(self.image, batch.images)
-        return [without_padding(ids[sample.row], self.image.codebook_sizes) for sample in batch.found]
+        return [strip_padding(ids[sample.row], self.image.codebook_sizes) for sample in batch.found]
 
     def captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
         """Ids of each different caption, ``(n, C)``, in batches that are filled up with empty captions."""
@@ -59,7 +59,7 @@ class Encoders:
             for caption, length in zip(some, lengths, strict=False):
                 self.lengths[length] += counts[caption]
             for caption, ids in zip(some, self._ids(self.text, tokens), strict=False):
-                known[caption] = without_padding(ids, self.text.codebook_sizes)
+                known[caption] = strip_padding(ids, self.text.codebook_sizes)
         return known
 
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:

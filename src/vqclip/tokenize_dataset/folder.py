@@ -29,9 +29,9 @@ from vqclip.data.tokens.manifest import (
     RECORDS,
     SETTINGS_FILE,
     Settings,
-    ShardFacts,
-    read_sealed,
-    sealed_bytes,
+    ShardInfo,
+    json_file_bytes,
+    read_json_file,
 )
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
@@ -56,7 +56,7 @@ class BadRecord(Config):
 class ShardRecord(Config):
     """A finished shard."""
 
-    facts: ShardFacts
+    facts: ShardInfo
     """The token shard."""
     bad: tuple[BadRecord, ...] = Field(default=())
     """The samples that were left out, in their order."""
@@ -83,15 +83,15 @@ class TokenFolder:
         path = folder / SETTINGS_FILE
         if not path.exists():
             _require_no_shards(folder)
-            write_file_once(path, sealed_bytes(settings))
+            write_file_once(path, json_file_bytes(settings))
         # Read in any case: another job may have been a moment earlier.
-        _require_same(folder, read_sealed(path), settings.model_dump(mode="json"))
+        _require_same(folder, read_json_file(path), settings.model_dump(mode="json"))
 
     def name(self, shard: int) -> str:
         """File name of a token shard."""
         return f"{shard:05d}{SUFFIXES[self.settings.storage]}"
 
-    def finished(self, shard: int) -> ShardFacts | None:
+    def finished(self, shard: int) -> ShardInfo | None:
         """What is recorded of a token shard that lies here, whole; None where it has to be made."""
         record = self._record(shard)
         if record is None:
@@ -121,9 +121,9 @@ class TokenFolder:
         """
         name = self.name(shard)
         made = write_file(self.folder / name, lambda file: write_shard(file, records, self.settings))
-        facts = ShardFacts(name=name, size=made.size, sha256=made.sha256, samples=count, bad=kinds)
+        facts = ShardInfo(name=name, size=made.size, sha256=made.sha256, samples=count, bad=kinds)
         record = ShardRecord(facts=facts, bad=tuple(BadRecord.model_validate(each) for each in bad))
-        write_file(self._records / f"{shard:05d}.json", sealed_bytes(record))
+        write_file(self._records / f"{shard:05d}.json", json_file_bytes(record))
 
     def finish(self, allowed: int) -> Manifest | None:
         """Write the manifest, if every shard is there.
@@ -154,7 +154,7 @@ class TokenFolder:
         )
         lines = "".join(json.dumps(each.model_dump(), sort_keys=True) + "\n" for each in bad)
         self._put_if_new(BAD_FILE, lines.encode())
-        self._put_if_new(MANIFEST_FILE, sealed_bytes(manifest))
+        self._put_if_new(MANIFEST_FILE, json_file_bytes(manifest))
         for folder in (self.folder, self._records):
             remove_leftovers(folder)
         return manifest
@@ -174,7 +174,7 @@ class TokenFolder:
     def _record(self, shard: int) -> ShardRecord | None:
         path = self._record_file(shard)
         try:
-            return ShardRecord.model_validate_json(json.dumps(read_sealed(path)))
+            return ShardRecord.model_validate_json(json.dumps(read_json_file(path)))
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:  # DataError and pydantic's are ValueErrors

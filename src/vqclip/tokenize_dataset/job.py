@@ -17,9 +17,9 @@ from vqclip import dist
 from vqclip.data import CaptionShardsData, ClassShardsData, ShardedSource, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.tokens import IdLayout, Manifest
-from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerFacts
+from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo
 from vqclip.data.tokens.parquet import require_pyarrow
-from vqclip.data.workers import named_deaths, ordered_map
+from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
@@ -135,7 +135,7 @@ def _tokenize(
     bad = sum(sum(facts.bad.values()) for facts in there.values())
     start, seen = time.monotonic(), 0
     samples, done = sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there)
-    with named_deaths("tokenize"), ProgressBar(samples, done, visible, "tokenize", "sample") as bar:
+    with explain_worker_deaths("tokenize"), ProgressBar(samples, done, visible, "tokenize", "sample") as bar:
         for shard, parts in _by_shard(batches, options):
             collected = Collected(encoders)
             for batch in parts:
@@ -158,7 +158,7 @@ def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, It
     return itertools.groupby(decoded, key=lambda batch: batch.shard)
 
 
-def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerFacts]:
+def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
     """The tokenizers, and which they are; both halves from one folder, in one state of it."""
     home = resolve(options.tokenizer)  # once: a name on the hub may mean another model a moment later
     read_config(home)  # says what is wrong with it
@@ -177,7 +177,7 @@ def _encoders(options: Options, device: torch.device) -> tuple[Encoders, Tokeniz
             )
     if read_json(home / CONFIG_FILE)[0] != body:
         raise CheckpointError(f"{home}: has changed while it was loaded; run the command again")
-    facts = TokenizerFacts(
+    facts = TokenizerInfo(
         image=None if image is None else fingerprint(image),
         text=None if text is None else fingerprint(text),
         weights=body["weights"]["sha256"],
@@ -188,7 +188,7 @@ def _encoders(options: Options, device: torch.device) -> tuple[Encoders, Tokeniz
 
 
 def _settings(
-    options: Options, encoders: Encoders, facts: TokenizerFacts, source: ShardedSource, device: torch.device
+    options: Options, encoders: Encoders, facts: TokenizerInfo, source: ShardedSource, device: torch.device
 ) -> Settings:
     image, text = encoders.image, encoders.text
     return Settings(

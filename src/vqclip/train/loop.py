@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from vqclip import dist
 from vqclip.data import Batch, TrainData
-from vqclip.data.workers import named_deaths
+from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import DataError, NonFiniteError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
 from vqclip.process.lock import RunLock
@@ -72,7 +72,7 @@ class Loop:
         settings, done = self.config.train, start
         self._make_up_for_an_evaluation(start)
         with (
-            named_deaths(),
+            explain_worker_deaths(),
             ProgressBar(settings.steps, start, self.records.metrics is not None, self.config.run.name) as bar,
         ):
             self.watchdog.at(start, "waiting for the next batch", patient=True)
@@ -83,7 +83,7 @@ class Loop:
                 self.clock.count(settings.batch_size)
                 bar.advance()
                 # Every rank stops after the same step.
-                stopping, too_many = dist.any_rank_each([self.stop.requested, self.data.met_too_many_bad])
+                stopping, too_many = dist.any_rank_each([self.stop.requested, self.data.has_too_many_bad])
                 if too_many:
                     self._tell_of_bad_samples()
                 last = stopping or done == settings.steps

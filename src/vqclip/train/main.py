@@ -13,7 +13,7 @@ import torch
 
 from vqclip import checkpoint, dist
 from vqclip.config import to_yaml
-from vqclip.data import masked
+from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, DataError, StopRequested
 from vqclip.evaluation import prepare, try_all
 from vqclip.io.atomic import write_text
@@ -51,7 +51,7 @@ def run(config: TrainConfig) -> RunSummary | None:
         keep_freed_memory()
     dist.init(device, config.run.timeout_s)
     with (
-        LogFile(config.run.path, masked) as log,
+        LogFile(config.run.path, mask_credentials) as log,
         StopSignals(notice=dist.is_main()) as stop,
         progress.report_to(stop.raise_if_requested),
     ):
@@ -104,7 +104,9 @@ def _train(config: TrainConfig, device: torch.device, lock: RunLock, log: LogFil
     start = resumed.step
     _leave_if_any_requested(stop)
     if dist.is_main():
-        write_text(folder / "config.yaml", to_yaml(config, masked))  # whoever is shown a run need not read its data
+        write_text(
+            folder / "config.yaml", to_yaml(config, mask_credentials)
+        )  # whoever is shown a run need not read its data
         remove_stopped(folder)
 
     with (

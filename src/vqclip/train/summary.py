@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vqclip
 from vqclip.config import to_yaml
-from vqclip.data import Coverage, masked
+from vqclip.data import Coverage, mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_results
 from vqclip.model import CLIP
@@ -63,7 +63,7 @@ class RunSummary:
 
     def to_json(self) -> str:
         """The whole summary as JSON."""
-        return json.dumps(masked(asdict(self)), indent=2, allow_nan=False) + "\n"
+        return json.dumps(mask_credentials(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
 def summarise(
@@ -205,7 +205,7 @@ def _publishable(value: Any) -> Any:
         return [_publishable(each) for each in value]
     if isinstance(value, str) and _LOCAL.search(value):
         return value.rstrip("/").rpartition("/")[2] or "."
-    return masked(value)
+    return mask_credentials(value)
 
 
 def _indented(text: str) -> str:

@@ -3,16 +3,16 @@
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.listing import remote_shards
 from vqclip.data.remote.shard import RemoteShard, fetch_text
-from vqclip.data.remote.urls import beneath, local_path, masked, protocol_of, shown
+from vqclip.data.remote.urls import beneath, display_url, local_path, mask_credentials, protocol_of
 
 __all__ = [
     "RemoteConfig",
     "RemoteShard",
     "beneath",
+    "display_url",
     "fetch_text",
     "local_path",
-    "masked",
+    "mask_credentials",
     "protocol_of",
     "remote_shards",
-    "shown",
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import retried
+from vqclip.data.remote.retry import retry
 from vqclip.data.remote.shard import RemoteShard
-from vqclip.data.remote.transfer import listed
-from vqclip.data.remote.urls import protocol_of, shown
+from vqclip.data.remote.transfer import list_urls
+from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.errors import DataError
 
 __all__ = ["remote_shards"]
@@ -29,7 +29,7 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
         path = url.partition("?")[0].partition("://")[2].partition("/")[2]
         if any(mark in path for mark in "*[]") or not path or path.endswith("/"):
             raise DataError(
-                f"{shown(url)}: {protocol} cannot list folders; name the shards: {protocol}://host/{{00000..00041}}.tar"
+                f"{display_url(url)}: {protocol} cannot list folders; name the shards: {protocol}://host/{{00000..00041}}.tar"
             )
         return [RemoteShard(url, options)]
     if not any(mark in url for mark in "*?["):
@@ -37,7 +37,7 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
             return [RemoteShard(url, options)]
         url = f"{url.rstrip('/')}/*.tar"
     deadline = Deadline(options.total_s)
-    found = retried(lambda: listed(url, options.timeout_s, deadline), url, options, deadline)
+    found = retry(lambda: list_urls(url, options.timeout_s, deadline), url, options, deadline)
     if not found:
-        raise DataError(f"{shown(url)}: matches nothing")
+        raise DataError(f"{display_url(url)}: matches nothing")
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]

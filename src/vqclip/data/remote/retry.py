@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.urls import shown
+from vqclip.data.remote.urls import display_url
 from vqclip.errors import StorageError
 
-__all__ = ["Failure", "retried"]
+__all__ = ["Failure", "retry"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Failure(Exception):
         self.again, self.after_s = again, after_s
 
 
-def retried(action: Callable[[], T], url: str, options: RemoteConfig, deadline: Deadline) -> T:
+def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: Deadline) -> T:
     """What `action` gives in the first try that does not raise `Failure`.
 
     Args:
@@ -60,11 +60,13 @@ def retried(action: Callable[[], T], url: str, options: RemoteConfig, deadline: 
         pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))
         if not last.again or number == options.tries or pause >= deadline.left:
             break
-        logger.warning("%s: try %d of %d failed (%s); again in %.1f s", shown(url), number, options.tries, last, pause)
+        logger.warning(
+            "%s: try %d of %d failed (%s); again in %.1f s", display_url(url), number, options.tries, last, pause
+        )
         _sleep(pause)
     why = "" if last.again else "; this is not tried again"
     raise StorageError(
-        f"{shown(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
+        f"{display_url(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
         f"{deadline.spent:.1f} s of remote.total_s={deadline.total_s:g}",
         "storage",
     )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from vqclip.data.remote.cache import Part, ShardCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import Failure, retried
-from vqclip.data.remote.transfer import Body, opened
-from vqclip.data.remote.urls import digest, file_name, shown
+from vqclip.data.remote.retry import Failure, retry
+from vqclip.data.remote.transfer import Body, open_url
+from vqclip.data.remote.urls import digest, display_url, file_name
 from vqclip.errors import DataError, StorageError
 from vqclip.io.cache import cache_folder
 
@@ -25,7 +25,7 @@ class RemoteShard:
     options: RemoteConfig = field(default=RemoteConfig(), compare=False, repr=False)
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return display_url(self.url)
 
     @property
     def name(self) -> str:
@@ -69,12 +69,12 @@ class RemoteShard:
     def _fill(self, part: Part, length: int | None) -> None:
         def fetch() -> None:
             part.restart()
-            with opened(self.url, self.options.timeout_s, part.deadline) as body:
+            with open_url(self.url, self.options.timeout_s, part.deadline) as body:
                 if length is not None and body.length is not None and body.length != length:
                     raise self._changed(f"{length} bytes", body.length)
                 self._copy(body, part)
 
-        retried(fetch, self.url, self.options, part.deadline)
+        retry(fetch, self.url, self.options, part.deadline)
 
     def _copy(self, body: Body, part: Part) -> None:
         try:
@@ -112,18 +112,18 @@ def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
 
     def fetch() -> bytes:
         data = bytearray()
-        with opened(url, options.timeout_s, deadline) as body:
+        with open_url(url, options.timeout_s, deadline) as body:
             if body.length is not None and body.length > limit:
-                raise DataError(f"{shown(url)}: has {body.length} bytes; at most {limit} are read")
+                raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read")
             for block in body.blocks:
                 data += block
                 if len(data) > limit:
-                    raise DataError(f"{shown(url)}: has more than {limit} bytes, which are the most that are read")
+                    raise DataError(f"{display_url(url)}: has more than {limit} bytes; at most these are read")
         if body.length is not None and len(data) != body.length:
             raise Failure(f"{len(data)} bytes came, {body.length} were announced", again=True)
         return bytes(data)
 
     try:
-        return retried(fetch, url, options, deadline).decode("utf-8")
+        return retry(fetch, url, options, deadline).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{shown(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
+        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None

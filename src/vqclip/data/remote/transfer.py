@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import Failure
-from vqclip.data.remote.urls import protocol_of, redacted
+from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
-__all__ = ["Body", "listed", "opened"]
+__all__ = ["Body", "list_urls", "open_url"]
 
 _SLOWEST = 16 << 10
 """Bytes a second, over the time after which no bytes at all are a stall."""
@@ -38,7 +38,7 @@ class Body(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
+def open_url(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
     """What lies at a URL, for one reading from its beginning to its end.
 
     Args:
@@ -65,7 +65,7 @@ def opened(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
         yield Body(length, _watched(store.next_block, url, timeout_s, deadline))
 
 
-def listed(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
+def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
     """What a glob in an object store matches, as bucket and path.
 
     Raises:
@@ -191,14 +191,14 @@ def _failure(error: Exception, url: str) -> Failure:
     status = getattr(error, "status", None)
     status = getattr(error, "code", None) if status is None else status
     if isinstance(status, int) and 300 <= status < 600:
-        reason = redacted(str(getattr(error, "message", "")), url)
+        reason = redact_message(str(getattr(error, "message", "")), url)
         after = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
         return Failure(
             f"HTTP {status} {reason}".rstrip(),
             again=status >= 500 or status in (408, 425, 429),
             after_s=float(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0,
         )
-    text = redacted(str(error), url)
+    text = redact_message(str(error), url)
     hopeless = isinstance(error, _HOPELESS) or any(kind.__name__ in _HOPELESS_NAMES for kind in type(error).__mro__)
     return Failure(f"{type(error).__name__}{': ' if text else ''}{text}", again=not hopeless)
 

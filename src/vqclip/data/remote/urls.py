@@ -12,7 +12,17 @@ from vqclip.errors import DataError
 
 T = TypeVar("T")
 
-__all__ = ["PROTOCOLS", "beneath", "digest", "file_name", "local_path", "masked", "protocol_of", "redacted", "shown"]
+__all__ = [
+    "PROTOCOLS",
+    "beneath",
+    "digest",
+    "display_url",
+    "file_name",
+    "local_path",
+    "mask_credentials",
+    "protocol_of",
+    "redact_message",
+]
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs")
 """All that is read. Others of fsspec's open archives, run commands or reach other machines."""
@@ -94,8 +104,8 @@ def digest(url: str) -> str:
     return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def shown(path: str) -> str:
-    """A URL for messages: `masked`, but still one of its own.
+def display_url(path: str) -> str:
+    """A URL for messages: `mask_credentials`, but still one of its own.
 
     ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?sig=... [0c9a9a0f3a6b]``: the beginning of `digest`, with
     which the file's name in the cache begins too. A local path is shown as it is.
@@ -104,7 +114,7 @@ def shown(path: str) -> str:
     return hidden if hidden == path else f"{hidden} [{digest(path)[:_SHOWN_DIGITS]}]"
 
 
-def masked(value: T) -> T:
+def mask_credentials(value: T) -> T:
     """The same without credentials in any URL: what may stand in files, logs and messages.
 
     User, password, fragment and the values of the query are left out, also where their marks are percent-encoded.
@@ -117,15 +127,15 @@ def masked(value: T) -> T:
         is_one = _PROTOCOL.fullmatch(value) and not any(mark.isspace() for mark in value)
         result = _masked(value) if is_one else _ANY_URL.sub(_masked_match, value)
     elif isinstance(value, (list, tuple)):
-        result = [masked(each) for each in value]
+        result = [mask_credentials(each) for each in value]
     elif isinstance(value, Mapping):
-        result = {name: masked(each) for name, each in value.items()}
+        result = {name: mask_credentials(each) for name, each in value.items()}
     return result
 
 
-def redacted(text: str, url: str) -> str:
+def redact_message(text: str, url: str) -> str:
     """Somebody else's message about a URL, with no credentials of this URL or any other in it."""
-    text = masked(text.replace(url, _masked(url)))
+    text = mask_credentials(text.replace(url, _masked(url)))
     for secret in sorted(_secrets(url), key=len, reverse=True):
         # A short one is part of many words, which would give it away.
         text = re.sub(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from vqclip.data.remote import RemoteConfig, beneath, fetch_text, local_path, protocol_of, shown
+from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, local_path, protocol_of
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import ConfigError, DataError
@@ -18,7 +18,7 @@ __all__ = [
     "TEMPLATES",
     "ClassFolder",
     "LocalFolder",
-    "chosen_split",
+    "choose_split",
     "open_folder",
     "read_lines",
     "read_templates",
@@ -26,7 +26,7 @@ __all__ = [
 
 CLASSNAMES = "classnames.txt"
 SPLIT_HELP = "its folder of tars; needed where there are several, since none is the default"
-"""What commands say of the option that `chosen_split` takes."""
+"""What commands say of the option that `choose_split` takes."""
 TEMPLATES = "zeroshot_classification_templates.txt"
 _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
@@ -106,7 +106,7 @@ class RemoteFolder:
 
     def name(self, file: str) -> str:
         """See `ClassFolder`."""
-        return shown(self._at(file))
+        return display_url(self._at(file))
 
     def read(self, file: str, expected: str) -> str:
         """See `ClassFolder`."""
@@ -131,7 +131,7 @@ class RemoteFolder:
         return beneath(self._url, file)
 
 
-def chosen_split(path: str, split: str | None) -> str:
+def choose_split(path: str, split: str | None) -> str:
     """The split that a command is asked for: the one that is named, else the only one that there is.
 
     None is the default: who learns from ids of the test split, or measures on the train split, should have said so.
@@ -148,7 +148,7 @@ def chosen_split(path: str, split: str | None) -> str:
         return split
     protocol = protocol_of(path)
     if protocol not in (None, "file"):
-        raise ConfigError(f"split: missing; expected the name of a split of {shown(path)}")
+        raise ConfigError(f"split: missing; expected the name of a split of {display_url(path)}")
     folder = Path(path if protocol is None else local_path(path)).expanduser().absolute()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from vqclip.data.remote import RemoteConfig, local_path, protocol_of, remote_shards, shown
+from vqclip.data.remote import RemoteConfig, display_url, local_path, protocol_of, remote_shards
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
 
@@ -55,7 +55,7 @@ def expand_braces(pattern: str) -> list[str]:
     for choice in choices:
         count *= len(choice)
     if count > _MAX_SHARDS:
-        raise DataError(f"{shown(pattern)}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
+        raise DataError(f"{display_url(pattern)}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from vqclip.config import Config
-from vqclip.data.remote import RemoteConfig, shown
+from vqclip.data.remote import RemoteConfig, display_url
 from vqclip.data.shard import Shard
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import json_captions, txt_captions
@@ -83,7 +83,7 @@ class CaptionShards:
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         member = "json" if config.captions == "json" else "txt"
-        where = ", ".join(map(shown, [config.path] if isinstance(config.path, str) else config.path))
+        where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
         require_members(self._reader, "image", member, where)
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from vqclip.data.draws import hashed
+from vqclip.data.draws import hash_integers
 from vqclip.data.order import GlobalOrder
 from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
@@ -182,7 +182,7 @@ class TokenDataset(Dataset[TokenItem]):
 
 
 def _padded(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
-    return None if ids is None or layout is None else torch.from_numpy(layout.with_padding(ids))
+    return None if ids is None or layout is None else torch.from_numpy(layout.pad(ids))
 
 
 _REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it anew"
@@ -232,7 +232,7 @@ class TokenSampler(Sampler[tuple[int, int]]):
                 yield from ((place, 0) for place in positions.tolist())
                 continue
             places = self._order[epoch * self._size + positions].sample
-            draws = hashed(self._caption_seed, epoch, places) >> np.uint64(1)
+            draws = hash_integers(self._caption_seed, epoch, places) >> np.uint64(1)
             yield from zip(places.tolist(), draws.tolist(), strict=True)
 
 

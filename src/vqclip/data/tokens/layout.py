@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from vqclip.config import Config
 from vqclip.errors import DataError, ShapeError
 
-__all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_facts", "require_key", "without_padding"]
+__all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_key", "require_valid", "strip_padding"]
 
 _OUTSIDE = re.compile(r"[/\\]|[A-Za-z]:|(.*[/\\])?\.\.([/\\]|$)|.*\0", re.DOTALL)
 """Names that lead elsewhere when they are unpacked on some system, /x, C:x, a/../x; or that end early, at a zero."""
@@ -86,14 +86,14 @@ class IdLayout(Config):
             raise DataError(f"{place}: an id lies outside of its codebook, {self.codebook_sizes}", "damaged ids")
         return ids
 
-    def with_padding(self, ids: np.ndarray) -> np.ndarray:
+    def pad(self, ids: np.ndarray) -> np.ndarray:
         """Stored ids ``(n, C)`` → ``(N, C)`` int64 as the tokenizer gave them, -1 at padding."""
         whole = np.full((self.num_tokens, len(self.codebook_sizes)), -1, dtype=np.int64)
         whole[: len(ids)] = ids
         return whole
 
 
-def require_facts(record: TokenRecord, place: str) -> TokenRecord:
+def require_valid(record: TokenRecord, place: str) -> TokenRecord:
     """The record, if what it says besides ids is of the right kinds.
 
     Raises:
@@ -125,7 +125,7 @@ def id_type(codebook_sizes: Sequence[int]) -> np.dtype:
     return np.dtype(np.int64)
 
 
-def without_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
+def strip_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
     """Ids ``(N, C)`` int64, -1 at padding → ``(n, C)`` as they are stored.
 
     Raises:

@@ -22,12 +22,12 @@ __all__ = [
     "SUFFIXES",
     "Manifest",
     "Settings",
-    "ShardFacts",
+    "ShardInfo",
     "SourceShard",
-    "TokenizerFacts",
+    "TokenizerInfo",
+    "json_file_bytes",
+    "read_json_file",
     "read_manifest",
-    "read_sealed",
-    "sealed_bytes",
 ]
 
 MANIFEST_FILE = "manifest.json"
@@ -45,7 +45,7 @@ _Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is re
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class TokenizerFacts(Config):
+class TokenizerInfo(Config):
     """Which tokenizer made the ids."""
 
     image: _Hash | None
@@ -78,7 +78,7 @@ class Settings(Config):
 
     storage: Literal["wds", "parquet"]
     """Format of the token shards."""
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
     """Which tokenizer."""
     image: IdLayout | None
     """The ids of images; None where they were not tokenized."""
@@ -102,7 +102,7 @@ class Settings(Config):
     """The shards of it, in order; each became one token shard."""
 
 
-class ShardFacts(Config):
+class ShardInfo(Config):
     """A finished token shard."""
 
     name: str = Field(pattern=_SHARD_NAME)
@@ -126,7 +126,7 @@ class Manifest(Config):
     """Samples in all shards."""
     bad: dict[str, _Count]
     """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
-    shards: tuple[ShardFacts, ...]
+    shards: tuple[ShardInfo, ...]
     """The shards, in order."""
 
     @model_validator(mode="after")
@@ -141,13 +141,13 @@ class Manifest(Config):
         return self
 
 
-def sealed_bytes(facts: Config, **more: Any) -> bytes:
+def json_file_bytes(facts: Config, **more: Any) -> bytes:
     """A JSON file that holds its own hash."""
     return add_checksum({**_VERSIONS, **facts.model_dump(mode="json"), **more})
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """What `sealed_bytes` was given.
+def read_json_file(path: Path) -> dict[str, Any]:
+    """What `json_file_bytes` was given.
 
     Raises:
         DataError: the file is damaged, not ours, or of another version.
@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        return Manifest.model_validate_json(json.dumps(read_sealed(path)))
+        return Manifest.model_validate_json(json.dumps(read_json_file(path)))
     except OSError as error:
         if (folder / SETTINGS_FILE).exists():
             done = len([*(folder / RECORDS).glob("*.json")])

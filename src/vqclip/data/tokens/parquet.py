@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
+from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
 from vqclip.errors import DataError, printable
 
 __all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
@@ -136,7 +136,7 @@ class ParquetShard:
             parts = np.split(ids, np.cumsum(lengths[at])[:-1])
             texts = tuple(self._text.require(part, place) for part in parts)
         label = -1 if label is None else label
-        return require_facts(TokenRecord(key, columns["sample_id"][at], label, captions, image, texts), place)
+        return require_valid(TokenRecord(key, columns["sample_id"][at], label, captions, image, texts), place)
 
     def _rows(self, values: np.ndarray, layout: IdLayout, place: str, whole: bool = True) -> np.ndarray:
         codebooks = len(layout.codebook_sizes)

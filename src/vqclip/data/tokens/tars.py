@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from vqclip.data.tar import walk
-from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_facts
+from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
 from vqclip.errors import DataError, printable
 from vqclip.io.files import open_regular
 
@@ -120,7 +120,7 @@ class TarShard:
         image = self._image.require(_array(parts["image.npy"], place), place) if self._image else None
         if texts is not None and len(texts) != len(captions):
             raise DataError(f"{place}: ids of {len(texts)} captions; it has {len(captions)}", "damaged ids")
-        return require_facts(TokenRecord(key, sample_id, label, captions, image, texts), place)
+        return require_valid(TokenRecord(key, sample_id, label, captions, image, texts), place)
 
     def _texts(self, data: bytes, lengths: list[int], place: str) -> tuple[np.ndarray, ...]:
         assert self._text is not None
