@@ -27,7 +27,7 @@ from vqclip.evaluation import (
 from vqclip.io.json_files import problem_message
 from vqclip.model import CLIP
 from vqclip.runlog.console import print_output, unfailing_streams
-from vqclip.tokenizer.pretrained import CONFIG_FILE
+from vqclip.tokenizer.folder import CONFIG_FILE
 
 MODEL_HELP = """run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer
 folder, or hub name (owner/name)"""

@@ -96,9 +96,9 @@ def test_one_tokenizer_alone(saved, tmp_path):
     model.text.save_pretrained(tmp_path / "text")
     loaded = vqclip.load_tokenizer(tmp_path / "text", modality="text")
     assert torch.equal(loaded.encode(["a b"]), model.text.encode(["a b"]))
-    with pytest.raises(CheckpointError, match="holds text tokenizer, not 'image'"):
+    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
         vqclip.load_tokenizer(tmp_path / "text", modality="image")
-    with pytest.raises(CheckpointError, match="holds text tokenizer, not 'image'"):
+    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
         CLIP.from_pretrained(tmp_path / "text")
 
 
@@ -164,7 +164,7 @@ def damage_old(folder):
         (damage_gone, "no such file"),
         (damage_json, "not JSON"),
         (damage_by_hand, "config.json: does not match its own checksum: the file is damaged, or was edited"),
-        (damage_old, "format_version is 1, which had no hashes; this vqclip reads 3. Run the training command"),
+        (damage_old, "format_version is 1, this vqclip reads 3; expected a folder that save_pretrained"),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
         (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),
@@ -311,7 +311,7 @@ def test_saving_drops_nothing_without_a_word(saved, tmp_path):
     for place, message in (
         (folder, r"tokenizer of modality 'text'.*name another folder, or save both.*CLIP\.save_pretrained"),
         (foreign, r"another model's config\.json"),
-        (beside, r"holds notes\.txt beside a tokenizer"),
+        (beside, r"contains notes\.txt beside a tokenizer"),
     ):
         before = contents(place)
         with pytest.raises(ConfigError, match=message):
@@ -336,7 +336,7 @@ def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatc
     before = contents(folder)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "vqclip.tokenizer.pretrained.seal_folder", lambda *_: (_ for _ in ()).throw(OSError("No space left"))
+            "vqclip.tokenizer.saving.write_config", lambda *_: (_ for _ in ()).throw(OSError("No space left"))
         )
         with pytest.raises(OSError, match="No space left"):
             model.image.save_pretrained(folder)

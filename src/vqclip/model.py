@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim
-from vqclip.errors import CheckpointError
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.quantizers import Quantizer
-from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, tower_errors_in
-from vqclip.tokenizer.folder import build_filled, read_folder
-from vqclip.tokenizer.hub import push_saved
-from vqclip.tokenizer.pretrained import resolve, save_folder
+from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, rename_tower_errors
+from vqclip.tokenizer.folder import TokenizerFolder
+from vqclip.tokenizer.hub import find_folder, save_and_push
+from vqclip.tokenizer.saving import save_folder
 
 
 class BothTowersConfig(Config):
@@ -94,9 +93,9 @@ class CLIP(nn.Module):
     def __init__(self, config: ModelConfig, section: str = "model."):
         super().__init__()
         self.config = config
-        with tower_errors_in(section + ("image.tower" if config.towers is None else "towers")):
+        with rename_tower_errors(section + ("image.tower" if config.towers is None else "towers")):
             self.image = config.image.build(config.embed_dim)
-        with tower_errors_in(section + ("text.tower" if config.towers is None else "towers")):
+        with rename_tower_errors(section + ("text.tower" if config.towers is None else "towers")):
             self.text = config.text.build(config.embed_dim)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(config.temperature.init)))
         bias = config.temperature.bias
@@ -139,7 +138,7 @@ class CLIP(nn.Module):
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
     ) -> str:
         """Write both tokenizers and the temperature to the hub; see `Tokenizer.push_to_hub`."""
-        return push_saved(self.save_pretrained, name, card, private=private, revision=revision)
+        return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
 
     def section(self) -> dict[str, Any]:
         """What ``config.json`` says of it."""
@@ -157,23 +156,18 @@ class CLIP(nn.Module):
         Raises:
             CheckpointError: for a folder that is missing, damaged, or holds one modality alone.
         """
-        path = resolve(folder, revision)
-        stored = read_folder(path)
-        if stored.image is None or stored.text is None or stored.temperature is None:
-            missing = "image" if stored.image is None else "text"
-            raise CheckpointError(f"{path}: holds {stored.held()} tokenizer, not {missing!r}")
-        image, text = stored.image, stored.text
+        opened = TokenizerFolder.open(find_folder(folder, revision))
         config = ModelConfig(
-            embed_dim=image.embed_dim,
-            image=image.tokenizer(),
-            text=text.tokenizer(),
-            temperature=stored.temperature,
+            embed_dim=opened.stored("image").embed_dim,
+            image=opened.tokenizer_config("image", ImageTokenizerConfig),
+            text=opened.tokenizer_config("text", TextTokenizerConfig),
+            temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers
         )
 
         def build() -> CLIP:
             built = CLIP(config, section="")
-            image.check(built.image, "image")
-            text.check(built.text, "text")
+            opened.require_counts(built.image)
+            opened.require_counts(built.text)
             return built
 
-        return build_filled(path, build)
+        return opened.load(build)

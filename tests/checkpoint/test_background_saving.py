@@ -158,7 +158,8 @@ def test_staged_tensors_are_copies_in_the_same_memory(dtype):
 def test_tied_tensors_are_stored_apart(tmp_path):
     from safetensors.torch import load_file
 
-    from vqclip.tokenizer.pretrained import WEIGHTS_FILE, write_folder
+    from vqclip.tokenizer.folder import WEIGHTS_FILE
+    from vqclip.tokenizer.saving import write_folder
 
     tensor = torch.arange(6.0)
     state = {"one": tensor, "other": tensor, "part": tensor[2:], "turned": tensor.reshape(2, 3).T}

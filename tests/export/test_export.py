@@ -259,7 +259,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="weights in torch.bfloat16 on cpu, expected float32 or float64"):
         export_onnx(built(FSQ).image.bfloat16(), tmp_path / "onnx")
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match="would be replaced, and holds no export.json but thesis.tex"):
+    with pytest.raises(ConfigError, match="would be replaced, and contains no export.json but thesis.tex"):
         export_onnx(built(FSQ).image, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 

@@ -23,7 +23,7 @@ from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.pretrained import read_config, seal_folder
+from vqclip.tokenizer.saving import write_config
 
 LFQ_LARGE = {"kind": "lfq", "bits": 20}
 
@@ -316,9 +316,9 @@ def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
     tokenizer_folder(broken)
     weights = load_file(broken / "model.safetensors")
     weights["text.pool.position"][0, 0] = float("nan")
-    config = read_config(broken)
     save_file(weights, broken / "model.safetensors")
-    seal_folder(broken, config)
+    config = json.loads((broken / "config.json").read_text())
+    write_config(broken, {name: config[name] for name in ("image", "text", "temperature")})
     with pytest.raises(CheckpointError, match=r"contain NaN or infinity: pool.position"):
         run(str(broken), tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -328,7 +328,7 @@ def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
     """A name on the hub may mean another model a moment later."""
     shards(tmp_path / "in", (3,))
     other = tokenizer_folder(tmp_path / "other", seed=1)
-    with mock.patch("vqclip.tokenize_dataset.job.resolve", side_effect=[Path(tokenizer), Path(other), Path(other)]):
+    with mock.patch("vqclip.tokenize_dataset.job.find_folder", side_effect=[Path(tokenizer), Path(other), Path(other)]):
         run("owner/name", tmp_path / "in", tmp_path / "out")
     made_by = {each: fingerprint(load_tokenizer(tokenizer, each)) for each in ("image", "text")}
     assert TokenDataset(tmp_path / "out").tokenizer_sha256 == made_by

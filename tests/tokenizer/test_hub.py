@@ -112,7 +112,7 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         CheckpointError,
-        match=r"(?s)^somebody/model \(revision 'v2'\): neither a folder here nor .* in its cache: .*copy",
+        match=r"(?s)^somebody/model \(revision 'v2'\): neither a local folder nor .* in its cache: .*copy",
     ):
         vqclip.load_tokenizer("somebody/model", "text", revision="v2")
 

@@ -19,7 +19,7 @@ from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.pretrained import ID_LAYOUT_VERSION
+from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 
 __all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
 

@@ -25,7 +25,7 @@ from vqclip.search.packing import Packing
 from vqclip.search.topk import MOST_ITEMS
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.pretrained import ID_LAYOUT_VERSION
+from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 
 __all__ = ["CodeIndex", "Origin"]
 

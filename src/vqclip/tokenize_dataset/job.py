@@ -30,8 +30,9 @@ from vqclip.tokenize_dataset.encode import Collected, Encoders
 from vqclip.tokenize_dataset.folder import TokenFolder, require_few_bad
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
+from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
-from vqclip.tokenizer.pretrained import CONFIG_FILE, read_config, resolve
 
 __all__ = ["Done", "Options", "tokenize"]
 
@@ -160,8 +161,8 @@ def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, It
 
 def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
     """The tokenizers, and which they are; both halves from one folder, in one state of it."""
-    home = resolve(options.tokenizer)  # once: a name on the hub may mean another model a moment later
-    read_config(home)  # says what is wrong with it
+    home = find_folder(options.tokenizer)  # once: a name on the hub may mean another model a moment later
+    TokenizerFolder.open(home)  # verifies it
     body, _ = read_json(home / CONFIG_FILE)
     image: ImageTokenizer | None = None
     text: TextTokenizer | None = None

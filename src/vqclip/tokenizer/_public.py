@@ -1,6 +1,6 @@
-"""The public names of `vqclip.tokenizer`, apart so that ids are decoded without the towers' libraries."""
+"""Public names of `vqclip.tokenizer`, in a module of their own so that decoding does not import the towers."""
 
-from vqclip.tokenizer.base import Tokenizer, TokenizerOutput, tower_errors_in
+from vqclip.tokenizer.base import Tokenizer, TokenizerOutput, rename_tower_errors
 from vqclip.tokenizer.image import ImageTokenizer, ImageTokenizerConfig
 from vqclip.tokenizer.text import TextTokenizer, TextTokenizerConfig
 
@@ -11,5 +11,5 @@ __all__ = [
     "TextTokenizerConfig",
     "Tokenizer",
     "TokenizerOutput",
-    "tower_errors_in",
+    "rename_tower_errors",
 ]

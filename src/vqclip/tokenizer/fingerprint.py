@@ -1,4 +1,4 @@
-"""What a tokenizer is, as one hash: ids mean the same only for one tokenizer."""
+"""Fingerprint of a tokenizer: ids of two tokenizers mean the same only if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 of a tokenizer's configuration and of every weight, in hexadecimal digits.
+    """Return the SHA-256 of a tokenizer's configuration and all its weights, in hexadecimal digits.
 
-    The same for a tokenizer in memory and for the one loaded from its folder, on any device. ``tokenizer.double()``
-    leaves the fingerprint of float32 weights as it is, since it changes no value.
+    It is equal for a tokenizer in memory and the one loaded from its folder, on any device. ``tokenizer.double()``
+    does not change it, for it changes no value of float32 weights.
     """
     digest = hashlib.sha256(json.dumps([tokenizer.modality, tokenizer.section()], sort_keys=True).encode())
     for name, tensor in sorted(tokenizer.state_dict().items()):

@@ -1,101 +1,121 @@
-"""What a tokenizer folder's ``config.json`` holds, and building from it.
+"""Tokenizer folders: one schema of ``config.json`` and one reader, strict and without pickle.
 
-The weights lie beside it: nothing here fetches others, and no file is opened that the folder names.
+    config.json ── checksum, format, schema ─┬─> sections of the tokenizers
+         └ size and SHA-256 of the weights   │
+    model.safetensors ── bytes, then names and shapes in the header ──> modules, built and filled
+
+A folder contains an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
+under its name (``image.``, ``text.``), so that one modality is read without the other. Nothing here imports a tower's
+library or fetches weights, and no file is opened that the configuration names.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import model_validator
 from torch import nn
 
 from vqclip.config import Config
-from vqclip.config.bounds import EmbedDim, NumTokens, fewest_within_tokens
+from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.json_files import validate
-from vqclip.nn.temperature import TemperatureConfig
-from vqclip.tokenizer import (
-    ImageTokenizer,
-    ImageTokenizerConfig,
-    TextTokenizer,
-    TextTokenizerConfig,
-    Tokenizer,
-    tower_errors_in,
+from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.json_files import read_versioned, validate
+from vqclip.io.tensors import (
+    first_names,
+    nonfinite_names,
+    open_tensors,
+    read_shapes,
+    shape_differences,
+    tensor_differences,
 )
-from vqclip.tokenizer.pretrained import CONFIG_FILE, load_weights, read_config, require_header
+from vqclip.nn.temperature import TemperatureConfig
+from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+"""The only files that are fetched from the hub or sent to it."""
+ID_LAYOUT_VERSION = 1
+"""Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
+VERSIONS = {"format": "vqclip", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
+"""Keys of ``config.json`` that must have these values."""
+Modality = Literal["image", "text"]
+MODALITIES: tuple[Modality, ...] = ("image", "text")
+
+_TEMPERATURE = ("logit_scale", "logit_bias")
+_ENCODER_PARTS = ("tower", "project_in")
+"""Modules of a tokenizer that decoding does not need."""
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-TokenizerConfigT = TypeVar("TokenizerConfigT", ImageTokenizerConfig, TextTokenizerConfig)
+DecoderConfigT = TypeVar("DecoderConfigT", bound=DecoderConfig)
 
 
-class _Stored(Config):
+class StoredTokenizer(DecoderConfig):
+    """A tokenizer's section of ``config.json``.
+
+    The keys that only encoding needs are checked by `TokenizerFolder.tokenizer_config`, for their schemas import the
+    towers.
+    """
+
     embed_dim: EmbedDim
     """E, width of the joint embedding."""
-    num_tokens: NumTokens | None = None
-    """N, which the tower knows as well; null in folders of format 2."""
-    fewest_tokens: NumTokens | None = None
-    """How few of them a batch may come with; null in folders of format 2."""
+    num_tokens: NumTokens
+    """N, tokens a sample."""
+    fewest_tokens: NumTokens
+    """Smallest number of tokens in a batch."""
+    tower: dict[str, Any]
+    """From pixels or captions to features."""
+    project_in: dict[str, Any]
+    """From features to the quantizer's channels."""
+    normalize: str
+    """Normalisation of those channels."""
+    preprocess: dict[str, Any] | None = None
+    """Preparation of images; absent for text."""
 
-    _fewest_within_tokens = model_validator(mode="after")(fewest_within_tokens)
+    @model_validator(mode="after")
+    def _fewest_within_tokens(self) -> StoredTokenizer:
+        if self.fewest_tokens > self.num_tokens:
+            raise ValueError(
+                f"got num_tokens {self.num_tokens} and fewest_tokens {self.fewest_tokens}; expected fewest_tokens <= "
+                "num_tokens"
+            )
+        return self
 
-    def _built_from(self, schema: type[TokenizerConfigT]) -> TokenizerConfigT:
-        return schema.model_validate(self.model_dump(exclude=set(_Stored.model_fields))).architecture()
-
-    def check(self, built: Tokenizer, section: str) -> None:
-        """Compare the numbers of tokens with those of the tower.
-
-        Raises:
-            ConfigError: they differ.
-        """
-        for key, stored in (("num_tokens", self.num_tokens), ("fewest_tokens", self.fewest_tokens)):
-            if stored not in (None, getattr(built, key)):
-                raise ConfigError(f"{section}.{key}: got {stored}; this tower has {getattr(built, key)}")
-
-
-class StoredImageTokenizer(_Stored, ImageTokenizerConfig):
-    """An image tokenizer as it is stored."""
-
-    def tokenizer(self) -> ImageTokenizerConfig:
-        """What it is built from."""
-        return self._built_from(ImageTokenizerConfig)
-
-    def build_stored(self) -> ImageTokenizer:
-        """Make the tokenizer; raises ConfigError where its tower gives another number of tokens than is stored."""
-        built = self.tokenizer().build(self.embed_dim)
-        self.check(built, "image")
-        return built
-
-
-class StoredTextTokenizer(_Stored, TextTokenizerConfig):
-    """A text tokenizer as it is stored."""
-
-    def tokenizer(self) -> TextTokenizerConfig:
-        """What it is built from."""
-        return self._built_from(TextTokenizerConfig)
-
-    def build_stored(self) -> TextTokenizer:
-        """Make the tokenizer; raises ConfigError where its tower gives another number of tokens than is stored."""
-        built = self.tokenizer().build(self.embed_dim)
-        self.check(built, "text")
-        return built
+    def expected_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``."""
+        width = self.width
+        shapes = {
+            "position": (self.num_tokens, width),
+            **{f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)},
+            "attention.query.weight": (width, width),
+            "head.weight": (self.embed_dim, width),
+        }
+        return {f"{prefix}pool.{name}": shape for name, shape in shapes.items()}
 
 
 class FolderConfig(Config):
-    """``config.json`` without its format and versions: one tokenizer, or both and their temperature."""
+    """Schema of ``config.json`` without its versions and checksum: one tokenizer, or both and their temperature."""
 
-    image: StoredImageTokenizer | None = None
+    weights: FileDigest
+    """Digest of ``model.safetensors``."""
+    image: StoredTokenizer | None = None
     """The image tokenizer."""
-    text: StoredTextTokenizer | None = None
+    text: StoredTokenizer | None = None
     """The text tokenizer."""
     temperature: TemperatureConfig | None = None
-    """The logits' scale and bias, where both tokenizers are."""
+    """Scale and bias of the logits, if both tokenizers are present."""
 
     @model_validator(mode="after")
-    def _whole(self) -> FolderConfig:
+    def _complete(self) -> FolderConfig:
         if self.image is not None and self.text is not None:
             if self.temperature is None:
                 raise ValueError("both tokenizers are here; expected a temperature too")
@@ -108,45 +128,178 @@ class FolderConfig(Config):
             raise ValueError("got a temperature with fewer than two tokenizers; expected none")
         return self
 
-    def parts(self) -> list[str]:
-        """The keys that are here."""
-        return [name for name in FolderConfig.model_fields if getattr(self, name) is not None]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Weights that show the sizes given here; see `ReadingConfig.shapes`."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, part in (("image", self.image), ("text", self.text)):
-            if part is not None:
-                shapes |= part.shapes(f"{name}.", part.num_tokens, part.embed_dim)
-        return shapes
-
-    def held(self) -> str:
-        """The modalities that are here, in words."""
-        return ", ".join(name for name in ("image", "text") if getattr(self, name) is not None) or "no"
+    @property
+    def modalities(self) -> list[Modality]:
+        """Modalities that the folder contains."""
+        return [name for name in MODALITIES if getattr(self, name) is not None]
 
 
-def read_folder(path: Path) -> FolderConfig:
-    """Read ``config.json`` strictly, and compare the weights' header with it.
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer folder that was read and verified; `open` makes one."""
 
-    Raises:
-        CheckpointError: when it is missing, not ours, of another version, or not what it should be.
-    """
-    config = validate(path / CONFIG_FILE, FolderConfig, read_config(path))
-    require_header(path, config.parts(), config.shapes())
-    return config
+    path: Path
+    """The folder."""
+    config: FolderConfig
+    """Content of its ``config.json``."""
 
+    @staticmethod
+    def open(path: Path) -> TokenizerFolder:
+        """Read ``config.json``, and compare every byte of it and of the weights with their checksums.
 
-@torch.inference_mode(False)  # so that what is loaded in inference mode can be used outside of it
-def build_filled(path: Path, build: Callable[[], ModuleT], prefix: str = "") -> ModuleT:
-    """Build a module, give it the folder's weights under ``prefix``, in their type, and put it into evaluation mode.
+        The names and shapes in the weights' header are compared with the configuration as well, before memory is taken
+        for the sizes that it asks for.
 
-    Raises:
-        CheckpointError: for a configuration that cannot be built, or weights that do not fit it.
-    """
-    try:
-        with tower_errors_in(f"{prefix}tower"):
+        Raises:
+            CheckpointError: a file is missing, damaged, of another version, or does not fit the schema.
+        """
+        config = _read_config(path)
+        _verify_weights(path, config.weights)
+        folder = TokenizerFolder(path, config)
+        folder._verify_header()
+        return folder
+
+    def stored(self, modality: Modality) -> StoredTokenizer:
+        """Return the section of one tokenizer; raise CheckpointError if the folder lacks it."""
+        found: StoredTokenizer | None = getattr(self.config, modality)
+        if found is None:
+            held = ", ".join(self.config.modalities) or "no"
+            raise CheckpointError(f"{self.path}: contains {held} tokenizer; expected one of modality {modality!r}")
+        return found
+
+    def tokenizer_config(self, modality: Modality, schema: type[DecoderConfigT]) -> DecoderConfigT:
+        """Return the whole configuration of a tokenizer, with random weights in place of pretrained ones.
+
+        Raises:
+            CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
+        """
+        own = set(StoredTokenizer.model_fields) - set(schema.model_fields)
+        section = self.stored(modality).model_dump(exclude=own, exclude_unset=True)
+        return validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
+
+    def require_counts(self, built: TokenizerDecoder) -> None:
+        """Compare the stored numbers of tokens with those of a tokenizer's tower; raise ConfigError if they differ."""
+        for key in ("num_tokens", "fewest_tokens"):
+            stored, actual = getattr(getattr(self.config, built.modality), key), getattr(built, key)
+            if stored != actual:
+                raise ConfigError(f"{built.modality}.{key}: got {stored}; this tower has {actual}")
+
+    def load_decoder(self, modality: Modality) -> TokenizerDecoder:
+        """Return a tokenizer without its tower, in evaluation mode."""
+        stored = self.stored(modality)
+        sizes = stored.num_tokens, stored.fewest_tokens, stored.embed_dim
+        return self.load(lambda: stored.build_decoder(modality, *sizes), f"{modality}.", without=_ENCODER_PARTS)
+
+    @torch.inference_mode(False)  # so that the module can be used outside of inference mode
+    def load(self, build: Callable[[], ModuleT], prefix: str = "", without: tuple[str, ...] = ()) -> ModuleT:
+        """Build a module, load the weights under ``prefix`` into it, in their type, and put it into evaluation mode.
+
+        Args:
+            build: makes the module with random weights.
+            prefix: prefix of its tensors' names in the folder.
+            without: parts under ``prefix`` that the module lacks, such as ``tower``; they are not read.
+
+        Raises:
+            CheckpointError: the configuration cannot be built, or the weights do not fit it.
+        """
+        try:
             module = build()
-    except ConfigError as error:
-        raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
-    load_weights(path, module, prefix, adopt_dtype=True)
-    return module.eval()
+        except ConfigError as error:
+            message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
+            raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
+        load_weights(self.path, module, prefix, adopt_dtype=True, without=without)
+        return module.eval()
+
+    def _verify_header(self) -> None:
+        """Compare the names of all tensors and the shapes of some with the configuration."""
+        expected: dict[str, tuple[int, ...]] = {}
+        for modality in self.config.modalities:
+            expected |= self.stored(modality).expected_shapes(f"{modality}.")
+        prefixes = tuple(f"{modality}." for modality in self.config.modalities)
+        others = () if self.config.temperature is None else _TEMPERATURE
+        with open_tensors(self.path / WEIGHTS_FILE) as file:
+            names, shapes = list(file.keys()), read_shapes(file, expected)
+        strays = [f"unexpected {name}" for name in names if not name.startswith(prefixes) and name not in others]
+        _require_no_problems(self.path / WEIGHTS_FILE, strays + shape_differences(expected, shapes))
+
+
+def expand_home(folder: str | Path) -> Path:
+    """Return a path with ``~`` and ``~user`` expanded; unchanged if there is no such user."""
+    return Path(os.path.expanduser(folder))
+
+
+def load_weights(
+    folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False, without: tuple[str, ...] = ()
+) -> None:
+    """Load the tensors under ``prefix`` into ``module``, bit for bit: every one, and no other.
+
+    Args:
+        folder: the tokenizer folder.
+        module: the module to fill.
+        prefix: prefix of its tensors' names in the folder.
+        adopt_dtype: first convert the module to the floating-point type that it was saved in.
+        without: parts under ``prefix`` that ``module`` lacks, such as ``tower``; they are not read.
+
+    Raises:
+        CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
+            for NaN or infinity in them.
+    """
+    path = folder / WEIGHTS_FILE
+    left_out = tuple(f"{prefix}{part}." for part in without)
+    expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    with open_tensors(path) as file:
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        names = [name for name in names if not name.startswith(left_out)]
+        _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken
+        state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    if bad := nonfinite_names(state):
+        raise CheckpointError(
+            f"{path}: these tensors contain NaN or infinity: {first_names(bad)}; use an older checkpoint"
+        )
+    if adopt_dtype:
+        dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
+        floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+        if floats:  # the most common one: codebooks stay in float32 when the rest is rounded
+            module.to(Counter(floats).most_common(1)[0][0])
+    _require_no_problems(path, tensor_differences(module.state_dict(), state, prefix))
+    module.load_state_dict(state, strict=True)
+
+
+def _read_config(folder: Path) -> FolderConfig:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        if (folder / "tokenizer" / CONFIG_FILE).is_file():
+            found = f"a run's folder; name its tokenizer: {folder / 'tokenizer'}"
+        raise CheckpointError(
+            f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}"
+            + _mention_pickles(folder)
+        )
+    remedy = "expected a folder that save_pretrained of this version wrote" + _mention_pickles(folder)
+    try:
+        body = read_versioned(path, VERSIONS, remedy)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    return validate(path, FolderConfig, body)
+
+
+def _verify_weights(folder: Path, expected: FileDigest) -> None:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: no such file{_mention_pickles(folder) or '; pickled weights are never fetched'}"
+        )
+    verify_file(path, expected, CONFIG_FILE)
+
+
+def _mention_pickles(folder: Path) -> str:
+    """Return the end of a message on files that could contain a pickle; empty if there are none."""
+    if not folder.is_dir():
+        return ""
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
+    return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
+
+
+def _require_no_problems(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))

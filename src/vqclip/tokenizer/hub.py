@@ -1,4 +1,4 @@
-"""Tokenizer folders to the hub; `vqclip.tokenizer.pretrained.resolve` brings them back."""
+"""Tokenizer folders on the hub: fetch and push."""
 
 from __future__ import annotations
 
@@ -9,24 +9,56 @@ from pathlib import Path
 
 from vqclip.errors import CheckpointError
 from vqclip.io.atomic import write_text
-from vqclip.tokenizer.card import card as bare_card
-from vqclip.tokenizer.pretrained import CARD_FILE, FILES, home_expanded, read_config
+from vqclip.tokenizer.card import card as plain_card
+from vqclip.tokenizer.folder import CARD_FILE, FILES, TokenizerFolder, expand_home
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_folder(folder: str | Path, revision: str | None = None) -> Path:
+    """Return a local folder, or fetch a model on the hub into the hub's cache: JSON, safetensors and card only.
+
+    Args:
+        folder: a folder, or a hub name ``owner/name``; an existing folder has precedence.
+        revision: branch, tag or commit on the hub; None for the newest.
+
+    Raises:
+        CheckpointError: neither exists, the hub cannot be reached, or a revision of a local folder is given.
+    """
+    path = expand_home(folder)
+    if path.exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
+        if revision is not None:
+            raise CheckpointError(
+                f"{folder}: got revision {revision!r} of a local folder, expected none: only models on the hub have "
+                "revisions, and their names are owner/name"
+            )
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        at = "" if revision is None else f" (revision {revision!r})"
+        raise CheckpointError(
+            f"{folder}{at}: neither a local folder nor a model on the hub that can be reached or is in its cache: "
+            f"{error}; expected a folder that save_pretrained wrote, or owner/name of a model that push_to_hub sent. "
+            "Without a network, load it once on a machine with one, or copy the folder"
+        ) from error
 
 
 def push_folder(
     folder: str | Path, name: str, *, private: bool | None = None, revision: str | None = None, message: str = ""
 ) -> str:
-    """Send a tokenizer folder to the hub: configuration, weights and card, and nothing else that lies there.
+    """Push a tokenizer folder to the hub: configuration, weights and card, and no other file.
 
-    Every byte is compared with its hash before. The hub asks who you are by huggingface_hub's own means
-    (``hf auth login``, or ``HF_TOKEN``).
+    Every byte is compared with its checksum first. huggingface_hub finds the credentials (``hf auth login``, or
+    ``HF_TOKEN``).
 
     Args:
-        folder: what `save_pretrained` or a run wrote.
+        folder: folder that `save_pretrained` or a run wrote.
         name: ``owner/name``; made if it is missing.
-        private: whether a model that is made can be seen by its owner alone; None: as the hub has it.
+        private: whether a new model is visible to its owner only; None: the hub's default.
         revision: branch to write to, made if it is missing; None for the main one.
         message: of the commit.
 
@@ -34,16 +66,16 @@ def push_folder(
         The commit's address.
 
     Raises:
-        CheckpointError: for a folder that is missing or damaged, a name that is none, or a hub that cannot be reached
-            or refuses.
+        CheckpointError: for a folder that is missing or damaged, an invalid name, or a hub that cannot be reached or
+            refuses.
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"hub: got the name {name!r}, expected owner/name")
-    folder = home_expanded(folder)
+    folder = expand_home(folder)
     for path in (folder / file for file in FILES):
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise CheckpointError(f"{path}: is a link or no regular file, expected a file; cp -rL copies them")
-    read_config(folder)
+            raise CheckpointError(f"{path}: is a link or not a regular file, expected a file; cp -rL copies them")
+    TokenizerFolder.open(folder)
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -58,15 +90,15 @@ def push_folder(
             revision=revision,
             commit_message=message or "Tokenizer, written by vqclip",
         )
-    except Exception as error:  # huggingface_hub's own errors, and those of whichever HTTP library it uses
+    except Exception as error:  # huggingface_hub's own errors, and those of its HTTP library
         raise CheckpointError(
-            f"{name}: could not be sent to the hub: {type(error).__name__}: {error}; `hf auth login` says who you are, "
-            "and HF_HUB_OFFLINE must not be set"
+            f"{name}: could not be sent to the hub: {type(error).__name__}: {error}; `hf auth login` shows your "
+            "account, and HF_HUB_OFFLINE must not be set"
         ) from error
     return str(commit.commit_url)
 
 
-def push_saved(
+def save_and_push(
     save: Callable[[Path], object],
     name: str,
     card: str | None = None,
@@ -74,10 +106,10 @@ def push_saved(
     private: bool | None = None,
     revision: str | None = None,
 ) -> str:
-    """`push_folder` for what ``save`` writes into a folder, with ``card`` beside it, or a bare one."""
-    with tempfile.TemporaryDirectory() as aside:
-        folder = Path(aside)
+    """Push what ``save`` writes into a temporary folder, with ``card`` or a card without figures; see `push_folder`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         save(folder)
         title, what = name.rpartition("/")[2], "A tokenizer of images, texts or both, made with vqclip."
-        write_text(folder / CARD_FILE, bare_card(title, what) if card is None else card)
+        write_text(folder / CARD_FILE, plain_card(title, what) if card is None else card)
         return push_folder(folder, name, private=private, revision=revision)

@@ -1,4 +1,4 @@
-"""Images → ids → vectors and embeddings."""
+"""The image tokenizer: images → ids → vectors and embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ImageTokenizer(Tokenizer):
     """Images → ids → vectors and embeddings. Built by `ImageTokenizerConfig.build`.
 
     Attributes:
-        config: what it was built from.
+        config: its configuration.
         preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation.
     """
 
@@ -37,15 +37,15 @@ class ImageTokenizer(Tokenizer):
         self.transform = config.preprocess.build(self.tower.image_size)
 
     def mask(self, inputs: Tensor) -> None:
-        """Every patch is real."""
+        """Return None: every patch is real."""
 
     def preprocess(self, image: Image) -> Tensor:
-        """One PIL image of any mode and size → ``(3, H, W)`` uint8: composited on white, resized, cropped."""
+        """Turn one PIL image of any mode and size into ``(3, H, W)`` uint8: composited on white, resized, cropped."""
         require_image(image)
         return self.transform(pil_to_uint8(image))
 
     def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """Images → ids ``(B, N, C)`` int64.
+        """Encode images to ids ``(B, N, C)`` int64.
 
         Args:
             images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
@@ -56,10 +56,10 @@ class ImageTokenizer(Tokenizer):
         return self._encode(self.batch(images))
 
     def batch(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """What `encode` takes → what `features` takes: a tensor, checked, on the tokenizer's device.
+        """Turn the input of `encode` into that of `features`: a tensor, checked, on the tokenizer's device.
 
         Raises:
-            ShapeError: as in `encode`.
+            ShapeError: see `encode`.
         """
         if not isinstance(images, Tensor):
             pixels = [self.preprocess(image) for image in require_images(images)]
@@ -74,11 +74,11 @@ class ImageTokenizerConfig(TokenizerConfig):
     """An image tokenizer."""
 
     tower: ImageTowerConfig
-    """What turns pixels into patch features."""
+    """From pixels to patch features."""
     preprocess: EvalTransformConfig = EvalTransformConfig()
-    """How an image is brought to the tower's size outside training."""
+    """Resizing and cropping to the tower's size, outside training."""
 
-    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
+    @torch.inference_mode(False)  # so that it can be used outside of inference mode
     def build(self, embed_dim: int) -> ImageTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return ImageTokenizer(self, embed_dim)

@@ -1,4 +1,4 @@
-"""Captions → ids → vectors and embeddings."""
+"""The text tokenizer: captions → ids → vectors and embeddings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TextTokenizer(Tokenizer):
     """Captions → ids → vectors and embeddings. Built by `TextTokenizerConfig.build`.
 
     Attributes:
-        config: what it was built from.
+        config: its configuration.
         preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded; longer captions are
-            cut. `preprocess.with_lengths` also gives their lengths before.
+            cut. `preprocess.with_lengths` also returns their lengths before the cut.
     """
 
     modality = "text"
@@ -31,20 +31,20 @@ class TextTokenizer(Tokenizer):
         self.preprocess = config.tower.vocabulary()
 
     def mask(self, inputs: Tensor) -> Tensor:
-        """``(B, N)`` bool, True at real tokens."""
+        """Return ``(B, N)`` bool, True at real tokens."""
         return self.tower.mask(inputs)
 
     def needed_tokens(self, tokens: Tensor) -> int:
-        """How many columns of ``(B, N)`` token numbers hold a caption's; the others change nothing but the time.
+        """Return how many columns of ``(B, N)`` token numbers contain tokens of a caption; the others only cost time.
 
-        In steps of 8, so that kernels and compiled graphs meet few shapes; N where the tower sees the padding. Looks at
-        values: ask where they are, before they go to another device.
+        A multiple of 8, so that kernels and compiled graphs see few shapes; N if the tower sees the padding. Reads the
+        values: call it before they are moved to another device.
         """
         longest = int(self.mask(tokens).any(dim=0).sum())
         return max(self.fewest_tokens, min(self.num_tokens, 8 * max(1, math.ceil(longest / 8))))
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """Captions (``list[str]``, or token numbers ``(B, N)``) → ids ``(B, N, C)`` int64, -1 at padding.
+        """Encode captions (``list[str]``, or token numbers ``(B, N)``) to ids ``(B, N, C)`` int64, -1 at padding.
 
         Raises:
             ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
@@ -53,10 +53,10 @@ class TextTokenizer(Tokenizer):
         return self._encode(self.batch(captions))
 
     def batch(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """What `encode` takes → what `features` takes: token numbers, checked, on the tokenizer's device.
+        """Turn the input of `encode` into that of `features`: token numbers, checked, on the tokenizer's device.
 
         Raises:
-            ShapeError: as in `encode`.
+            ShapeError: see `encode`.
         """
         if isinstance(captions, Tensor):
             tokens = captions
@@ -64,10 +64,10 @@ class TextTokenizer(Tokenizer):
                 self.tower.require_captions(tokens)
         else:
             tokens, lengths = self.preprocess.with_lengths(captions)
-            if max(lengths, default=0) > self.num_tokens:  # the same words each time, so that Python says it once
+            if max(lengths, default=0) > self.num_tokens:  # always the same text, so that Python warns once
                 warnings.warn(
                     f"captions longer than {self.num_tokens} tokens, the text tower's context_length, are cut; "
-                    "tokenizer.preprocess.with_lengths(captions) gives their lengths",
+                    "tokenizer.preprocess.with_lengths(captions) returns their lengths",
                     stacklevel=3,
                 )
         return tokens.to(self.device)
@@ -77,9 +77,9 @@ class TextTokenizerConfig(TokenizerConfig):
     """A text tokenizer."""
 
     tower: TextTowerConfig
-    """What turns captions into per-token features."""
+    """From captions to features of each token."""
 
-    @torch.inference_mode(False)  # so that one made in inference mode can be used outside of it
+    @torch.inference_mode(False)  # so that it can be used outside of inference mode
     def build(self, embed_dim: int) -> TextTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
         return TextTokenizer(self, embed_dim)

@@ -15,7 +15,7 @@ from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.metrics import read_metrics
 from vqclip.tokenizer.card import card
-from vqclip.tokenizer.pretrained import CARD_FILE, WEIGHTS_FILE
+from vqclip.tokenizer.folder import CARD_FILE, WEIGHTS_FILE
 from vqclip.train.summary import RunSummary, model_card
 
 if TYPE_CHECKING:

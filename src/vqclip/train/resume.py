@@ -27,7 +27,8 @@ from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, OtherRunError
 from vqclip.io.json_files import Strict, validate
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
-from vqclip.tokenizer.pretrained import load_weights, write_folder
+from vqclip.tokenizer.folder import load_weights
+from vqclip.tokenizer.saving import write_folder
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)

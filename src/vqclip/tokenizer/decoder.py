@@ -1,15 +1,15 @@
-"""The half of a tokenizer that reads codes: ids → vectors → joint embedding, without tower, pictures or captions.
+"""Decode ids: the part of a tokenizer after the quantizer, without tower, images or captions.
 
     ids → quantizer → project_out ─→ vectors for a downstream model
                                └→ pool → unit-norm embedding
 
-`vqclip.tokenizer` adds the half that makes the ids. Nothing here imports a tower's library, torchvision or Pillow.
+`vqclip.tokenizer.base` adds the part that encodes. Nothing here imports a tower's library, torchvision or Pillow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -25,19 +25,16 @@ from vqclip.nn.pooling import PooledEmbedding
 from vqclip.nn.projection import LinearProjectionConfig, Projection, ProjectionConfig
 from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
 
-ENCODING_PARTS = ("tower", "project_in")
-"""Modules of a tokenizer that `CodeReader` does without."""
-ENCODING_KEYS = ("tower", "preprocess", "project_in", "normalize")
-"""Keys of a tokenizer's section that say nothing of the half that reads codes."""
+DecoderConfigT = TypeVar("DecoderConfigT", bound="DecoderConfig")
 
 
-class ReadingConfig(Config):
-    """What is done with codes: the part of a tokenizer's section that needs no tower."""
+class DecoderConfig(Config):
+    """The part of a tokenizer's section that decoding needs."""
 
     quantizer: QuantizerConfig
-    """What turns features into codes."""
+    """From features to codes."""
     width: int = Field(256, ge=8, le=MAX_WIDTH)
-    """D, width of the vectors that are rebuilt from the codes."""
+    """D, width of the vectors that `decode` returns."""
     heads: int = Field(4, ge=1)
     """Attention heads after the quantizer; must divide `width`."""
     depth: int = Field(1, ge=0, le=MAX_LAYERS)
@@ -47,47 +44,47 @@ class ReadingConfig(Config):
 
     _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 
-    def reading_parts(
-        self, quantizer: Quantizer, num_tokens: int, embed_dim: int
-    ) -> tuple[Projection, PooledEmbedding]:
-        """What follows the quantizer: ``project_out`` and ``pool``, with random weights."""
+    def architecture(self: DecoderConfigT) -> DecoderConfigT:
+        """Return a configuration that fetches no pretrained weights when it is built; a decoder has none."""
+        return self
+
+    def build_output(self, quantizer: Quantizer, num_tokens: int, embed_dim: int) -> tuple[Projection, PooledEmbedding]:
+        """Make ``project_out`` and ``pool``, with random weights."""
         project_out = Projection(*self.project_out.layers(quantizer.dim, self.width))
         return project_out, PooledEmbedding(num_tokens, self.width, embed_dim, self.heads, self.depth)
 
-    def shapes(self, prefix: str, num_tokens: int | None, embed_dim: int) -> dict[str, tuple[int, ...]]:
-        """Weights that show these sizes, by their names in a folder, which is judged by them before anything is built.
-
-        Args:
-            prefix: how the names begin.
-            num_tokens: N; None where it is not known.
-            embed_dim: E.
-        """
-        width = self.width
-        position = {} if num_tokens is None else {"position": (num_tokens, width)}
-        blocks = {f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)}
-        pooling = {"attention.query.weight": (width, width), "head.weight": (embed_dim, width)}
-        return {f"{prefix}pool.{name}": shape for name, shape in (position | blocks | pooling).items()}
+    def build_decoder(self, modality: str, num_tokens: int, fewest_tokens: int, embed_dim: int) -> TokenizerDecoder:
+        """Make a decoder with random weights; sizes as in `TokenizerDecoder`."""
+        quantizer = self.quantizer.build()
+        decoder = TokenizerDecoder(
+            modality, quantizer, *self.build_output(quantizer, num_tokens, embed_dim), fewest_tokens
+        )
+        decoder.config = self
+        return decoder
 
 
-class ReadingHalf(nn.Module):
-    """What every tokenizer can do with ids, whether it has a tower or not.
+class TokenizerDecoder(nn.Module):
+    """Ids → vectors and embeddings: a tokenizer without its tower, and the base of those with one.
+
+    ``load_tokenizer(..., encode=False)`` returns one.
 
     Args:
-        quantizer: turns ids into code vectors.
-        project_out: code vectors to the vectors that a downstream model is given.
-        pool: those to the joint embedding.
-        fewest_tokens: how few of the N positions a batch may come with: N, or less where those at the end may be
-            padding.
-        before: modules that come before the quantizer, by name; they stand first in the list of parameters.
+        modality: ``"image"`` or ``"text"``.
+        quantizer: ids to code vectors.
+        project_out: code vectors to the vectors that `decode` returns.
+        pool: these to the joint embedding.
+        fewest_tokens: smallest number of tokens in a batch: N, or less if positions at the end may be padding.
+        before: modules before the quantizer, by name; their parameters come first.
     """
 
-    modality: str
+    config: Any
     quantizer: Quantizer
     project_out: Projection
     pool: PooledEmbedding
 
     def __init__(
         self,
+        modality: str,
         quantizer: Quantizer,
         project_out: Projection,
         pool: PooledEmbedding,
@@ -97,6 +94,7 @@ class ReadingHalf(nn.Module):
         super().__init__()
         for name, part in (before or {}).items():
             self.add_module(name, part)
+        self.modality = modality
         self.quantizer = quantizer
         self.project_out = project_out
         self.pool = pool
@@ -104,7 +102,7 @@ class ReadingHalf(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """N, tokens a sample (for text: positions, padding included)."""
+        """N, tokens a sample (for text: positions, with padding)."""
         return len(self.pool.position)
 
     @property
@@ -119,26 +117,26 @@ class ReadingHalf(nn.Module):
 
     @property
     def bits_per_sample(self) -> float:
-        """Tokens × Σ log2(codebook size); for text that of a caption that fills every position."""
+        """Tokens × Σ log2(codebook size); for text of a caption that fills every position."""
         return self.num_tokens * self.quantizer.bits
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.pool.position.device
 
     def ids_mask(self, ids: Tensor) -> Tensor | None:
-        """The mask of tokens, ``(B, N)`` bool, read off the ids ``(B, N, C)``: one is absent when all its ids are -1.
+        """Return the mask ``(B, N)`` bool of ids ``(B, N, C)``: a token is absent when all its ids are -1.
 
-        None for images of which every patch is there, as in training, so that the sums are the same.
+        None for images without absent patches, as in training, so that the sums are the same.
         """
         mask = (require_ids(ids) >= 0).any(dim=-1)
-        if self.modality != "image" or torch.compiler.is_compiling():  # looking at values would break the graph
+        if self.modality != "image" or torch.compiler.is_compiling():  # reading values would break the graph
             return mask
         return None if bool(mask.all()) else mask
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` → vectors ``(B, N, D)`` for a downstream model, 0 for a token without ids (all -1).
+        """Map ids ``(B, N, C)`` to vectors ``(B, N, D)`` for a downstream model, 0 for an absent token (all ids -1).
 
         The ids may be of any integer type.
 
@@ -150,7 +148,7 @@ class ReadingHalf(nn.Module):
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` → joint embedding ``(B, E)``, unit-norm: from the codes alone.
+        """Map ids ``(B, N, C)`` to the joint embedding ``(B, E)``, unit-norm: from the codes alone.
 
         The ids may be of any integer type.
 
@@ -160,13 +158,13 @@ class ReadingHalf(nn.Module):
         return self._embed(self._lookup(ids), self.ids_mask(ids))
 
     def to_vocabulary(self, ids: Tensor, offset: int = 0) -> Tensor:
-        """Ids ``(B, N, C)`` → one sequence ``(B, N·C)`` a sample for a language model, each codebook in its own range.
+        """Map ids ``(B, N, C)`` to a sequence ``(B, N·C)`` for a language model, each codebook in its own range.
 
-        `FlatCodes` says how, and has an id in place of -1; `vqclip.lm_vocabulary` has other layouts.
+        See `FlatCodes`, which also has an id for -1; `vqclip.lm_vocabulary` has other layouts.
 
         Args:
-            ids: as `encode` makes them.
-            offset: number of the first code.
+            ids: from `encode`.
+            offset: id of the first code.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -175,18 +173,18 @@ class ReadingHalf(nn.Module):
         return FlatCodes(self.codebook_sizes, offset).to_vocabulary(self._require_shape(ids))
 
     def from_vocabulary(self, flat: Tensor, offset: int = 0) -> Tensor:
-        """What `to_vocabulary` was given, ``(B, N·C)`` → ``(B, N, C)`` int64.
+        """Invert `to_vocabulary`: ``(B, N·C)`` → ``(B, N, C)`` int64.
 
         Raises:
-            ShapeError: for another shape (an image has all of its N tokens) or dtype, or an id that is no code of the
-                codebook whose place it has.
+            ShapeError: for another shape (an image has all of its N tokens) or dtype, or an id outside the range of the
+                codebook at its position.
             ConfigError: as in `to_vocabulary`.
         """
         ids = FlatCodes(self.codebook_sizes, offset).from_vocabulary(flat)
         return self._require_shape(ids, "vocabulary ids as (B, N, C)")
 
     def codebook(self, codebook: int) -> Tensor:
-        """One codebook as a matrix ``(K, d)``, one row a code, of the quantizer's d channels.
+        """Return one codebook as a matrix ``(K, d)``, one row a code, of the quantizer's d channels.
 
         A token's code vector is the sum of its rows over the codebooks; see `codebook_matrix`.
 
@@ -194,6 +192,20 @@ class ReadingHalf(nn.Module):
             ShapeError: there is no such codebook, or it has more codes than a matrix should.
         """
         return codebook_matrix(self.quantizer, codebook)
+
+    def encode(self, inputs: Any) -> Tensor:
+        """Raise VqclipError: there is no tower. Tokenizers with one override this."""
+        raise VqclipError(
+            "this tokenizer was loaded with encode=False, to decode and embed ids, and has no tower; expected "
+            f'load_tokenizer(folder, modality="{self.modality}"), which also encodes'
+        )
+
+    def section(self) -> dict[str, object]:
+        """Raise VqclipError: the fingerprint, by which an index knows its tokenizer, covers the tower too."""
+        raise VqclipError(
+            "this tokenizer was loaded with encode=False and has no fingerprint, which covers the tower; expected "
+            f'load_tokenizer(folder, modality="{self.modality}") to build or search an index'
+        )
 
     def _lookup(self, ids: Tensor) -> Tensor:
         return self.quantizer.decode(self._require_shape(ids))
@@ -212,35 +224,3 @@ class ReadingHalf(nn.Module):
     def _project_out(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         # Codes are fp32 numbers whatever the module's dtype is.
         return self.project_out(vectors.to(self.pool.position.dtype), mask)
-
-
-class CodeReader(ReadingHalf):
-    """A tokenizer without its tower: ids to vectors and embeddings. ``load_tokenizer(..., encode=False)`` gives one.
-
-    Args:
-        modality: ``"image"`` or ``"text"``.
-        config: what is done with codes.
-        num_tokens: N.
-        fewest_tokens: as in `ReadingHalf`.
-        embed_dim: E.
-    """
-
-    def __init__(self, modality: str, config: ReadingConfig, num_tokens: int, fewest_tokens: int, embed_dim: int):
-        quantizer = config.quantizer.build()
-        super().__init__(quantizer, *config.reading_parts(quantizer, num_tokens, embed_dim), fewest_tokens)
-        self.modality = modality
-        self.config = config
-
-    def section(self) -> NoReturn:
-        """Raise VqclipError: the fingerprint, by which an index knows its tokenizer, covers the tower too."""
-        raise VqclipError(
-            "this tokenizer was loaded with encode=False and has no fingerprint, which covers the tower; expected "
-            f'load_tokenizer(folder, modality="{self.modality}") to build or search an index'
-        )
-
-    def encode(self, inputs: Any) -> NoReturn:
-        """Raises VqclipError: there is no tower to encode with."""
-        raise VqclipError(
-            "this tokenizer was loaded with encode=False, to decode and embed ids, and has no tower; expected "
-            f'load_tokenizer(folder, modality="{self.modality}"), which also encodes'
-        )

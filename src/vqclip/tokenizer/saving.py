@@ -1,0 +1,81 @@
+"""Write tokenizer folders; `vqclip.tokenizer.folder` reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vqclip.errors import ConfigError, NonFiniteError
+from vqclip.io.atomic import replace_folder, restore_folder
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum, read_json
+from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
+from vqclip.tokenizer.folder import CONFIG_FILE, FILES, MODALITIES, VERSIONS, WEIGHTS_FILE, expand_home
+
+
+def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Write a tokenizer folder atomically. An existing tokenizer is replaced, together with its card.
+
+    Raises:
+        ConfigError: something would be lost: a tokenizer of another modality, another model, or other files.
+        CheckpointError: the existing configuration is damaged.
+    """
+    target = expand_home(folder).resolve()  # renaming a link would leave what it points to
+    restore_folder(target)
+    if target.exists() and not (target / CONFIG_FILE).exists():  # the configuration is written last
+        write_folder(target, config, state)
+        return
+    if target.exists():
+        _require_nothing_lost(target, config)
+    replace_folder(target, lambda temporary: write_folder(temporary, config, state))
+
+
+def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
+    """Check that ``folder`` contains only a tokenizer that ``config`` may replace; raise ConfigError otherwise."""
+    stored, _ = read_json(folder / CONFIG_FILE)
+    if stored.get("format") != VERSIONS["format"]:
+        raise ConfigError(f"{folder}: contains another model's {CONFIG_FILE}, which would be lost; name another folder")
+    if others := [name for name in MODALITIES if stored.get(name) is not None and name not in config]:
+        raise ConfigError(
+            f"{folder}: contains a tokenizer of modality {others[0]!r}, which would be lost; name another folder, or "
+            "save both into one with vqclip.model.CLIP.save_pretrained"
+        )
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in FILES):
+        raise ConfigError(
+            f"{folder}: contains {', '.join(foreign[:5])} beside a tokenizer, which would be lost; name another folder"
+        )
+    if Path.cwd().is_relative_to(folder):
+        raise ConfigError(f"{folder}: is the working folder, which cannot be replaced; name another folder")
+
+
+def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing; not atomic.
+
+    Raises:
+        NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
+    """
+    if bad := nonfinite_names(state):
+        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(_make_storable(state), folder / WEIGHTS_FILE)
+    write_config(folder, config)
+
+
+def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors on the CPU, with copies of tied ones."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        plain = tensor.detach().cpu().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        stored[name] = plain.clone() if memory in seen else plain
+        seen.add(memory)
+    return stored
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write ``config.json`` with the digest of the weights in ``folder``, and its own checksum."""
+    weights = digest_file(folder / WEIGHTS_FILE).model_dump()
+    (folder / CONFIG_FILE).write_bytes(add_checksum({**VERSIONS, "weights": weights, **config}))
