@@ -31,7 +31,7 @@ from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, display_url, transfer
 from vqclip.data.remote import cache as cache_module
-from vqclip.data.remote.retry import Failure
+from vqclip.data.remote.retry import FetchError
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
@@ -316,7 +316,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
 
     def take() -> bytes:
         taken = b""
-        for block in transfer._watched(read, "https://host/0.tar", 5.0, deadline.Deadline(30.0)):
+        for block in transfer._check_speed(read, "https://host/0.tar", 5.0, deadline.Deadline(30.0)):
             now[0] += 10.0 * (waits == "consumer")
             taken += block
         return taken
@@ -324,7 +324,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
     if waits == "consumer":
         assert take() == b"123"
     else:
-        with pytest.raises(Failure, match=r"slow: 1 bytes in 10.0 s \(remote.timeout_s=5\)"):
+        with pytest.raises(FetchError, match=r"slow: 1 bytes in 10.0 s \(remote.timeout_s=5\)"):
             take()
 
 
@@ -355,15 +355,15 @@ def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
     with pytest.raises(StorageError) as error:
         source.read(1)
     assert str(error.value) == (
-        f"{url}: has changed since it was indexed: SHA-256 {was} then, {now} now. Put the former file back, or start "
-        "the run again, which indexes the new one (a run that has checkpoints then shows the difference, and goes on "
-        "if run.resume_allow names data)"
+        f"{url}: has changed since it was indexed: SHA-256 {was} then, {now} now. Restore the former file, or start "
+        "the run again, which indexes the new one (a run with checkpoints then reports the difference, and continues "
+        "if run.resume_allow contains data)"
     )
     assert config.build().fingerprint != first  # as the next start sees it
     evict(cache)
     source = config.build()
     server.files["/0.tar"] = write_tar(tmp_path / "0.tar", caption_members(0, 9)).read_bytes()
-    with pytest.raises(StorageError, match=r"has changed since it was indexed: \d+ bytes then, \d+ now\. Put"):
+    with pytest.raises(StorageError, match=r"has changed since it was indexed: \d+ bytes then, \d+ now\. Restore"):
         source.read(0)
     assert len(config.build()) == 9
 
@@ -375,7 +375,7 @@ def test_the_former_file_put_back_is_read_again(server: FaultyServer, tmp_path: 
     expected, former = source.read(1), server.files["/0.tar"]
     evict(cache)
     server.files["/0.tar"] = former.replace(b"caption", b"CAPTION")
-    with pytest.raises(StorageError, match="Put the former file back"):
+    with pytest.raises(StorageError, match="Restore the former file"):
         source.read(1)
     assert kept(cache) == []
     server.files["/0.tar"] = former
@@ -526,8 +526,8 @@ def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path
         ).stdout.splitlines()
         assert told[:2] == ["from https"] * 2
         for url, line in zip(urls[2:4], told[2:4], strict=True):
-            refused = "redirected from https to http, which anybody on the way can change; this is not tried again"
-            assert line.startswith(f"{url}: cannot be fetched: {refused}. Tries: 1 of")
+            refused = "redirected from https to http, where anybody on the way can change the content; this is not "
+            assert line.startswith(f"{url}: cannot be fetched: {refused}tried again. Tries: 1 of")
         assert told[4:] == ["from https"]
         assert "ClientConnectorCertificateError" in (
             text := refusal(f"{urls[0]}?again")

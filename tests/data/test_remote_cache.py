@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from vqclip.data.remote import cache as cache_module
-from vqclip.data.remote.cache import Held, Part, ShardCache
+from vqclip.data.remote.cache import CachedShard, PartialShard, ShardCache
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
 
@@ -35,8 +35,8 @@ class Folder:
         self.cache = ShardCache(folder, limit)
         self.fetched: list[str] = []
 
-    def open(self, key: str, fill: Callable[[Part], None] | None = None) -> Held:
-        def ordinary(part: Part) -> None:
+    def open(self, key: str, fill: Callable[[PartialShard], None] | None = None) -> CachedShard:
+        def ordinary(part: PartialShard) -> None:
             self.fetched.append(key)
             part.reserve(SIZE)
             part.write(content(key))
@@ -119,7 +119,7 @@ def test_room_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_shard_on_its_way_counts_in_full(folder: Folder) -> None:
-    def fill(part: Part) -> None:
+    def fill(part: PartialShard) -> None:
         part.reserve(2 * SIZE)
         with pytest.raises(StorageError, match="no room for"):
             folder.open("b", lambda other: other.reserve(2 * SIZE))
@@ -144,7 +144,7 @@ def test_content_without_an_announced_length(tmp_path: Path, monkeypatch: pytest
 
 
 def test_nothing_half_fetched_remains(folder: Folder) -> None:
-    def fail(part: Part) -> None:
+    def fail(part: PartialShard) -> None:
         part.reserve(SIZE)
         part.write(b"half")
         raise KeyboardInterrupt
@@ -155,7 +155,7 @@ def test_nothing_half_fetched_remains(folder: Folder) -> None:
 
 
 def test_a_new_try_begins_anew(folder: Folder) -> None:
-    def twice(part: Part) -> None:
+    def twice(part: PartialShard) -> None:
         part.reserve(SIZE)
         part.write(b"half of it")
         part.restart()
@@ -179,7 +179,7 @@ def test_another_content_is_fetched_where_one_is_wanted(folder: Folder) -> None:
 
 
 def hold_a_part(folder: Path, ready) -> None:
-    def fill(part: Part) -> None:
+    def fill(part: PartialShard) -> None:
         part.reserve(2 * SIZE)
         part.write(b"half")
         ready.set()

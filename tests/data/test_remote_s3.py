@@ -133,7 +133,7 @@ def test_an_object_that_changes_while_it_comes_is_fetched_again(
 ) -> None:
     monkeypatch.setattr(transfer, "_BLOCK", 4096)
     bucket[0].pipe_file("bucket/c/0.tar", b"a" * 10_000)
-    read, changes = transfer._Store.next_block, [b"b" * 10_000]
+    read, changes = transfer._ObjectStore.next_block, [b"b" * 10_000]
 
     def changing(self: Any) -> bytes:
         block = read(self)
@@ -141,7 +141,7 @@ def test_an_object_that_changes_while_it_comes_is_fetched_again(
             bucket[0].pipe_file("bucket/c/0.tar", changes.pop())
         return block
 
-    monkeypatch.setattr(transfer._Store, "next_block", changing)
+    monkeypatch.setattr(transfer._ObjectStore, "next_block", changing)
     file = RemoteShard("s3://bucket/c/0.tar", RemoteConfig(**OPTIONS)).open()
     assert os.pread(file, 20_000, 0) == b"b" * 10_000
     os.close(file)

@@ -1,4 +1,4 @@
-"""Shards at URLs: fetched whole into a bounded cache on this machine, then read like local ones."""
+"""Shards at URLs: downloaded whole into a bounded cache on this machine, then read like local shards."""
 
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.listing import remote_shards

@@ -1,9 +1,11 @@
-"""A folder of fetched shards, bounded in bytes, that all processes of a machine share.
+"""A folder of downloaded shards with a size limit, shared by all processes of a machine.
 
-`<hash of the URL>-<hash of the content>.tar` is a whole shard, and is never written to. `<hash of the URL>.part` is
-being fetched by whoever holds its lock, and has the size that it will have, so that what is on its way counts too. A
-shard is in use while somebody has it open under a shared lock. A process that dies lets go of its locks: a part that
-nobody holds is rubbish.
+- `<hash of the URL>-<hash of the content>.tar` is a complete shard and is never written to again. It is in use while a
+  process has it open under a shared lock.
+- `<hash of the URL>.part` is being downloaded by the process that holds its exclusive lock. It has its final size from
+  the beginning, so that unfinished downloads count towards the limit.
+
+A process that dies releases its locks, so an unlocked part is a leftover.
 """
 
 from __future__ import annotations
@@ -22,44 +24,46 @@ from vqclip.errors import StorageError
 from vqclip.io.file_locks import hold_lock, is_at, try_lock
 from vqclip.io.files import sync_folder
 
-__all__ = ["Held", "Part", "ShardCache"]
+__all__ = ["CachedShard", "PartialShard", "ShardCache"]
 
 _POLL_S = 0.05
 _STEP = 64 << 20
-"""Bytes made room for at a time where the server does not say how many will come."""
+"""Bytes reserved at a time when the server announces no size."""
 
 
-class Held(NamedTuple):
-    """A whole shard that is not removed until its descriptor is closed."""
+class CachedShard(NamedTuple):
+    """A complete shard, which is not removed until its descriptor is closed."""
 
     file: int
     """A descriptor under a shared lock."""
     sha256: str
-    """Hash of its content."""
+    """Checksum of its content."""
 
 
 class ShardCache:
-    """Opens shards of the cache, and lets them be fetched when they are not there.
+    """The cache folder.
 
     Args:
-        folder: made on first use.
-        limit: bytes that all files in it may take.
+        folder: created on first use.
+        limit: largest size of all files in it, in bytes.
     """
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
 
-    def open(self, key: str, sha256: str | None, fill: Callable[[Part], None], deadline: Deadline) -> Held:
-        """A whole shard, fetched if it is not there.
+    def open(
+        self, key: str, sha256: str | None, fill: Callable[[PartialShard], None], deadline: Deadline
+    ) -> CachedShard:
+        """Open a shard, after downloading it if it is missing.
 
         Args:
             key: hash of its URL.
-            sha256: hash of the content that is wanted; None takes any.
-            fill: writes the shard into a `Part`, when it is not there. What it wrote is opened, whatever its hash.
-            deadline: of the waits for another process that fetches the same shard, and for room.
+            sha256: checksum of the wanted content; None accepts any.
+            fill: writes a missing shard into a `PartialShard`. The result is opened even if its checksum differs.
+            deadline: ends the waits for space and for another process that downloads the same shard.
 
         Raises:
-            StorageError: as `fill`; or the folder cannot be written, or the waits were in vain.
+            StorageError: from `fill`; or the folder cannot be written, or waiting timed out.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,16 +86,16 @@ class ShardCache:
             ) from None
 
     def remove(self, key: str) -> None:
-        """Removes what is there of a shard and not in use."""
+        """Remove a shard's files that are not in use."""
         with hold_lock(self.folder / "lock"):
             for path in self.folder.glob(f"{key}-*.tar"):
                 _remove_unused(path)
 
-    def make_room(self, part: Part, size: int) -> None:
-        """Grows a part to `size` bytes, after removing others: rubbish first, then the least recently used.
+    def make_room(self, part: PartialShard, size: int) -> None:
+        """Grow a part to `size` bytes, after removing other files: leftovers first, then the least recently used.
 
         Raises:
-            StorageError: it is larger than the cache, or what is in use leaves no room for it.
+            StorageError: it is larger than the cache, or the shards in use leave no space for it.
         """
         if size > self.limit:
             raise StorageError(
@@ -112,7 +116,7 @@ class ShardCache:
             time.sleep(_POLL_S)
 
     def _remove(self, more: int, keep: Path) -> bool:
-        """Whether `more` bytes fit now."""
+        """Remove files until `more` bytes fit; return whether they do."""
         files: list[tuple[bool, int, int, Path]] = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # a part that became a shard
@@ -124,32 +128,32 @@ class ShardCache:
                 over -= size if _remove_unused(path) else 0
         return over <= 0
 
-    def _find(self, key: str, sha256: str | None) -> Held | None:
+    def _find(self, key: str, sha256: str | None) -> CachedShard | None:
         for path in sorted(self.folder.glob(f"{key}-{sha256 or '*'}.tar")):
             try:
                 file = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
                 continue
-            fcntl.flock(file, fcntl.LOCK_SH)  # whoever holds it otherwise is about to remove it, or has just made it
+            fcntl.flock(file, fcntl.LOCK_SH)  # an exclusive lock is held only to remove the file or to finish it
             if is_at(file, path):
-                with contextlib.suppress(PermissionError):  # another user's; then it is merely removed too early
+                with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
                     os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
-                return Held(file, path.stem.rpartition("-")[2])
+                return CachedShard(file, path.stem.rpartition("-")[2])
             os.close(file)
         return None
 
-    def _begin(self, key: str, deadline: Deadline) -> Part | None:
-        """The part of a shard, if nobody else holds it."""
+    def _begin(self, key: str, deadline: Deadline) -> PartialShard | None:
+        """Return the part of a shard, locked; None while another process holds it."""
         path = self.folder / f"{key}.part"
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if try_lock(file) and is_at(file, path):
-            return Part(self, path, file, deadline)
+            return PartialShard(self, path, file, deadline)
         os.close(file)
         return None
 
-    def _finish(self, part: Part, sha256: str | None, fill: Callable[[Part], None]) -> Held:
+    def _finish(self, part: PartialShard, sha256: str | None, fill: Callable[[PartialShard], None]) -> CachedShard:
         try:
-            found = self._find(part.path.stem, sha256)  # another may have come to its end between two looks
+            found = self._find(part.path.stem, sha256)  # another process may have finished it just before the lock
             if found is None:
                 fill(part)
                 return part.seal()
@@ -160,14 +164,14 @@ class ShardCache:
         return found
 
 
-class Part:
-    """A shard on its way into the cache.
+class PartialShard:
+    """A shard that is being downloaded.
 
     Args:
-        cache: where it belongs.
-        path: the file that grows.
-        file: its descriptor, exclusively locked.
-        deadline: of its waits.
+        cache: the cache that it belongs to.
+        path: its file.
+        file: descriptor of the file, exclusively locked.
+        deadline: ends its waits.
     """
 
     def __init__(self, cache: ShardCache, path: Path, file: int, deadline: Deadline):
@@ -175,23 +179,23 @@ class Part:
         self.restart()
 
     def restart(self) -> None:
-        """Throws away what is there."""
+        """Discard the content."""
         os.ftruncate(self._file, 0)
         self.size = self.written = 0
         self._digest = hashlib.sha256()
 
     def reserve(self, size: int) -> None:
-        """Makes room for `size` bytes in all; see `ShardCache.make_room`."""
+        """Reserve `size` bytes in total; see `ShardCache.make_room`."""
         self._cache.make_room(self, size)
 
     def grow(self, size: int) -> None:
-        """Takes up so many bytes on the disk."""
+        """Allocate `size` bytes on the disk."""
         if size > self.size:
             os.posix_fallocate(self._file, 0, size)
             self.size = size
 
     def write(self, block: bytes) -> None:
-        """Appends bytes, with more room where needed."""
+        """Append bytes, and reserve more space if necessary."""
         needed = self.written + len(block)
         if needed > self.size:
             self.reserve(max(needed, min(self.size + _STEP, self._cache.limit)))
@@ -205,26 +209,26 @@ class Part:
             self.written += count
             data = data[count:]
 
-    def seal(self) -> Held:
-        """Puts the shard into the cache under its name."""
+    def seal(self) -> CachedShard:
+        """Give the complete shard its name in the cache."""
         sha256 = self._digest.hexdigest()
         os.ftruncate(self._file, self.written)
         os.fsync(self._file)
-        os.utime(self._file)  # used now, not when the first byte came: else it would be the first to go
+        os.utime(self._file)  # used now, not when the first byte came; otherwise it would be removed first
         os.replace(self.path, self.path.with_name(f"{self.path.stem}-{sha256}.tar"))
         sync_folder(self.path.parent)
         fcntl.flock(self._file, fcntl.LOCK_SH)
-        return Held(self._file, sha256)
+        return CachedShard(self._file, sha256)
 
     def discard(self) -> None:
-        """Removes what was fetched."""
-        if is_at(self._file, self.path):  # else it has become a shard
+        """Remove the file."""
+        if is_at(self._file, self.path):  # otherwise it has become a shard
             self.path.unlink()
         os.close(self._file)
 
 
 def _remove_unused(path: Path) -> bool:
-    """Removes a file that nobody has locked; whether it is gone."""
+    """Remove a file unless a process has locked it; return whether it is gone."""
     try:
         file = os.open(path, os.O_RDWR)
     except FileNotFoundError:

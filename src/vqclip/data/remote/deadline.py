@@ -1,4 +1,4 @@
-"""One limit of time for several waits."""
+"""A time limit shared by several waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The moment at which all that a shard has to wait for must be over.
+    """Time limit of everything that one shard waits for.
 
     Args:
         total_s: seconds from now.
@@ -20,10 +20,10 @@ class Deadline:
 
     @property
     def spent(self) -> float:
-        """Seconds gone."""
+        """Elapsed seconds."""
         return time.monotonic() - self._start
 
     @property
     def left(self) -> float:
-        """Seconds to go; not above 0 once it is over."""
+        """Remaining seconds; at most 0 once the time is over."""
         return self.total_s - self.spent

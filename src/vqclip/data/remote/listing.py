@@ -1,4 +1,4 @@
-"""From a URL to the shards that it stands for."""
+"""Find the shards that a URL names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["remote_shards"]
 
 
 def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
-    """The shard at a URL, or, at s3 and gs, those of a folder or a glob, sorted by name.
+    """Return the shard at a URL, or, at s3 and gs, the shards of a folder or a glob, sorted by name.
 
     Args:
         url: without braces. A path in an object store that does not end in .tar is a folder.
-        options: how they are fetched.
+        options: how they are downloaded.
 
     Raises:
-        DataError: the protocol is not allowed or cannot list, or nothing is found.
+        DataError: the protocol is not allowed or cannot list folders, or nothing is found.
         StorageError: the store cannot be reached.
     """
     protocol = protocol_of(url)

@@ -1,4 +1,4 @@
-"""Try again, more and more slowly, and not for ever."""
+"""Retry with growing pauses, within a number of tries and a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.urls import display_url
 from vqclip.errors import StorageError
 
-__all__ = ["Failure", "retry"]
+__all__ = ["FetchError", "retry"]
 
 T = TypeVar("T")
 
@@ -23,16 +23,16 @@ logger = logging.getLogger("vqclip.data")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_ASKED_S = 0.5, 30.0, 120.0
 _sleep = time.sleep
-"""Tests put a clock of their own here."""
+"""Replaced by tests."""
 
 
-class Failure(Exception):
-    """A try that failed.
+class FetchError(Exception):
+    """FetchError of one try.
 
     Args:
         message: what happened, without credentials.
         again: whether another try may succeed.
-        after_s: how long the server asks to be left alone.
+        after_s: pause that the server asks for, in seconds.
     """
 
     def __init__(self, message: str, again: bool, after_s: float = 0.0):
@@ -41,21 +41,21 @@ class Failure(Exception):
 
 
 def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: Deadline) -> T:
-    """What `action` gives in the first try that does not raise `Failure`.
+    """Call `action` until it does not raise `FetchError`, and return its result.
 
     Args:
-        action: one try, which keeps to the deadline by itself.
-        url: what it is about, for messages.
-        options: how many tries.
-        deadline: no pause is longer.
+        action: one try; it must keep the deadline itself.
+        url: for messages.
+        options: number of tries.
+        deadline: ends the pauses too.
 
     Raises:
-        StorageError: the last failure; names URL, tries, time and the keys that bound them.
+        StorageError: the last failure; names URL, tries, time and the options that limit them.
     """
     for number in range(1, options.tries + 1):
         try:
             return action()
-        except Failure as failure:
+        except FetchError as failure:
             last = failure
         pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))
         if not last.again or number == options.tries or pause >= deadline.left:
@@ -73,9 +73,9 @@ def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: De
 
 
 def _pause(url: str, number: int) -> float:
-    """Seconds after a failed try: doubled every time, less a part drawn from (URL, try, machine, process).
+    """Return the pause after a failed try in seconds: doubled every time, less a part keyed by (URL, try, process).
 
-    So that many processes that failed together do not come back together; no random generator is touched.
+    So processes that failed together do not retry together. No random generator is used.
     """
     key = f"{url}\n{number}\n{socket.gethostname()}\n{os.getpid()}".encode("utf-8", "surrogateescape")
     part = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") / 2**32

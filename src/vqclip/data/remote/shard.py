@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from vqclip.data.remote.cache import Part, ShardCache
+from vqclip.data.remote.cache import PartialShard, ShardCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import Failure, retry
+from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import Body, open_url
 from vqclip.data.remote.urls import digest, display_url, file_name
 from vqclip.errors import DataError, StorageError
@@ -19,7 +19,7 @@ __all__ = ["RemoteShard", "fetch_text"]
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """A tar at a URL; two are equal if their full URLs are. As text it shows no credentials."""
+    """A tar at a URL. Two are equal if their full URLs are; `str` shows no credentials."""
 
     url: str = field(repr=False)
     options: RemoteConfig = field(default=RemoteConfig(), compare=False, repr=False)
@@ -38,45 +38,45 @@ class RemoteShard:
         return digest(self.url)
 
     def open(self, length: int | None = None, sha256: str | None = None) -> int:
-        """A descriptor of the shard in the cache, which is fetched if it is not there; close it soon.
+        """Return a descriptor of the shard in the cache, after downloading it if necessary.
 
-        While it is open, the shard takes up room that others may wait for.
+        Close it soon: an open shard cannot be removed, and other processes may wait for its space.
 
         Args:
-            length: the bytes that it had when it was indexed; None where it is not.
-            sha256: the hash that it had then.
+            length: its size in bytes when it was indexed; None if it is not indexed yet.
+            sha256: its checksum when it was indexed.
 
         Raises:
-            StorageError: it cannot be fetched, is larger than the cache, or has changed since it was indexed (its
-                `kind` is then "changed shard"). Whether a change is seen hangs on what the cache still holds, so no
-                sample is replaced on account of it.
+            StorageError: it cannot be downloaded, is larger than the cache, or has changed since it was indexed (`kind`
+                is then "changed shard"). A change may stay unnoticed as long as the cache contains the former file, so
+                no sample is replaced because of it.
         """
         deadline = Deadline(self.options.total_s)
         found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length), deadline)
         if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
-            self.discard()  # or the next start would find this content, whatever the server has by then
-            raise self._changed(f"SHA-256 {sha256}", found.sha256)
+            self.discard()  # otherwise the next start would find this content, whatever the server has by then
+            raise self._change_error(f"SHA-256 {sha256}", found.sha256)
         return found.file
 
     def discard(self) -> None:
-        """Forgets the fetched copy, so that a damaged one is fetched anew."""
+        """Remove the downloaded copy, so that a damaged one is downloaded again."""
         self._cache().remove(self.key)
 
     def _cache(self) -> ShardCache:
         return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
 
-    def _fill(self, part: Part, length: int | None) -> None:
+    def _fill(self, part: PartialShard, length: int | None) -> None:
         def fetch() -> None:
             part.restart()
             with open_url(self.url, self.options.timeout_s, part.deadline) as body:
                 if length is not None and body.length is not None and body.length != length:
-                    raise self._changed(f"{length} bytes", body.length)
+                    raise self._change_error(f"{length} bytes", body.length)
                 self._copy(body, part)
 
         retry(fetch, self.url, self.options, part.deadline)
 
-    def _copy(self, body: Body, part: Part) -> None:
+    def _copy(self, body: Body, part: PartialShard) -> None:
         try:
             if body.length is not None:
                 part.reserve(body.length)
@@ -85,27 +85,27 @@ class RemoteShard:
         except StorageError as error:
             raise StorageError(f"{self}: {error}") from None
         if body.length is not None and part.written != body.length:
-            raise Failure(f"{part.written} bytes came, {body.length} were announced", again=True)
+            raise FetchError(f"{part.written} bytes came, {body.length} were announced", again=True)
 
-    def _changed(self, indexed: str, now: object) -> StorageError:
+    def _change_error(self, indexed: str, now: object) -> StorageError:
         return StorageError(
-            f"{self}: has changed since it was indexed: {indexed} then, {now} now. Put the former file back, or start "
-            "the run again, which indexes the new one (a run that has checkpoints then shows the difference, and goes "
-            "on if run.resume_allow names data)",
+            f"{self}: has changed since it was indexed: {indexed} then, {now} now. Restore the former file, or start "
+            "the run again, which indexes the new one (a run with checkpoints then reports the difference, and "
+            "continues if run.resume_allow contains data)",
             "changed shard",
         )
 
 
 def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
-    """A small UTF-8 file; never cached.
+    """Download a small UTF-8 file; it is never cached.
 
     Args:
-        url: where it lies.
-        options: how it is fetched.
-        limit: bytes that it may have.
+        url: its URL.
+        options: how it is downloaded.
+        limit: largest size in bytes.
 
     Raises:
-        StorageError: it cannot be fetched.
+        StorageError: it cannot be downloaded.
         DataError: it is larger, or not UTF-8.
     """
     deadline = Deadline(options.total_s)
@@ -120,7 +120,7 @@ def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
                 if len(data) > limit:
                     raise DataError(f"{display_url(url)}: has more than {limit} bytes; at most these are read")
         if body.length is not None and len(data) != body.length:
-            raise Failure(f"{len(data)} bytes came, {body.length} were announced", again=True)
+            raise FetchError(f"{len(data)} bytes came, {body.length} were announced", again=True)
         return bytes(data)
 
     try:

@@ -1,4 +1,4 @@
-"""URLs of shards: which ones are read, and how they are named without the credentials in them."""
+"""URLs of shards: which are allowed, and how they appear in messages without their credentials."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ __all__ = [
 ]
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs")
-"""All that is read. Others of fsspec's open archives, run commands or reach other machines."""
+"""Allowed protocols. Others of fsspec open archives, run commands or reach other machines."""
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROTOCOL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:https?|s3|gs|ftp):)/+)(.*)", re.DOTALL | re.IGNORECASE)
-"""With one slash it is what a `Path` makes of a URL."""
+"""A protocol and the rest. `Path` turns the two slashes of a URL into one."""
 _ANY_URL = re.compile(
     r"""(?:[a-z][a-z0-9+.-]{0,31}:/|(?:https?|s3|gs|ftp):)/+[^\s'"<>]*(?:['"<>][\w%&=@?/#.~+-][^\s'"<>]*)*""",
     re.IGNORECASE,
 )
-"""A URL somewhere in a text. A quote or an angle bracket ends it unless it goes on at once, as a password may: rather
-too much is left out than too little. The length of a protocol is bounded, or a long word would take quadratic time."""
+"""A URL in a text. A quote or an angle bracket ends it unless text follows at once, as in a password: it is better to
+hide too much than too little. The length of a protocol is bounded; otherwise a long word would take quadratic time."""
 _ENDS = ",:;)]"
-"""Marks of the text around a URL, not of the URL, where they are its last."""
+"""Punctuation that does not belong to a URL when it is at its end."""
 _TAIL = re.compile(r"([?#]|%(?:25)*(?:3f|23))", re.IGNORECASE)
 _AT = re.compile(r"@|%(?:25)*40", re.IGNORECASE)
 _COLON = re.compile(r":|%(?:25)*3a", re.IGNORECASE)
 _PORT = re.compile(r"^[^\[{]*(?::|%(?:25)*3a)(?!\d*$)", re.IGNORECASE)
-"""A host with a port that is none."""
+"""A host with an invalid port."""
 _BETWEEN = re.compile(r"[&;#]|%(?:25)*(?:26|3b|23)", re.IGNORECASE)
 _EQUALS = re.compile(r"=|%(?:25)*3d", re.IGNORECASE)
 _NAME = re.compile(r"[\w.-]{1,64}")
 _IPV6 = re.compile(r"(?<=[/@])\[[0-9A-Fa-f:.]+\]")
 _SHOWN_DIGITS = 12
 _SECRET = 6
-"""Shorter values of a query are no secrets, nor is a shorter name beside a password."""
+"""Shortest value of a query, and shortest user name beside a password, that counts as a secret."""
 
 
 def protocol_of(path: str) -> str | None:
-    """The protocol of a URL, in lower case; None for a local path.
+    """Return the protocol of a URL in lower case; None for a local path.
 
     Raises:
-        DataError: another protocol, a command, a chain of protocols, or no host or bucket.
+        DataError: another protocol, a command, a chain of protocols, or a missing host or bucket.
     """
     if path.lower().startswith("pipe:"):
         raise DataError(f"pipe:...: commands are not run; {_EXPECTED}")
     match = _SCHEME.match(path)
     if match is None:
-        if "://" in path:  # such as zip::https://..., also where it is spelt with braces
-            raise DataError(f"{_masked(path)}: chains of protocols and URLs inside paths are not read; {_EXPECTED}")
+        if "://" in path:  # such as zip::https://..., also spelt with braces
+            raise DataError(f"{_mask(path)}: chains of protocols and URLs inside paths are not read; {_EXPECTED}")
         return None
     protocol = match[1].lower()
     if "::" in _IPV6.sub("", path):
-        raise DataError(f"{_masked(path)}: chains of protocols (::) are not read; {_EXPECTED}")
+        raise DataError(f"{_mask(path)}: chains of protocols (::) are not read; {_EXPECTED}")
     if protocol not in PROTOCOLS:
-        raise DataError(f"{_masked(path)}: protocol {protocol} is not read; {_EXPECTED}")
+        raise DataError(f"{_mask(path)}: protocol {protocol} is not read; {_EXPECTED}")
     if not path.isprintable():
-        raise DataError(f"{_masked(path)}: a URL with control characters is not read")
+        raise DataError(f"{_mask(path)}: a URL with control characters is not read")
     if protocol in ("http", "https") and any(mark in path for mark in " \\'\"<>"):
         raise DataError(
-            f"{_masked(path)}: a URL has no blank, backslash, quote or angle bracket; write %20, %5C, %27, %22, %3C "
+            f"{_mask(path)}: a URL has no blank, backslash, quote or angle bracket; write %20, %5C, %27, %22, %3C "
             "or %3E"
         )
     if protocol in ("s3", "gs") and any(mark in path for mark in " '\"<>"):
-        raise DataError(f"{_masked(path)}: no object with a blank, quote or angle bracket is read; rename it")
+        raise DataError(f"{_mask(path)}: no object with a blank, quote or angle bracket is read; rename it")
     if protocol != "file" and not re.split("[/?#]", path.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]:
-        raise DataError(f"{_masked(path)}: names no {'host' if protocol.startswith('http') else 'bucket'}")
+        raise DataError(f"{_mask(path)}: names no {'host' if protocol.startswith('http') else 'bucket'}")
     return protocol
 
 
@@ -88,44 +88,44 @@ _EXPECTED = f"expected a local path or a URL of one of {', '.join(PROTOCOLS)}"
 
 
 def local_path(url: str) -> str:
-    """The path in ``file:///path``.
+    """Return the path in ``file:///path``.
 
     Raises:
         DataError: it names another machine.
     """
     host, slash, path = url.partition("://")[2].partition("/")
     if host not in ("", "localhost") or not slash:
-        raise DataError(f"{_masked(url)}: names the host {host!r}; expected file:///path, which is on this machine")
+        raise DataError(f"{_mask(url)}: names the host {host!r}; expected file:///path, which is on this machine")
     return unquote(f"/{path}")
 
 
 def digest(url: str) -> str:
-    """SHA-256 of the full URL, query included; what the cache is keyed by."""
+    """Return the SHA-256 of the full URL, query included: the key of the cache."""
     return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def display_url(path: str) -> str:
-    """A URL for messages: `mask_credentials`, but still one of its own.
+    """Return a URL without credentials, followed by the first digits of its `digest` if anything was hidden.
 
-    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?sig=... [0c9a9a0f3a6b]``: the beginning of `digest`, with
-    which the file's name in the cache begins too. A local path is shown as it is.
+    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?sig=... [0c9a9a0f3a6b]``. The file's name in the cache
+    begins with the same digits. A local path is returned unchanged.
     """
-    hidden = _masked(path)
+    hidden = _mask(path)
     return hidden if hidden == path else f"{hidden} [{digest(path)[:_SHOWN_DIGITS]}]"
 
 
 def mask_credentials(value: T) -> T:
-    """The same without credentials in any URL: what may stand in files, logs and messages.
+    """Hide the credentials of all URLs in a value, so that it may appear in files, logs and messages.
 
-    User, password, fragment and the values of the query are left out, also where their marks are percent-encoded.
+    User, password, fragment and the values of the query are hidden, also when their delimiters are percent-encoded.
 
     Args:
-        value: text, which may be more than a URL, or lists and mappings of it; all else is left alone.
+        value: a text, which may contain more than a URL, or lists and mappings of texts; other values are unchanged.
     """
     result: Any = value
     if isinstance(value, str):
         is_one = _PROTOCOL.fullmatch(value) and not any(mark.isspace() for mark in value)
-        result = _masked(value) if is_one else _ANY_URL.sub(_masked_match, value)
+        result = _mask(value) if is_one else _ANY_URL.sub(_mask_match, value)
     elif isinstance(value, (list, tuple)):
         result = [mask_credentials(each) for each in value]
     elif isinstance(value, Mapping):
@@ -134,10 +134,10 @@ def mask_credentials(value: T) -> T:
 
 
 def redact_message(text: str, url: str) -> str:
-    """Somebody else's message about a URL, with no credentials of this URL or any other in it."""
-    text = mask_credentials(text.replace(url, _masked(url)))
+    """Hide the credentials of a URL, and of every other URL, in a message from another library."""
+    text = mask_credentials(text.replace(url, _mask(url)))
     for secret in sorted(_secrets(url), key=len, reverse=True):
-        # A short one is part of many words, which would give it away.
+        # Short secrets are replaced as whole words only; gaps inside of other words would reveal them.
         text = re.sub(
             re.escape(secret) if len(secret) >= _SECRET else rf"(?<!\w){re.escape(secret)}(?!\w)", "...", text
         )
@@ -145,14 +145,14 @@ def redact_message(text: str, url: str) -> str:
 
 
 def beneath(url: str, name: str) -> str:
-    """The URL of a file in the folder at a URL; query and fragment stay at the end."""
+    """Return the URL of a file in the folder at a URL; query and fragment stay at the end."""
     end = _end_of_path(url)
     return f"{url[:end].rstrip('/')}/{name}{url[end:]}"
 
 
 def file_name(url: str) -> str:
-    """The last part of the path, for messages."""
-    hidden = _masked(url)
+    """Return the last part of the path, without credentials."""
+    hidden = _mask(url)
     return hidden[: _end_of_path(hidden)].rpartition("/")[2]
 
 
@@ -161,9 +161,9 @@ def _end_of_path(url: str) -> int:
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
-    """Protocol with its slashes, user and password, host and path, the mark after them, and what follows it.
+    """Split into protocol with its slashes, user and password, host and path, the delimiter after them, and the rest.
 
-    Marks count in their percent-encoded forms too. What cannot be told from a password is taken for one.
+    Percent-encoded delimiters count too. In doubt a part is treated as a password.
     """
     protocol, rest = _PROTOCOL.fullmatch(url).groups()  # type: ignore[union-attr]
     address, mark, tail = (*_TAIL.split(rest, maxsplit=1), "", "")[:3]
@@ -173,12 +173,12 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
         user, address = (user, f"...{after}") if _COLON.search(user) else ("", address)
     else:
         address = after
-    if _PORT.search(address.partition("/")[0]) or (mark and "/" not in address):  # a password with a mark in it
+    if _PORT.search(address.partition("/")[0]) or (mark and "/" not in address):  # a password that contains a delimiter
         user, address = f"{user}{address}", "..."
     return protocol, user, address, mark, tail
 
 
-def _masked(path: str) -> str:
+def _mask(path: str) -> str:
     if not _PROTOCOL.fullmatch(path):
         return path
     protocol, _, address, mark, tail = _split(path)
@@ -186,40 +186,40 @@ def _masked(path: str) -> str:
     if "#" in mark or mark.endswith("23"):
         tail = "..."
     elif mark:
-        tail = "&".join(_masked_part(part) for part in re.split("[&;]", query)) + ("#..." if has_fragment else "")
+        tail = "&".join(_mask_parameter(part) for part in re.split("[&;]", query)) + ("#..." if has_fragment else "")
     hidden = f"{protocol}{address}{mark}{tail}"
     return hidden if hidden.isprintable() else ascii(hidden)
 
 
-def _masked_match(match: re.Match[str]) -> str:
+def _mask_match(match: re.Match[str]) -> str:
     url = match[0].rstrip(_ENDS)
-    return _masked(url) + match[0][len(url) :]
+    return _mask(url) + match[0][len(url) :]
 
 
-def _masked_part(part: str) -> str:
+def _mask_parameter(part: str) -> str:
     name, _, value = part.partition("=")
     return f"{name}=..." if value.strip("=") and _NAME.fullmatch(name) else "..."
 
 
 def _secrets(url: str) -> set[str]:
-    """What of a URL must not be seen, in all its forms."""
+    """Return the secret parts of a URL, in all their encodings."""
     _, user, _, _, tail = _split(url)
     user = _AT.sub("@", user).rstrip("@")
     name, *password = _COLON.split(user, maxsplit=1)
     values = [_EQUALS.split(part, maxsplit=1)[-1] for part in _BETWEEN.split(tail)]
     others = [name, *values] if password else values
     found = {tail, user, *(password or [name]), *(each for each in others if len(each) >= _SECRET)} - {""}
-    # Whoever tells of them may have decoded them, or encoded them anew.
+    # Libraries may decode or encode them before they print them.
     forms = (
         str,
         unquote,
         lambda each: unquote(unquote(each)),
         unquote_plus,
-        _encoded,
-        lambda each: _encoded(unquote(each)),
+        _encode,
+        lambda each: _encode(unquote(each)),
     )
     return {form(each) for each in found for form in forms}
 
 
-def _encoded(text: str) -> str:
+def _encode(text: str) -> str:
     return quote(text, safe="")
