@@ -168,7 +168,7 @@ def test_version_and_public_names():
     import vqclip
 
     assert vqclip.__version__.split(".")[0].isdecimal()
-    assert set(vqclip.__all__) <= set(dir(vqclip))
+    assert sorted(vqclip.__all__) == dir(vqclip)
     assert all(hasattr(vqclip, name) for name in vqclip.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vqclip.nothing  # noqa: B018

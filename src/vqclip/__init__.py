@@ -1,7 +1,7 @@
 """CLIP models whose images and texts are discrete tokens.
 
-Importing this package is cheap and starts nothing: the data pipeline, the pretrained towers and the process group are
-only touched by the modules that need them. What most users want is one function:
+Importing this package is cheap and starts nothing: every name below is imported on first use. Most programs need one
+function:
 
     from vqclip import load_tokenizer
     tokenizer = load_tokenizer("runs/base/tokenizer", modality="image")
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__
 
 
 def lazy_getattr(package: str) -> Callable[[str], Any]:

@@ -1,6 +1,6 @@
-"""Types of command-line arguments: argparse calls them with what stands behind an option.
+"""Types of command-line arguments, for the ``type`` of `argparse.ArgumentParser.add_argument`.
 
-A refusal says what was got and what was expected; argparse puts the name of the option in front.
+Each converts the text of one option. An error says what was got and what was expected; argparse adds the option's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["batch_size", "count", "path", "share", "text", "threads", "whole", "
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of whole numbers from ``least`` to ``most``; it raises ArgumentTypeError for anything else."""
+    """Return a type that accepts whole numbers from ``least`` to ``most``, both included."""
 
     def convert(given: str) -> int:
         try:
@@ -28,41 +28,33 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 count = whole(1, 2**63 - 1)
-"""So many of something."""
+"""Number of items."""
 batch_size = whole(1, 2**16)
-"""Samples at once; so many images hardly fit into any memory."""
+"""Samples in a batch."""
 workers = whole(0, 512)
-"""Processes; as many as `vqclip.data.config` and `vqclip.evaluation` allow."""
+"""Worker processes; the same limit as in `vqclip.data.config` and `vqclip.evaluation`."""
 threads = whole(1, 1024)
-"""Threads of a process."""
+"""Threads in a process."""
 
 
 def share(given: str) -> float:
-    """A number from 0 to less than 1.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else.
-    """
+    """Convert a number that is at least 0 and less than 1."""
     try:
         number = float(given)
     except ValueError:
         number = -1.0
-    if not 0 <= number < 1:  # nan neither
+    if not 0 <= number < 1:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a share: a number from 0 to less than 1")
     return number
 
 
 def text(given: str) -> str:
-    """What is not empty, as an unset variable of the shell is.
-
-    Raises:
-        argparse.ArgumentTypeError: for an empty text.
-    """
+    """Return a text that is not empty; an unset shell variable gives an empty one."""
     if not given.strip():
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a text that is not empty")
     return given
 
 
 def path(given: str) -> Path:
-    """A `text` that is a path; ``Path("")`` would be the current folder."""
+    """Convert a path that is not empty; ``Path("")`` would be the current folder."""
     return Path(text(given))

@@ -1,9 +1,9 @@
-"""Export a tokenizer to ONNX, and say how far the files agree with it.
+"""Export a tokenizer to ONNX, and compare the ids of the files with those of the tokenizer.
 
 vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
 vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
 
-Without --data the inputs of the comparison are drawn: noise, or captions of a few words.
+Without --data the comparison uses random inputs: noise images, or captions of six words.
 """
 
 from __future__ import annotations
@@ -15,42 +15,30 @@ import torch
 from torch import Tensor
 
 from vqclip.cli import arguments as types
+from vqclip.cli.command import command
 from vqclip.data import EvalSet, Source, mask_credentials
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
-from vqclip.errors import ConfigError, VqclipError
+from vqclip.errors import ConfigError
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
-from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
+from vqclip.runlog.console import print_output
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
-_DRAWN = 64
+_RANDOM_INPUTS = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 
-@unfailing_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 2 for anything that the user can mend, which is told on stderr; 130 for Ctrl-C.
-    """
-    options = parser().parse_args(arguments)
-    try:
-        _run(options)
-    except (VqclipError, OSError) as error:
-        print_error("vqclip export", error, mask_credentials)
-        return 2
-    except KeyboardInterrupt:
-        return print_interrupt("vqclip export")
-    return 0
+@command("vqclip export")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    _run(_parser().parse_args(arguments))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vqclip export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,16 +48,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision",
         choices=("fp32", "fp64"),
-        help="what the files compute in (fp32); fp64: everything in float64, several times slower, and ids that differ "
+        help="arithmetic of the files (fp32); fp64: everything in float64, several times slower, with ids that differ "
         "from torch's about half a billion times less often",
     )
-    parser.add_argument("--keep", action="store_true", help="write nothing: compare what lies in --out")
+    parser.add_argument("--keep", action="store_true", help="write nothing: compare the files that are in --out")
     parser.add_argument(
-        "--data", type=types.text, help="pictures or captions to compare on: folder, tars, or clip_benchmark's layout"
+        "--data", type=types.text, help="images or captions to compare on: folder, tars, or clip_benchmark's layout"
     )
     parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
-    parser.add_argument("--batch-size", type=types.batch_size, default=50, help="of the comparison (50)")
-    parser.add_argument("--limit", type=types.count, help="compare only so many, evenly spread")
+    parser.add_argument("--batch-size", type=types.batch_size, default=50, help="batch size of the comparison (50)")
+    parser.add_argument("--limit", type=types.count, help="compare at most this number of inputs, evenly spread")
     parser.add_argument("--program", action="store_true", help="compare programs of torch.export as well")
     return parser
 
@@ -77,9 +65,9 @@ def parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     for name in ("split", "limit"):
         if options.data is None and getattr(options, name) is not None:
-            raise ConfigError(f"--{name}: got it without --data, of which it chooses a part; expected both or neither")
+            raise ConfigError(f"--{name}: got it without --data; expected both or neither")
     if options.keep and options.precision:
-        raise ConfigError("--precision: got it with --keep, which leaves what lies in --out; expected one of them")
+        raise ConfigError("--precision: got it with --keep, which writes no files; expected one of them")
     source = None if options.data is None else open_images(options.data, options.split)
     precision = OnnxTokenizer(options.out).precision if options.keep else options.precision
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
@@ -90,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print_output(f"{options.out}: {sizes}")
     inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
-    compared = f"{_DRAWN} drawn inputs" if options.data is None else mask_credentials(options.data)
+    compared = f"{_RANDOM_INPUTS} random inputs" if options.data is None else mask_credentials(options.data)
     print_output(f"compared on: {compared}, batches of {options.batch_size}")
     print_output(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
@@ -98,9 +86,9 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
-    """Inputs of ``encode``, a batch at a time: pictures, or captions, each once. Without a source they are drawn."""
+    """Yield batches of inputs of ``encode``: all images or captions of the source, or random ones without a source."""
     if source is None:
-        yield from _drawn(tokenizer).split(size)
+        yield from _random_inputs(tokenizer).split(size)
     elif isinstance(tokenizer, ImageTokenizer):
         for batch in EvalSet(source, tokenizer.transform, size, limit=limit):
             yield batch.images
@@ -111,18 +99,18 @@ def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: in
             yield tokenizer.preprocess(kept[start : start + size])
 
 
-def _drawn(tokenizer: AnyTokenizer) -> Tensor:
-    """Noise, or captions of six words, from seed 0."""
+def _random_inputs(tokenizer: AnyTokenizer) -> Tensor:
+    """Return noise images, or captions of six words, drawn with seed 0."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(tokenizer, ImageTokenizer):
         size = tokenizer.tower.image_size
-        return torch.randint(0, 256, (_DRAWN, 3, size, size), dtype=torch.uint8, generator=generator)
-    picks = torch.randint(0, len(_WORDS), (_DRAWN, 6), generator=generator).tolist()
+        return torch.randint(0, 256, (_RANDOM_INPUTS, 3, size, size), dtype=torch.uint8, generator=generator)
+    picks = torch.randint(0, len(_WORDS), (_RANDOM_INPUTS, 6), generator=generator).tolist()
     return tokenizer.preprocess([" ".join(_WORDS[word] for word in row) for row in picks])
 
 
 def _captions(source: Source) -> list[str]:
-    """Every caption once: those of all samples, or of labelled data the prompts of all classes."""
+    """Return the distinct captions of all samples; for labelled data, the prompts of all classes."""
     if source.classnames:
         return [prompt.replace("{c}", name) for name in source.classnames for prompt in source.templates]
     return list(dict.fromkeys(caption for index in range(len(source)) for caption in source.read(index).captions))

@@ -1,6 +1,6 @@
-"""The command line ``vqclip``, also ``python -m vqclip``: a command is a module with a ``main(arguments)``.
+"""The command line ``vqclip``, also ``python -m vqclip``: each command is a module with a ``main(arguments)``.
 
-Nothing heavy is imported before a command is chosen. Several processes: ``torchrun ... -m vqclip tokenize ...``.
+Only the chosen command's module is imported. On several processes: ``torchrun ... -m vqclip tokenize ...``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ __all__ = ["COMMANDS", "main"]
 
 
 class Command(NamedTuple):
-    """A command, by the module that runs it."""
+    """Module and description of a command."""
 
     module: str
-    """Its ``main`` takes the arguments behind the command's name and returns the exit status."""
+    """Module whose ``main`` takes the arguments after the command's name and returns the exit status."""
     summary: str
-    """What it does, in a line."""
+    """Description in one line."""
 
 
 COMMANDS = {
     "train": Command("vqclip.cli.train", "train image and text tokenizers together"),
+    "evaluate": Command("vqclip.cli.evaluate", "zero-shot and retrieval figures, continuous, quantized and from codes"),
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
-    "data": Command("vqclip.cli.data", "draw the data set of coloured shapes, and look at it"),
-    "search": Command("vqclip.cli.search", "index pictures by their codes, and search them by words"),
+    "data": Command("vqclip.cli.data", "draw the scenes data set, and a contact sheet of it"),
+    "search": Command("vqclip.cli.search", "index images by their codes, and search them by words"),
 }
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        Its exit status; 2 where there is no such command, 130 for Ctrl-C.
+        The exit status of the command; 2 for an unknown command, 130 for Ctrl-C.
     """
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     try:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = importlib.import_module(COMMANDS[name].module).main(rest)
-    except KeyboardInterrupt:  # while it was imported; each command takes care of the rest
+    except KeyboardInterrupt:  # during the import; after it the command handles Ctrl-C
         return print_interrupt(f"vqclip {name}")
     return status
 
@@ -71,4 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = (f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
-    return "usage: vqclip COMMAND ...\n\n" + "\n".join(lines) + "\n\nvqclip COMMAND --help says what a command takes."
+    return (
+        "usage: vqclip COMMAND ...\n\n" + "\n".join(lines) + "\n\nvqclip COMMAND --help lists the options of a command."
+    )

@@ -1,8 +1,8 @@
-"""Make an index of the codes of pictures or captions, and search it.
+"""Index the codes of images or captions, and search them.
 
-vqclip search build --tokenizer runs/captions/tokenizer --images path/to/pictures --out pictures.index
-vqclip search query --index pictures.index "a red apple" --images path/to/pictures --html page.html
-vqclip search query --index pictures.index --image apple.png
+vqclip search build --tokenizer runs/captions/tokenizer --images path/to/images --out images.index
+vqclip search query --index images.index "a red apple" --images path/to/images --html page.html
+vqclip search query --index images.index --image apple.png
 """
 
 from __future__ import annotations
@@ -16,45 +16,34 @@ import torch
 from torch import Tensor
 
 from vqclip.cli import arguments as types
+from vqclip.cli.command import command
 from vqclip.data import ClassShards, EvalSet, decode_image, mask_credentials
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.images import ImageFiles, ImageSource, open_images
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, VqclipError, printable
+from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, printable
 from vqclip.io.atomic import write_text
 from vqclip.io.files import read_bounded
-from vqclip.runlog.console import print_error, print_interrupt, print_output, unfailing_streams
+from vqclip.runlog.console import print_output
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, Found
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
-__all__ = ["build", "main", "parser"]
+__all__ = ["build", "main"]
 
 
-@unfailing_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 2 for anything that the user can mend, which is told on stderr; 130 for Ctrl-C.
-    """
-    options = parser().parse_args(arguments)
-    try:
-        _build(options) if options.command == "build" else _query(options)
-    except (VqclipError, OSError) as error:
-        print_error("vqclip search", error, mask_credentials)
-        return 2
-    except KeyboardInterrupt:
-        return print_interrupt("vqclip search")
-    return 0
+@command("vqclip search")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = _parser().parse_args(arguments)
+    _build(options) if options.command == "build" else _query(options)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vqclip search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,25 +51,30 @@ def parser() -> argparse.ArgumentParser:
     build = commands.add_parser("build", help="make an index")
     build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
     what = build.add_mutually_exclusive_group(required=True)
-    what.add_argument("--images", type=types.text, help="pictures: a folder, tars, or clip_benchmark's layout")
-    what.add_argument("--captions", type=types.text, help="the captions of the same")
+    what.add_argument("--images", type=types.text, help="images to index: a folder, tars, or clip_benchmark's layout")
+    what.add_argument("--captions", type=types.text, help="data whose captions to index, in the same forms")
     build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
     build.add_argument("--out", type=types.path, required=True, help="folder of the index")
-    build.add_argument("--batch-size", type=types.batch_size, default=64, help="encoded at a time (64)")
     build.add_argument(
-        "--bad-fraction", type=types.share, default=0.01, help="largest share of pictures left out as unusable (0.01)"
+        "--batch-size", type=types.batch_size, default=64, help="images or captions encoded at once (64)"
+    )
+    build.add_argument(
+        "--bad-fraction",
+        type=types.share,
+        default=0.01,
+        help="largest share of unusable images; they are left out (0.01)",
     )
     query = commands.add_parser("query", help="search an index")
     query.add_argument(
-        "--tokenizer", type=types.text, help="the tokenizer that the index was built with (where it then was)"
+        "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"
     )
-    query.add_argument("--images", type=types.text, help="the pictures that the index was built from; for --html")
+    query.add_argument("--images", type=types.text, help="images that the index was built from; for --html")
     query.add_argument("--index", type=types.path, required=True, help="folder of the index")
-    query.add_argument("text", type=types.text, nargs="?", help="what to look for")
-    query.add_argument("--image", type=types.path, help="a picture to look for in place of a text")
-    query.add_argument("-k", type=types.count, default=24, help="results (24)")
+    query.add_argument("text", type=types.text, nargs="?", help="text to search for")
+    query.add_argument("--image", type=types.path, help="image to search for instead of a text")
+    query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
-    query.add_argument("--html", type=types.path, help="write a page with the pictures of --images to this file")
+    query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
     return parser
 
 
@@ -91,13 +85,13 @@ def build(
     bad_fraction: float = 0.0,
     origin: Origin | None = None,
 ) -> CodeIndex:
-    """An index of a source: of its pictures, or of its captions, as the tokenizer's modality has it.
+    """Build an index of the images of a source, or of its captions if the tokenizer is one of texts.
 
-    Items are called by the place of their picture, and by their caption or class where it has one of its own:
+    The name of an item is its image's place in the source, followed by the caption or class if the data has one:
     ``pets/cat.png``, ``00003.tar/000031415: a red apple``.
 
     Raises:
-        DataError: more pictures than ``bad_fraction`` of them cannot be used.
+        DataError: more than ``bad_fraction`` of the images cannot be used.
     """
     if isinstance(tokenizer, ImageTokenizer):
         ids, names, places = _images(tokenizer, source, batch_size, bad_fraction)
@@ -161,17 +155,17 @@ def _query(options: argparse.Namespace) -> None:
         raise ConfigError("query: got a text and --image, or neither; expected one of them")
     index = CodeIndex.load(options.index)
     if options.html is not None and options.images is None:
-        # An index of unknown origin could name any folder, whose pictures would then stand in a page that is shared.
+        # An index from somebody else could name any local folder, whose images would get into a shared page.
         raise ConfigError(
-            f"--images: missing, expected the pictures for --html; the index says they were {_former(index)}"
+            f"--images: missing, expected the images for --html; the index was built from {_former(index)}"
         )
     tokenizer = options.tokenizer or index.origin.tokenizer
     if tokenizer is None:
         raise ConfigError(
-            "--tokenizer: missing, and the index does not know a folder; expected the one it was built with"
+            "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
         )
     search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
-    found = search.search(_embedded(options, tokenizer), options.k)
+    found = search.search(_embed_query(options, tokenizer), options.k)
     asked = options.text if options.text is not None else options.image.name
     hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
     lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
@@ -191,31 +185,31 @@ def _write(path: Path, text: str) -> None:
 
 
 def _former(index: CodeIndex) -> str:
-    return "nowhere on this machine" if index.origin.pictures is None else f"in {index.origin.pictures}"
+    return "images that are not on this machine" if index.origin.pictures is None else index.origin.pictures
 
 
 def _local(path: str) -> str | None:
-    """What is here as an absolute path; None for what is not, such as a URL or the name of a hub."""
+    """Return an absolute path for local files or patterns; None for a URL or a hub name."""
     found = Path(path).expanduser().absolute()
     return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
 
 
 @torch.no_grad()
-def _embedded(options: argparse.Namespace, tokenizer: str) -> Tensor:
-    """``(1, E)``: the query, of its codes unless asked otherwise."""
+def _embed_query(options: argparse.Namespace, tokenizer: str) -> Tensor:
+    """Return the embedding ``(1, E)`` of the query: of its codes, or continuous with --continuous."""
     if options.text is not None:
         text = load_tokenizer(tokenizer, "text")
         tokens = text.preprocess([options.text])
         return text.continuous(tokens) if options.continuous else text.embed(text.encode(tokens))
     image = load_tokenizer(tokenizer, "image")
-    pixels = image.transform(_decoded(options.image))[None]
+    pixels = image.transform(_read_image(options.image))[None]
     return image.continuous(pixels) if options.continuous else image.embed(image.encode(pixels))
 
 
-def _decoded(path: Path) -> Tensor:
+def _read_image(path: Path) -> Tensor:
     data = read_bounded(path, MAX_IMAGE_BYTES)
     if len(data) > MAX_IMAGE_BYTES:
-        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read")
+        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes; expected a smaller file")
     try:
         return decode_image(data)
     except DataError as error:
@@ -223,33 +217,33 @@ def _decoded(path: Path) -> Tensor:
 
 
 def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
-    """The results of the first query, with their pictures; one that cannot be used is told on stderr, and left out.
+    """Return the results of the first query with their images; unusable images are left out, with a line on stderr.
 
     Raises:
-        CheckpointError: a number of a picture that the source does not have.
-        DataError: the source is not what the index was built from.
-        StorageError: it cannot be fetched.
+        CheckpointError: the index names an image that the source does not have.
+        DataError: the index was built from another source.
+        StorageError: the source cannot be read.
     """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
     source = open_images(images, index.origin.split)
     if source.fingerprint != index.origin.fingerprint:
-        raise DataError(f"{images}: is not what the index was built from; build it anew")
+        raise DataError(f"{images}: the index was built from other data; expected the same images, or a rebuilt index")
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
     if places and max(places) >= len(source):
         raise CheckpointError(
-            f"index: places: got {max(places)}, expected less than {len(source)}, the pictures of {images}; build the "
-            "index anew"
+            f"index: places: got {max(places)}, expected less than {len(source)}, the images of {images}; "
+            "rebuild the index"
         )
-    pictures = {place: _picture(source, place) for place in dict.fromkeys(places)}  # captions may share one
+    shown = {place: _read_hit(source, place) for place in dict.fromkeys(places)}  # several captions may have one image
     rows = zip(scores, items, places, strict=True)
-    return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]
+    return [Hit(index.names[item], score, shown[place]) for score, item, place in rows]
 
 
-def _picture(source: ImageSource, place: int) -> Tensor | None:
+def _read_hit(source: ImageSource, place: int) -> Tensor | None:
     try:
         return read_decoded(source, place, MAX_PIXELS)[1]
     except StorageError:
-        raise  # no picture is to blame
+        raise  # the storage failed, not the image
     except DataError as error:
         print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)
         return None

@@ -1,4 +1,4 @@
-"""``vqclip tokenize``: its options, and ending with clear errors."""
+"""``vqclip tokenize``: turn image-text shards into token shards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.cli import arguments as types
+from vqclip.cli.command import HelpFormatter, command
 from vqclip.data import CaptionShardsData, ClassShardsData, mask_credentials
 from vqclip.data.sources.class_folder import SPLIT_HELP, choose_split
-from vqclip.errors import ConfigError, VqclipError
+from vqclip.errors import ConfigError
 from vqclip.io.json_files import problem_message
 from vqclip.nn.precision import Precision
-from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, unfailing_streams
+from vqclip.runlog.console import log_to_stderr
 from vqclip.tokenize_dataset.job import Done, Options, tokenize
 
-__all__ = ["command_line", "main"]
+__all__ = ["main"]
 
 _EXAMPLES = """\
 examples:
@@ -29,21 +30,26 @@ examples:
     --out tokens/eurosat
   torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
 
-The same command goes on where a killed one stopped. See docs/adr/0019 for what is written.
+Run the same command again to continue after a stop. docs/reuse.md describes the files that it writes.
 """
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown, examples left as they are."""
+@command("vqclip tokenize", failure=1, after_interrupt="run the same command to continue")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; it returns when this process has done its part of the work."""
+    options = _parser().parse_args(arguments)
+    log_to_stderr(mask_credentials)
+    dist.stop_with_launcher()
+    done = tokenize(_options(options))
+    print(_summary(done, options.out), flush=True)
 
 
-def command_line() -> argparse.ArgumentParser:
-    """What the command takes."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vqclip tokenize",
-        description="Turn image-text shards into token shards, one for each, with captions and sample ids.",
+        description="Turn image-text shards into token shards with captions and sample ids, one for each input shard.",
         epilog=_EXAMPLES,
-        formatter_class=_Help,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -61,12 +67,27 @@ def command_line() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="tars, folders of tars, patterns or URLs; the folder of the data set for --kind classes",
     )
-    add("--out", required=True, type=types.path, metavar="FOLDER", help="where token shards and manifest.json go")
+    add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize")
-    add("--format", choices=("wds", "parquet"), default="wds", help="of the token shards: WebDataset tars or Parquet")
-    add("--kind", choices=("shards", "classes"), default="shards", help="captions, or clip_benchmark's class folders")
-    add("--split", help=f"of --kind classes: {SPLIT_HELP}")
-    add("--captions", choices=("txt", "txt_lines", "json"), default="txt", help="where captions are, of --kind shards")
+    add(
+        "--format",
+        choices=("wds", "parquet"),
+        default="wds",
+        help="format of the token shards: WebDataset tars or Parquet",
+    )
+    add(
+        "--kind",
+        choices=("shards", "classes"),
+        default="shards",
+        help="shards: captioned images; classes: clip_benchmark's class folders",
+    )
+    add("--split", help=f"for --kind classes: {SPLIT_HELP}")
+    add(
+        "--captions",
+        choices=("txt", "txt_lines", "json"),
+        default="txt",
+        help="where the captions are, for --kind shards",
+    )
     add(
         "--json-key",
         type=types.text,
@@ -79,45 +100,35 @@ def command_line() -> argparse.ArgumentParser:
         "--batch-size",
         type=types.batch_size,
         default=64,
-        help="samples at once; the last batch of a shard is filled up",
+        help="samples in a batch; the last batch of a shard is padded",
     )
-    add("--workers", type=types.workers, default=0, help="processes that decode, for each process of the job")
+    add(
+        "--workers",
+        type=types.workers,
+        default=0,
+        help="worker processes that decode images, for each process of the job",
+    )
     add(
         "--precision",
         choices=get_args(Precision),
         default="fp32",
         help="fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times "
-        "slower; batch sizes, threads and machines then change ids about half a billion times less often",
+        "slower, but batch size, threads and machine then change ids about half a billion times less often",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    add("--threads", type=types.threads, default=1, help="of each process on the CPU; start more processes instead")
     add(
-        "--tolerance", type=types.share, default=0.01, help="share of the samples that may be unusable, and is left out"
+        "--threads",
+        type=types.threads,
+        default=1,
+        help="threads of each process on the CPU; more processes are faster than more threads",
+    )
+    add(
+        "--tolerance",
+        type=types.share,
+        default=0.01,
+        help="largest share of samples that may be unusable; they are left out",
     )
     return parser
-
-
-@unfailing_streams()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        The exit status: 0 when this process's share is done, 1 for an error, 2 for options that cannot be used, 130 for
-        Ctrl-C.
-    """
-    options = command_line().parse_args(arguments)
-    log_to_stderr(mask_credentials)
-    dist.stop_with_launcher()
-    try:
-        done = tokenize(_options(options))
-    except VqclipError as error:
-        return _fail(error, 2 if isinstance(error, ConfigError) else 1)
-    except OSError as error:  # a disk that is full, a folder that may not be written to
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        return print_interrupt("vqclip tokenize", "the same command goes on")
-    print(_told(done, options.out), flush=True)
-    return 0
 
 
 def _options(options: argparse.Namespace) -> Options:
@@ -149,7 +160,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
     return ClassShardsData(path=options.data[0], split=choose_split(options.data[0], options.split))
 
 
-def _told(done: Done, out: Path) -> str:
+def _summary(done: Done, out: Path) -> str:
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     rate = f", {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
     text = f"{who}{done.made} shards made{rate}, {done.found} were there" + (f"\n{who}{done.cut}" if done.cut else "")
@@ -159,8 +170,3 @@ def _told(done: Done, out: Path) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.manifest.bad.items())
     bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""
     return f"{text}\n{out}: {done.manifest.samples:,} samples in {len(done.manifest.shards)} shards{bad}"
-
-
-def _fail(error: VqclipError | OSError, status: int) -> int:
-    print_error("vqclip tokenize", error, mask_credentials)
-    return status

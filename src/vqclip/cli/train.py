@@ -1,4 +1,4 @@
-"""``vqclip train``, also ``python -m vqclip.train``."""
+"""``vqclip train``, also ``python -m vqclip.train``: train a configuration."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vqclip import dist
+from vqclip.cli.command import command
 from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.data import mask_credentials
-from vqclip.errors import ConfigError, VqclipError
-from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, print_output, unfailing_streams
+from vqclip.errors import ConfigError
+from vqclip.runlog.console import log_to_stderr, print_output
 from vqclip.train import TrainConfig, run
 from vqclip.train.summary import render
 
-_TIME_TO_SPEAK_S = 5.0
+_TIME_TO_REPORT_S = 5.0
+"""Wait before a process other than the first of its machine ends."""
 
 
 def command_line() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="vqclip.train", description="Train image and text tokenizers together.")
-    # torchrun takes any option that begins like one of its own (--log..., --n..., --max...), so ours do not.
+    # torchrun takes options that begin like one of its own (--log..., --n..., --max...), so ours have other names.
     parser.add_argument("--config", type=Path, help="YAML file, such as configs/base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -33,7 +35,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def _unknown_option(option: str, given: Sequence[str]) -> str:
-    """Name the keys that an option may stand for: ``--lr=3`` and ``--lr 3`` are ``optim.lr=3`` here."""
+    """Return an error message that suggests keys: ``optim.lr=3`` for ``--lr=3`` and ``--lr 3``."""
     name, is_assigned, value = option.partition("=")
     if not is_assigned and option in given:
         value = next((each for each in given[given.index(option) + 1 :][:1] if not each.startswith("-")), "")
@@ -42,14 +44,14 @@ def _unknown_option(option: str, given: Sequence[str]) -> str:
     return f"unknown option {option}: expected section.key=value{hint}"
 
 
-@unfailing_streams()
+@command("vqclip.train", failure=1, after_interrupt="what is not in a checkpoint is not kept")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
+    """Run the command.
 
     Returns:
-        The exit status: 0 when the run is finished, or was stopped by a signal and can go on, which `stopped.json` in
-        its folder then says; 1 for an error, 2 for a configuration that cannot be used, 3 for a run that hung (see
-        `vqclip.process.watchdog`), 130 for Ctrl-C pressed twice, or before the ranks have met.
+        The exit status: 0 when the run is finished, or was stopped by a signal and can be resumed (`stopped.json` in
+        its folder); 1 for an error, 2 for an invalid configuration, 3 for a run that hung
+        (`vqclip.process.watchdog`), 130 for Ctrl-C pressed twice, or before the process group exists.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_line()
@@ -57,36 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(_unknown_option(unknown[0], given))
     log_to_stderr(mask_credentials)
+    if options.json_schema:
+        print_output(json.dumps(json_schema(TrainConfig), indent=2))
+        return 0
     try:
-        if options.json_schema:
-            print_output(json.dumps(json_schema(TrainConfig), indent=2))
-            return 0
         config = load_config(TrainConfig, options.config, options.overrides)
-    except ConfigError as error:
-        # All processes of a machine read the same file: one of them says so. torchrun ends them all when the first of
-        # them ends, so the others give that one time to speak.
+    except ConfigError:
+        # All processes of a machine read the same file, so one of them reports the error. torchrun kills the others as
+        # soon as the first process ends: they wait, so that the one that reports can finish.
         if dist.local_rank() == 0:
-            return _fail(error, 2)
-        time.sleep(_TIME_TO_SPEAK_S)
+            raise
+        time.sleep(_TIME_TO_REPORT_S)
         return 2
-    except OSError as error:
-        return _fail(error, 1)
-    try:
-        if options.print_config:
-            print_output(to_yaml(config).removesuffix("\n"))
-            return 0
-        summary = run(config)
-    except VqclipError as error:
-        return _fail(error, 2 if isinstance(error, ConfigError) else 1)
-    except OSError as error:  # a disk that is full, a folder that may not be written to
-        return _fail(error, 1)
-    except KeyboardInterrupt:  # the first one is a `StopSignals` flag
-        return print_interrupt("vqclip.train", "what is not in a checkpoint is not kept")
+    if options.print_config:
+        print_output(to_yaml(config).removesuffix("\n"))
+        return 0
+    summary = run(config)  # the first Ctrl-C is handled inside: it saves a checkpoint and stops
     if summary is not None and int(os.environ.get("RANK", "0")) == 0:
         print(render(summary))
     return 0
-
-
-def _fail(error: VqclipError | OSError, status: int) -> int:
-    print_error("vqclip.train", error, mask_credentials)
-    return status
