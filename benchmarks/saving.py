@@ -21,8 +21,8 @@ import torch
 
 from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import TrainConfig
-from vqclip.train.resume import RetentionPolicy, Snapshots
 from vqclip.train.step import TrainStep
 
 
@@ -50,17 +50,17 @@ def main() -> None:
     size += sum(t.nbytes for state in step.optimizer.state.values() for t in state.values() if t.ndim)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = {
-            "waited for": Snapshots(Path(folder) / "waited", {}, step, RetentionPolicy(1), in_background=False),
-            "in the background": Snapshots(Path(folder) / "background", {}, step, RetentionPolicy(1)),
+            "waited for": Checkpointer(Path(folder) / "waited", {}, step, RetentionPolicy(1), in_background=False),
+            "in the background": Checkpointer(Path(folder) / "background", {}, step, RetentionPolicy(1)),
         }
         pauses: dict[str, list[float]] = {name: [] for name in ways}
         wholes: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(options.rounds + 1):
-            for name, snapshots in ways.items():
+            for name, checkpointer in ways.items():
                 begun = time.perf_counter()
-                snapshots.save(number, {"replaced": {}})
+                checkpointer.save(number, {"replaced": {}, "caption_lengths": {}})
                 paused = time.perf_counter() - begun
-                snapshots.wait()
+                checkpointer.wait()
                 if number:
                     pauses[name].append(paused)
                     wholes[name].append(time.perf_counter() - begun)

@@ -22,9 +22,10 @@ from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
-from vqclip.train.resume import RetentionPolicy, Snapshots
+from vqclip.train.resume import resume
 from vqclip.train.step import ComputeConfig, TrainStep
 
 EACH = 30
@@ -48,13 +49,13 @@ def update(step: TrainStep) -> None:
         parameter.grad = torch.full_like(parameter, 0.01)
     step.scaler.step(step.optimizer)
     for number in range(GuardConfig().spikes.window):
-        step.guards.look(number, {"total": 1.0})
+        step.guards.check(number, {"total": 1.0})
     quantizers = step.model.quantizers().items()
     step.guards.collapse.count({name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers})
 
 
-def snapshots(folder: Path, step: TrainStep) -> Snapshots:
-    return Snapshots(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, RetentionPolicy(2), in_background=False)
+def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:
+    return Checkpointer(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, RetentionPolicy(2), in_background=False)
 
 
 def resealed(folder: Path) -> None:
@@ -109,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, step = tmp_path_factory.mktemp("forged"), training_step()
     for done in (1, 2):
         update(step)
-        snapshots(folder, step).save(done, {"replaced": {"damaged image": 3}})
+        checkpointer(folder, step).save(done, {"replaced": {"damaged image": 3}, "caption_lengths": {}})
     return folder
 
 
@@ -134,7 +135,7 @@ def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path
     path = tmp_path / "step-00000002"
 
     def resume() -> None:
-        snapshots(tmp_path, step).resume()
+        resume(checkpointer(tmp_path, step))
         update(step)
 
     for number in range(EACH):
@@ -164,6 +165,6 @@ def test_a_poisoned_checkpoint_is_set_aside_on_resume(
         file.seek(8 + length + start)
         file.write(struct.pack("<f", value))
     resealed(path)
-    assert snapshots(tmp_path / "all", training_step()).resume()[0] == 1
+    assert resume(checkpointer(tmp_path / "all", training_step()))[0] == 1
     assert "contain NaN or infinity" in caplog.text
     assert {each.name for each in (tmp_path / "all").iterdir()} == {"step-00000001", "set-aside-step-00000002"}

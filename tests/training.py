@@ -105,7 +105,7 @@ def differences(one: Any, other: Any, ignored: Collection[str] = ()) -> list[str
                 found.append(path)
         elif isinstance(a, Mapping) and all(isinstance(key, str) for key in (*a, *b)):
             seen.add(id(a))
-            found.extend(f"{path}.{key}" for key in a.keys() ^ b.keys())
+            found.extend({f"{path}.{key}" for key in a.keys() ^ b.keys()} - set(ignored))
             for key in a.keys() & b.keys():
                 visit(a[key], b[key], f"{path}.{key}")
         elif isinstance(a, (Mapping, list, tuple, deque)):  # hooks and parameters are keys of each object's own

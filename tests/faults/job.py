@@ -24,7 +24,6 @@ from vqclip.data.loader import BatchMaker
 from vqclip.evaluation.encode import Encoder
 from vqclip.tokenizer import Tokenizer
 from vqclip.train.main import torch  # which is not imported before vqclip, as in the command itself
-from vqclip.train.resume import Snapshots
 from vqclip.train.step import TrainStep
 
 
@@ -134,7 +133,7 @@ def inject(fault: dict[str, Any]) -> None:
             FAULTS[fault["do"]]()
 
     for owner, name, phase in (
-        (Snapshots, "resume", "resume"),
+        (training, "resume", "resume"),
         (training, "export_tokenizer", "export"),
         (training, "write_summary", "summary"),
     ):

@@ -24,7 +24,7 @@ from vqclip import dist
 from vqclip.data import Batch
 from vqclip.errors import ConfigError, ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
-from vqclip.train.grad_cache import joined
+from vqclip.train.grad_cache import join_outputs
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
 
@@ -141,8 +141,8 @@ def at_once(step, share, number):
     """All micro-batches with all their graphs, and one backward: what the two passes stand for."""
     each = G // step.micro_batches
     rows = [slice(begin, begin + each) for begin in range(0, G, each)]
-    parts = [step._forward(share.part(some), number, k) for k, some in enumerate(rows)]
-    whole = joined(step.model, parts)
+    parts = [step._run_model(share.part(some), number, k) for k, some in enumerate(rows)]
+    whole = join_outputs(step.model, parts)
     for side in ("image", "text"):
         outs = [getattr(part, side) for part in parts]
         stats = outs[0].stats
@@ -150,14 +150,15 @@ def at_once(step, share, number):
             stats = stats + out.stats
         embedding = torch.cat([out.embedding for out in outs])
         whole = whole._replace(**{side: outs[0]._replace(embedding=embedding, stats=stats)})
-    return step._backward(whole, share)
+    return whole
 
 
 def test_draws_of_the_towers_are_repeated(monkeypatch):
     """Stochastic depth draws by micro-batch, in both passes the same."""
     changes = {"micro_batches": 4, "drop_path": 0.5}
     found = steps(BUSY_RESIDUAL, **changes)
-    monkeypatch.setattr(TrainStep, "_in_two_passes", at_once)
+    monkeypatch.setattr(TrainStep, "_forward", at_once)
+    monkeypatch.setattr(TrainStep, "_second_pass", lambda *args: None)
     expected = steps(BUSY_RESIDUAL, **changes)
     assert_alike(found, expected, 1e-10)
     without = steps(BUSY_RESIDUAL, micro_batches=4)
@@ -233,14 +234,14 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
 def test_embeddings_of_both_passes_are_compared():
     """Also where no module is to be caught: what is kept of the first pass is not what the second gives."""
     model, step = model_and_step(FSQ, micro_batches=2)
-    kept = step._looked_at
+    kept = step._first_pass
 
     def others(parts, number):
         for out in kept(parts, number):
             turned = out.image.embedding.roll(1, dims=1)
             yield out._replace(image=out.image._replace(embedding=turned))
 
-    step._looked_at = others
+    step._first_pass = others
     with pytest.raises(
         ReplayError, match="On rank 0: embeddings moved by .*, the first module with other outputs: none"
     ):

@@ -36,7 +36,7 @@ def shards(tmp_path_factory):
 def looking(losses, **spikes):
     """The events of a run with these losses."""
     guards = GuardConfig(spikes=SpikeConfig(window=10, **spikes)).build()
-    return [guards.look(step, {"total": loss}) for step, loss in enumerate(losses)]
+    return [guards.check(step, {"total": loss}) for step, loss in enumerate(losses)]
 
 
 def test_a_loss_far_above_the_usual_is_a_spike():
@@ -65,22 +65,22 @@ def test_a_new_level_is_usual_after_a_while():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stops_or_is_left_out(value):
     with pytest.raises(NonFiniteError, match=rf"step 7: gradient norm = {value}; the step was not applied"):
-        GuardConfig().build().look(7, {"total": 1.0, "gradient norm": value})
+        GuardConfig().build().check(7, {"total": 1.0, "gradient norm": value})
     guards = GuardConfig(on_nonfinite="skip", max_skipped=2).build()
     for step in range(2):
-        event = guards.look(step, {"total": value, "gradient norm": 1.0})
+        event = guards.check(step, {"total": value, "gradient norm": 1.0})
         assert (event.kind, event.reason, event.skip) == ("nonfinite", f"total = {value}", True)
     with pytest.raises(NonFiniteError, match=r"step 2: .*nor were 2 others.*guards.max_skipped"):
-        guards.look(2, {"total": value})
+        guards.check(2, {"total": value})
 
 
 def test_guards_go_on_where_they_were():
     first, second = (GuardConfig(on_nonfinite="skip", spikes=SpikeConfig(window=10)).build() for _ in range(2))
     for step in range(12):
-        first.look(step, {"total": 1.0 if step != 5 else math.nan})
+        first.check(step, {"total": 1.0 if step != 5 else math.nan})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.skipped == 1
-    assert second.look(12, {"total": 5.0}) == first.look(12, {"total": 5.0}) is not None
+    assert second.check(12, {"total": 5.0}) == first.check(12, {"total": 5.0}) is not None
 
 
 def train_poisoned(tree, cache):
@@ -215,7 +215,7 @@ class Watched:
         metrics = self.quantizer.metrics(self.watch.window("image", stats))
         self.figures = {f"image/{name}": float(value) for name, value in metrics.items()}
         self.figures |= {"grad_norm": 1.0, "image/embedding_cosine": 0.5, "text/embedding_cosine": 0.5, **others}
-        return self.watch.look(self.done, self.figures, {"image": self.quantizer.codebook_sizes}, loss, chance)
+        return self.watch.check(self.done, self.figures, {"image": self.quantizer.codebook_sizes}, loss, chance)
 
 
 def tokens(count, quantizer, seed=0):

@@ -40,7 +40,8 @@ from vqclip.process.lock import RunLock
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.resume import Resumed, Snapshots
+from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
 
@@ -265,7 +266,7 @@ def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
 
 def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
     resumed = Resumed(0, {"replaced": {"no caption": 11}}, None)  # none is added, and 10 in a thousand may be bad
-    monkeypatch.setattr(Snapshots, "resume", lambda self: resumed)
+    monkeypatch.setattr("vqclip.train.main.resume", lambda *args: resumed)
     with pytest.raises(DataError, match="11 bad samples among 12: more than data.max_bad_fraction=0.01 allows"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4)))
 
@@ -658,8 +659,8 @@ def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("vqclip.runlog.clock.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(TrainData, "batches", lambda self, *args, **options: slowly(batches(self, *args, **options)))
     monkeypatch.setattr(TrainStep, "__call__", taking(0.75, TrainStep.__call__))
-    monkeypatch.setattr(Snapshots, "save", taking(100.0, Snapshots.save))
-    monkeypatch.setattr("vqclip.train.loop.try_all", taking(100.0, try_all))
+    monkeypatch.setattr(Checkpointer, "save", taking(100.0, Checkpointer.save))
+    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", taking(100.0, try_all))
     changes = {"train__steps": 12, "train__report_every": 4, "train__checkpoint_every": 6, "train__evaluate_every": 3}
     summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
     assert [line["images_per_second"] for line in metrics(tmp_path)] == [12.0] * 3

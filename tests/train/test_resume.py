@@ -30,7 +30,7 @@ from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.evaluation import try_all
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.loop import Loop
+from vqclip.train.loop import train as train_loop
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import render
 
@@ -118,24 +118,25 @@ OUTSIDE = {
     ".watchdog",
     ".lock",
     ".step.parallel",  # process group and buffers of DDP; the model is that of `.step.model`
-    ".snapshots",  # threads and buffers of saving
+    ".checkpointer",  # threads and buffers of saving
     ".records",
     ".data",
+    *(".bar", ".batch", ".result"),  # set anew before they are read
 }
 """Parts of the loop that hold nothing which a step depends on."""
 
 
 def differences_after_a_resume(tree, cache):
     """Attributes of the training loop, on this rank, that a resumed run has other than the run that saved."""
-    loops, compared, run_loop = [], [], Loop.run
+    loops, compared = [], []
 
-    def recording(self, start):
-        loops.append(self)
-        if start:
+    def recording(training, callbacks):
+        loops.append(training)
+        if training.done:
             compared.extend(differences(*loops, OUTSIDE))
-        return run_loop(self, start)
+        train_loop(training, callbacks)
 
-    with mock.patch.object(Loop, "run", recording):
+    with mock.patch("vqclip.train.main.train", recording):
         for _ in range(2):
             run(tree, cache)
     assert len(loops) == 2
@@ -351,7 +352,7 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
 
     call = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
-    monkeypatch.setattr("vqclip.train.loop.try_all", rated)
+    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", rated)
     tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
     summary = train(TrainConfig.model_validate(tree))
     assert kept(tmp_path) == [2, 5]
@@ -393,7 +394,7 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
         result.figures["codes_only"]["i2t_r1"] = 1 / (1 + abs(len(evaluated) - 2))
         return outcome
 
-    monkeypatch.setattr("vqclip.train.loop.try_all", falling)
+    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", falling)
     with caplog.at_level("INFO"):
         summary = train(TrainConfig.model_validate(tree))
     lines = [each for each in caplog.messages if each.startswith("step 2: pairs: codes only: image to text R@1 100.0")]
@@ -437,7 +438,7 @@ def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards
         result.figures["codes_only"]["i2t_r1"] = 1 / len(calls)
         return dataclasses.replace(outcome, failure=DataError("gone")) if len(calls) == 4 else outcome
 
-    monkeypatch.setattr("vqclip.train.loop.try_all", failing_at_last)
+    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", failing_at_last)
     with pytest.raises(DataError, match="gone"):
         train(TrainConfig.model_validate(tree))
     stored = json.loads((tmp_path / "tiny" / "summary.json").read_text())
@@ -474,7 +475,7 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
     (tmp_path / "tiny" / "checkpoints" / name).mkdir(parents=True)
     tree = run_tree(tmp_path, shards)
     tree["run"]["resume"] = "never"
-    with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints holds checkpoints"):
+    with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints contains checkpoints"):
         train(TrainConfig.model_validate(tree))
 
 

@@ -44,7 +44,7 @@ class Staging:
 class Writer:
     """A thread that does one piece of work at a time, so that the training need not wait for the disk.
 
-    What goes wrong in it is raised by the next `write`, `look` or `wait`.
+    What goes wrong in it is raised by the next `write`, `raise_if_failed` or `wait`.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Writer:
 
         self._running = self._thread.submit(timed)
 
-    def look(self) -> None:
-        """Raise at once what has gone wrong, without waiting.
+    def raise_if_failed(self) -> None:
+        """Raise the error of failed work, without waiting for work that still runs.
 
         Raises:
             CheckpointError: the work has failed.

@@ -36,7 +36,7 @@ class Best:
             self.step, self.value = known["step"], known["value"]
         self._write()
 
-    def see(self, step: int, figures: Mapping[str, Any]) -> None:
+    def update(self, step: int, figures: Mapping[str, Any]) -> None:
         """Compare an evaluation after ``step`` steps; of equal ones the first is best, and NaN never is."""
         if float(figures.get(self.metric, math.nan)) > self.value:
             self.value, self.step = float(figures[self.metric]), step

@@ -21,7 +21,7 @@ class Events:
     def __init__(self, lines: JsonLines | None):
         self._lines = lines
 
-    def note(self, kind: str, reason: str, applied: bool, batch: Batch) -> None:
+    def record(self, kind: str, reason: str, applied: bool, batch: Batch) -> None:
         """Write down what happened in the step of a global batch, of which ``batch`` is this rank's. A collective.
 
         Args:

@@ -57,20 +57,20 @@ class Records:
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)
-            self._best.see(start_step, known)  # the evaluation after a save is in no checkpoint yet
+            self._best.update(start_step, known)  # the evaluation after a save is in no checkpoint yet
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The run's best step, its figure and that one's value, for rank 0; None where there is none."""
         return None if self._best is None else self._best.facts()
 
-    def evaluated(self, done: int, figures: Mapping[str, float]) -> None:
+    def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
         """Take down what an evaluation after ``done`` steps found, if anything; on every rank."""
         figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
         if self.metrics and figures:
             self.metrics.write(done, figures)
         if self._best and figures:
-            self._best.see(done, figures)
+            self._best.update(done, figures)
 
     def flush(self) -> None:
         """Wait until all is on the disk; to be called before a checkpoint, which vouches for its steps."""

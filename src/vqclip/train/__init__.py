@@ -1,12 +1,14 @@
-"""Training: configuration, step, loop, what guards a run, and what a resumed run continues from.
+"""Training: configuration, step, loop, callbacks, guards, checkpoints of a run.
 
-After the model, its data and its losses; before `vqclip.cli`. `run` trains a configuration:
+After the model, its data, its losses and `vqclip.runlog`; before `vqclip.cli`.
 
     from vqclip.train import TrainConfig, run
+
     summary = run(load_config(TrainConfig, "configs/base.yaml"))
 """
 
+from vqclip.train.callbacks import Callback
 from vqclip.train.config import TrainConfig
 from vqclip.train.main import run
 
-__all__ = ["TrainConfig", "run"]
+__all__ = ["Callback", "TrainConfig", "run"]

@@ -114,7 +114,7 @@ class CollapseWatch:
                 sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(stats[name])}
         return Stats(sums, is_global=True)
 
-    def look(
+    def check(
         self, done: int, figures: Mapping[str, float], sizes: Mapping[str, Sequence[int]], loss: float, chance: float
     ) -> list[str]:
         """Look at a report; what to warn of, if anything.

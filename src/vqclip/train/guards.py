@@ -84,7 +84,7 @@ class Guards:
         """For whoever reports figures to look with."""
         self._losses: deque[float] = deque(maxlen=config.spikes.window if config.spikes else 0)
 
-    def look(self, step: int, values: Mapping[str, float]) -> Event | None:
+    def check(self, step: int, values: Mapping[str, float]) -> Event | None:
         """What is noteworthy about a step; ``values`` are numbers by name, ``total`` the loss.
 
         Raises:

@@ -1,6 +1,14 @@
-"""One training step: forward, statistics, losses, backward, clipping, the optimizer's step, the codebooks' update.
+"""One training step.
 
-A batch too large for the memory goes through the model in `train.micro_batches`; see `vqclip.train.grad_cache`.
+    out    = forward(batch)                 towers, projections, quantizers; no collective
+    stats  = statistics(out)                sums over all ranks, from one exchange
+    losses = losses(out, stats)             contrastive loss and the quantizers' losses, over the global batch
+    backward(losses["total"])               DDP averages the gradients over ranks
+    clip()                                  limit the gradient norm
+    check(losses, gradient norm)            stop or skip the step if a number is not finite
+    update(stats)                           optimizer step; codebooks follow their statistics
+
+With `train.micro_batches`, forward and backward run in microbatches; see `vqclip.train.grad_cache`.
 """
 
 from __future__ import annotations
@@ -9,7 +17,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -25,7 +32,7 @@ from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
-from vqclip.train.grad_cache import backward_from_cached_grads, drift, drifting_module, joined
+from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
 
@@ -41,13 +48,14 @@ class ComputeConfig(Config):
     activation_checkpointing: bool = False
     """Recompute the towers' activations in the backward pass: less memory, about a third more compute."""
     micro_batches: int = Field(1, ge=1)
-    """Parts in which a process runs its share of the batch, for the activations of one: the same gradient, with all the
-    negatives of the global batch, for one forward more. Towers that draw random numbers draw them by part."""
+    """Microbatches in which a process runs its part of the batch. Memory holds the activations of one microbatch. The
+    gradient is the same, with all negatives of the global batch, for one more forward pass. Towers that draw random
+    numbers draw them for each microbatch."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind for the log; tensors stay on their device until someone reads them."""
+    """Result of a step; tensors stay on their device until they are read."""
 
     terms: dict[str, Tensor]
     """Name → unweighted loss term, and ``total``: the weighted sum; over the global batch."""
@@ -62,11 +70,11 @@ class StepResult:
     embedded: Stats
     """Sum of the embeddings of ``image`` and ``text``, and their ``count``, over the global batch."""
     event: Event | None
-    """What was noteworthy; where it says ``skip``, nothing was applied."""
+    """What the guards reported, if anything; if its ``skip`` is True, weights and codebooks are unchanged."""
 
 
 class TrainStep:
-    """Holds what a step needs and runs one at a time.
+    """One training step at a time: forward, statistics, losses, backward, clip, update.
 
     Every rank must call it with its part of the same global batch; parts may be of unequal size.
 
@@ -75,12 +83,12 @@ class TrainStep:
         loss: contrastive or sigmoid loss over the global batch.
         optimizer: over the model's parameters.
         schedule: learning rate by step.
-        compute: precision, compile, activation checkpointing.
+        compute: precision, compilation, activation checkpointing, microbatches.
         clip_norm: largest gradient norm, None for no clipping.
-        seed: run seed; randomness inside the towers (dropout, stochastic depth) is keyed by (seed, step, rank,
-            micro-batch), so that with it another world size is another trajectory (see `towers_draw`); that of the
-            quantizers by (seed, modality, layer, step), the same on every rank.
-        guards: look at the loss and at the gradient's norm before they are applied; by default, only finite ones are.
+        seed: run seed. Random numbers inside the towers (dropout, stochastic depth) depend on (seed, step, rank,
+            microbatch), so towers that draw any train differently on another number of ranks (see `towers_draw`).
+            Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
+        guards: check the losses and the gradient norm before the update; by default they only have to be finite.
     """
 
     def __init__(
@@ -101,14 +109,14 @@ class TrainStep:
         self.device = model.logit_scale.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled = compute.compile
-        self.parallel = dist.wrap_ddp(_compiled(model) if compute.compile else model)
+        self.parallel = dist.wrap_ddp(_compile(model) if compute.compile else model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         for name, quantizer in model.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
         self.guards = guards or GuardConfig(spikes=None).build()
         self.micro_batches = compute.micro_batches
-        self._replays = False
-        """Whether a second pass was seen to repeat the first."""
+        self._replay_checked = False
+        """Whether the second pass over the microbatches was compared with the first."""
         self.skipped = 0
         """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
 
@@ -117,47 +125,80 @@ class TrainStep:
 
         Raises:
             NonFiniteError: loss or gradient is NaN or infinite (in fp16 at any scale of the loss) and the guards do not
-                skip such steps; on every rank alike, and the step has not touched the weights.
-            ReplayError: with micro-batches, two forwards of the same samples differ; on every rank alike, before the
-                weights are touched.
+                skip such steps; on every rank, with unchanged weights.
+            ReplayError: with microbatches, two forwards of the same samples differ; on every rank, with unchanged
+                weights.
         """
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
-
         self.optimizer.zero_grad(set_to_none=True)
-        share = _RankBatch.of(batch, self.model, self.loss.positives)
-        differentiate = self._in_one_pass if self.micro_batches == 1 else self._in_two_passes
-        terms, stats, scale, embedded = differentiate(share, step)
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = clip_gradients(self.model.parameters(), self.clip_norm)
-        # fp16 expects a gradient to overflow now and then: its scaler skips that step.
-        looked_at = terms if self.scaler.is_enabled() else terms | {"gradient norm": grad_norm}
-        event = self.guards.look(step, _read(looked_at))
+        local = _RankBatch.of(batch, self.model, self.loss.positives)
+
+        out = self._forward(local, step)
+        stats, embedded = self._statistics(out, local)
+        losses = self._losses(out, stats, local.keys)
+        self._backward(losses["total"], out, local, step)
+        grad_norm = self._clip()
+        event = self._check(losses, grad_norm, step)
         stats = {name: each.detach() for name, each in stats.items()}
         if event is None or not event.skip:
-            self._apply(stats)
+            self._update(stats)
         if self.scaler.is_enabled():
             self._update_scaler(step)
-        return StepResult(terms, grad_norm, scale, lr, stats, embedded, event)
+        terms = {name: term.detach() for name, term in losses.items()}
+        return StepResult(terms, grad_norm, out.scale.detach(), lr, stats, embedded.detach(), event)
 
-    def _apply(self, stats: dict[str, Stats]) -> None:
-        """Change weights and codes."""
+    def _forward(self, local: _RankBatch, step: int) -> CLIPOutput:
+        """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
+        if self.micro_batches == 1:
+            return self._run_model(local, step, 0)
+        return join_outputs(self.model, self._first_pass(local, step))
+
+    def _statistics(self, out: CLIPOutput, local: _RankBatch) -> tuple[dict[str, Stats], Stats]:
+        """Sum the quantizers' statistics and the embeddings over all ranks, in one exchange."""
+        embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
+        sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
+        sums["count"] = torch.full((), len(local), device=self.device)
+        image, text, embedded = sync([out.image.stats, out.text.stats, Stats(sums)], local.order)
+        return {"image": image, "text": text}, embedded
+
+    def _losses(self, out: CLIPOutput, stats: dict[str, Stats], keys: Tensor | None) -> dict[str, Tensor]:
+        """Return the unweighted terms by name, and their weighted ``total``."""
+        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias, keys)}
+        weights = {self.loss.name: 1.0}
+        for modality, quantizer in self.model.quantizers().items():
+            for name, term in quantizer.losses(stats[modality]).items():
+                terms[f"{modality}/{name}"] = term
+                weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
+        return {"total": weighted_total(terms, weights), **terms}
+
+    def _backward(self, total: Tensor, out: CLIPOutput, local: _RankBatch, step: int) -> None:
+        """Compute the gradient of the weights; with microbatches, by a second pass over them."""
+        with dist.named_errors("averaging the gradients"):
+            self.scaler.scale(total).backward()
+        if self.micro_batches > 1:
+            self._second_pass(out, local, step)
+
+    def _clip(self) -> Tensor:
+        """Limit the gradient's norm; return the norm before."""
+        self.scaler.unscale_(self.optimizer)
+        return clip_gradients(self.model.parameters(), self.clip_norm)
+
+    def _check(self, losses: dict[str, Tensor], grad_norm: Tensor, step: int) -> Event | None:
+        """Have the guards check the step; waits for the device, once."""
+        # fp16 expects a gradient to overflow now and then: its scaler skips that step.
+        values = losses if self.scaler.is_enabled() else losses | {"gradient norm": grad_norm}
+        numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
+        return self.guards.check(step, dict(zip(values, numbers, strict=True)))
+
+    def _update(self, stats: dict[str, Stats]) -> None:
+        """Update the weights and the codebooks."""
         self.scaler.step(self.optimizer)
         self.model.clamp_temperature()
         for name, quantizer in self.model.quantizers().items():
             quantizer.update(stats[name])
         if self.guards.collapse:
             self.guards.collapse.count(stats)
-
-    def broadcast_local_codebooks(self) -> None:
-        """Give every rank rank 0's codes where each has its own, as there is room for one in a checkpoint.
-
-        A collective, where there are such.
-        """
-        for quantizer in self.model.quantizers().values():
-            if quantizer.rank_local:
-                state = {name: tensor.clone() for name, tensor in quantizer.state_dict().items()}
-                quantizer.load_state_dict({name: dist.broadcast_(tensor) for name, tensor in state.items()})
 
     def _update_scaler(self, step: int) -> None:
         before = self.scaler.get_scale()
@@ -170,99 +211,67 @@ class TrainStep:
                 f"{self.skipped} skipped steps; use train.precision: bf16 or fp32"
             )
 
-    def _in_one_pass(self, share: _RankBatch, step: int) -> _Differentiated:
-        return self._backward(self._forward(share, step, 0), share)
+    def broadcast_local_codebooks(self) -> None:
+        """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.
 
-    def _in_two_passes(self, share: _RankBatch, step: int) -> _Differentiated:
-        bounds = [len(share) * number // self.micro_batches for number in range(self.micro_batches + 1)]
-        rows = [slice(*ends) for ends in itertools.pairwise(bounds)]
-        parts = [share.part(each) for each in rows]
-        whole = joined(self.model, self._looked_at(parts, step))
-        differentiated = self._backward(whole, share)
-        drifts = []
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            with nullcontext() if last else dist.no_sync(self.parallel):
-                out = self._forward(part, step, number)
-                with dist.named_errors("averaging the gradients"):
-                    backward_from_cached_grads(out, whole, rows[number])
-            if not self._replays:
-                drifts.append(drift(out, whole, rows[number]))
-        if not self._replays:
-            self._require_replay(drifts, parts, step)
-        return differentiated
+        A collective if a quantizer has any.
+        """
+        for quantizer in self.model.quantizers().values():
+            if quantizer.rank_local:
+                broadcast_module(quantizer)
 
-    def _looked_at(self, parts: list[_RankBatch], step: int) -> Iterator[CLIPOutput]:
-        """The first pass."""
-        for number, part in enumerate(parts):
+    def _run_model(self, local: _RankBatch, step: int, part: int, model: nn.Module | None = None) -> CLIPOutput:
+        """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
+        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
+        if self.compiled:  # captions differ in length: one graph for all lengths
+            torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
+        with autocast(self.device, self.precision):
+            return (model or self.parallel)(local.images, local.tokens)
+
+    def _microbatches(self, local: _RankBatch) -> list[tuple[slice, _RankBatch]]:
+        """Return the rows and the samples of each microbatch."""
+        bounds = [len(local) * number // self.micro_batches for number in range(self.micro_batches + 1)]
+        return [(rows, local.part(rows)) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
+
+    def _first_pass(self, local: _RankBatch, step: int) -> Iterator[CLIPOutput]:
+        for number, (_, part) in enumerate(self._microbatches(local)):
             with torch.no_grad():
-                out = self._forward(part, step, number)
+                out = self._run_model(part, step, number)
             yield out
 
-    def _forward(self, share: _RankBatch, step: int, micro_batch: int, model: nn.Module | None = None) -> CLIPOutput:
-        """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
-        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), micro_batch))
-        if self.compiled:  # captions differ in length: a graph for any
-            torch._dynamo.maybe_mark_dynamic(share.tokens, 1)
-        with autocast(self.device, self.precision):
-            return (model or self.parallel)(share.images, share.tokens)
-
-    def _backward(self, out: CLIPOutput, share: _RankBatch) -> _Differentiated:
-        """From outputs to losses over the global batch and back."""
-        embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
-        sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
-        sums["count"] = torch.full((), len(share), device=self.device)
-        image_stats, text_stats, embedded = sync([out.image.stats, out.text.stats, Stats(sums)], share.order)
-        stats = {"image": image_stats, "text": text_stats}
-        terms = self._losses(out, stats, share.keys)
-        with dist.named_errors("averaging the gradients"):
-            self.scaler.scale(terms["total"]).backward()
-        return _Differentiated(
-            {name: term.detach() for name, term in terms.items()}, stats, out.scale.detach(), embedded.detach()
-        )
+    def _second_pass(self, cached: CLIPOutput, local: _RankBatch, step: int) -> None:
+        """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
+        parts, drifts = self._microbatches(local), []
+        for number, (rows, part) in enumerate(parts):
+            is_last = number == len(parts) - 1
+            with nullcontext() if is_last else dist.no_sync(self.parallel):
+                out = self._run_model(part, step, number)
+                with dist.named_errors("averaging the gradients"):
+                    backward_from_cached_grads(out, cached, rows)
+            if not self._replay_checked:
+                drifts.append(mean_drift(out, cached, rows))
+        if not self._replay_checked:
+            self._require_replay(drifts, [part for _, part in parts], step)
 
     def _require_replay(self, drifts: list[float], parts: list[_RankBatch], step: int) -> None:
-        """Look once, on every rank, whether the second pass repeated the first."""
+        """Check once, on every rank, that the second pass repeats the first."""
         half = self.precision in AUTOCAST_DTYPES
         worst = max(range(len(parts)), key=drifts.__getitem__)
-        moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round otherwise
-        # Codes hide small differences in what comes before them, so the modules are always looked at.
-        restless = drifting_module(
-            self.model, lambda: self._forward(parts[worst], step, worst, self.model), 1e-2 if half else 1e-4
+        moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
+        # Codes hide small differences in what comes before them, so the modules are always compared.
+        drifting = first_drifting_module(
+            self.model, lambda: self._run_model(parts[worst], step, worst, self.model), 1e-2 if half else 1e-4
         )
-        named = "none" if restless is None else f"model.{restless}"
+        named = "none" if drifting is None else f"model.{drifting}"
         found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
-        reports = dist.gather_json(found if moved or restless is not None else None)
+        reports = dist.gather_json(found if moved or drifting is not None else None)
         if guilty := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
             raise ReplayError(
                 f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
                 f"be wrong. On {guilty[0]}. A module may draw random numbers from torch's generators alone and must "
                 "not change its state in forward; replace it, or set train.micro_batches to 1"
             )
-        self._replays = True
-
-    def _losses(self, out: CLIPOutput, stats: dict[str, Stats], keys: Tensor | None) -> dict[str, Tensor]:
-        """Unweighted terms by name, and their weighted ``total``."""
-        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias, keys)}
-        weights = {self.loss.name: 1.0}
-        for modality, quantizer in self.model.quantizers().items():
-            for name, term in quantizer.losses(stats[modality]).items():
-                terms[f"{modality}/{name}"] = term
-                weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
-        return {"total": weighted_total(terms, weights), **terms}
-
-
-class _Differentiated(NamedTuple):
-    """A step between backward and the optimizer's."""
-
-    terms: dict[str, Tensor]
-    """Name → unweighted loss term and their weighted ``total``, over the global batch."""
-    stats: dict[str, Stats]
-    """``image`` and ``text``, over the global batch."""
-    scale: Tensor
-    """() factor of the logits."""
-    embedded: Stats
-    """As in `StepResult`."""
+        self._replay_checked = True
 
 
 @dataclass(frozen=True)
@@ -286,7 +295,7 @@ class _RankBatch:
         return _RankBatch(images, tokens[:, :needed], Order(places, batch.global_size), keys)
 
     def part(self, rows: slice) -> _RankBatch:
-        """Some of its samples."""
+        """Return some of its samples."""
         keys = None if self.keys is None else self.keys[rows]
         order = Order(self.order.places[rows], self.order.size)
         return _RankBatch(self.images[rows], self.tokens[rows], order, keys)
@@ -295,11 +304,19 @@ class _RankBatch:
         return len(self.images)
 
 
+def broadcast_module(module: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers of ``module`` to all ranks. A collective."""
+    for tensor in module.state_dict().values():
+        dist.broadcast_(tensor)
+    module.load_state_dict(module.state_dict())  # so that hooks derive attributes from it
+
+
 @torch.no_grad()
 def towers_draw(model: CLIP) -> bool:
-    """Whether the towers of ``model``, in training mode, draw random numbers: dropout, stochastic depth and the like.
+    """Return whether the towers of ``model``, in training mode, draw random numbers: dropout, stochastic depth.
 
-    Tried out, as such modules have many names and libraries. The generators are left as they were.
+    Runs the towers and compares the generators' states, as the modules that draw have many names. The generators are
+    left unchanged.
     """
     device = model.logit_scale.device
     image, text = model.image.tower, model.text.tower
@@ -314,13 +331,8 @@ def _generator_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _compiled(model: nn.Module) -> nn.Module:
-    # einops notes every new type of tensor that it meets, upon which torch compiles once more: let it meet them now.
+def _compile(model: nn.Module) -> nn.Module:
+    # einops remembers each new type of tensor, and torch then compiles once more: show it both types now.
     for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
         rearrange(tensor, "a -> a")
     return torch.compile(model)  # type: ignore[return-value]
-
-
-def _read(values: dict[str, Tensor]) -> dict[str, float]:
-    """The numbers of single tensors; waits for the device."""
-    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))

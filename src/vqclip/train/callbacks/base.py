@@ -1,0 +1,105 @@
+"""The base class of callbacks, and the running training that they receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vqclip.data import Batch, TrainData
+from vqclip.errors import NonFiniteError
+from vqclip.process.lock import RunLock
+from vqclip.process.signals import StopSignals
+from vqclip.process.watchdog import Watchdog
+from vqclip.runlog.bar import ProgressBar
+from vqclip.runlog.clock import Clock
+from vqclip.runlog.records import Records
+from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.config import TrainConfig
+from vqclip.train.step import StepResult, TrainStep
+
+
+@dataclass
+class Training:
+    """A run in progress: its parts, and its position.
+
+    The first group of fields is constant; the loop changes the second one.
+    """
+
+    config: TrainConfig
+    data: TrainData
+    step: TrainStep
+    """Model, loss, optimizer and schedule; ``training.step.model`` is the bare model."""
+    lock: RunLock
+    checkpointer: Checkpointer
+    records: Records
+    """The files that the run writes; rank 0 writes."""
+    stop: StopSignals
+    watchdog: Watchdog
+
+    done: int
+    """Steps done, those before a resume included. In `Callback.on_step_end` the step that just ended counts."""
+    batch: Batch = field(init=False)
+    """This rank's part of the current global batch."""
+    result: StepResult = field(init=False)
+    """Result of the last step: losses, gradient norm, statistics; the same on every rank."""
+    stopping: bool = False
+    """Whether this step is the last because of a signal; the same on every rank."""
+    met_too_many_bad: bool = False
+    """Whether a rank has replaced more bad samples than allowed; the same on every rank."""
+    replaced: int = 0
+    """Bad samples of the whole run as counted after this step; 0 where this step did not count them."""
+    bar: ProgressBar = field(init=False)
+    clock: Clock = field(default_factory=Clock)
+    """Time of the steps alone."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no step follows the one that just ended."""
+        return self.stopping or self.done == self.config.train.steps
+
+    def is_due(self, every: int) -> bool:
+        """Return True every ``every`` steps and after the last step."""
+        return self.is_last or self.done % every == 0
+
+
+class Callback:
+    """Base class of callbacks. Override the hooks that you need; every hook gets the running `Training`.
+
+    Print the temperature every 100 steps:
+
+        class PrintTemperature(Callback):
+            def on_step_end(self, training):
+                if training.done % 100 == 0 and dist.is_main():
+                    print(training.done, float(training.result.scale))
+
+        vqclip.train.run(config, callbacks=[PrintTemperature()])
+
+    Callbacks are called in a fixed order on every rank; `vqclip.train.callbacks.in_order` states it. Two rules hold for
+    all of them:
+
+    - *Collectives run in the same order on every rank.* A hook may call `vqclip.dist`, evaluate or run the model only
+      where all ranks do the same: decide by values that are equal on all ranks, such as ``training.done``,
+      ``training.result`` and the configuration, never by ``dist.is_main()``, the time or this rank's samples.
+    - *An exception ends the run on all ranks.* The other ranks stop in their next collective with a
+      `DistributedError`, at the latest after ``run.timeout_s``. The log names the callback.
+
+    Random numbers need a generator of their own, and a state that must survive a resume is the callback's to save:
+    checkpoints contain none of it.
+    """
+
+    def on_train_start(self, training: Training) -> None:
+        """Run before the first step, after a checkpoint has been restored."""
+
+    def on_step_start(self, training: Training) -> None:
+        """Run before a step; ``training.batch`` is its batch."""
+
+    def on_step_error(self, training: Training, error: NonFiniteError) -> None:
+        """Run on every rank when a step ends the run because of a NaN or infinite number; the weights are unchanged."""
+
+    def on_step_end(self, training: Training) -> None:
+        """Run after a step; ``training.result`` is its result."""
+
+    def on_train_end(self, training: Training) -> None:
+        """Run after the last step and before the final evaluation; also after a signal, but not after an error."""
+
+    def on_error(self, training: Training, error: Exception) -> None:
+        """Run when an error ends the training, perhaps on this rank alone: call no collective."""

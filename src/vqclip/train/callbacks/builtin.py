@@ -1,0 +1,156 @@
+"""Records, checkpoints, evaluations, the limit of bad samples and the heartbeat of every run."""
+
+from __future__ import annotations
+
+import logging
+
+from vqclip import dist
+from vqclip.errors import DataError, NonFiniteError, StopRequested
+from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
+from vqclip.runlog.console import print_and_log
+from vqclip.train.callbacks.base import Callback, Training
+
+logger = logging.getLogger(__name__)
+
+
+class RecordEvents(Callback):
+    """Write steps with a NaN, infinite or unusually large loss to ``events.jsonl``, with their samples."""
+
+    def on_step_error(self, training: Training, error: NonFiniteError) -> None:
+        """Record the step, and raise its error with the name of a checkpoint to return to."""
+        batch, checkpointer = training.batch, training.checkpointer
+        training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
+        checkpointer.require_finite(batch.step)
+        raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
+
+    def on_step_end(self, training: Training) -> None:
+        """Record the step, if the guards have reported an event."""
+        event, batch = training.result.event, training.batch
+        if event is not None:
+            training.records.events.record(event.kind, event.reason, not event.skip, batch)
+            if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
+                training.checkpointer.require_finite(batch.step)
+
+
+class CountBadSamples(Callback):
+    """Add up over all ranks which samples were replaced, whenever a report or a checkpoint needs the counts."""
+
+    def on_step_end(self, training: Training) -> None:
+        """Count; stop on every rank if one of them has met too many."""
+        data, bad, settings = training.data, training.records.bad, training.config.train
+        if training.met_too_many_bad:
+            bad.collect()
+            for rank, (replaced, seen) in enumerate(dist.gather_json([data.replaced, data.seen])):
+                data.require_few_bad(replaced, seen, bad.last, f" on rank {rank}" if dist.is_distributed() else "")
+        needed = training.is_due(settings.report_every) or training.is_due(settings.checkpoint_every)
+        training.replaced = bad.collect() if needed else 0
+
+    def on_error(self, training: Training, error: Exception) -> None:
+        """Write the bad samples of this rank that are not written yet."""
+        if isinstance(error, DataError):
+            training.records.bad.write_own()
+
+
+class SaveCheckpoints(Callback):
+    """Save every ``train.checkpoint_every`` steps and after the last step."""
+
+    def on_step_end(self, training: Training) -> None:
+        """Save, if a checkpoint is due; raise what has gone wrong in the background."""
+        if training.is_due(training.config.train.checkpoint_every):
+            save(training)
+        training.checkpointer.raise_if_failed()
+
+    def on_train_end(self, training: Training) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        training.watchdog.at(training.done, "saving", patient=True)
+        training.checkpointer.wait()
+
+
+class Evaluate(Callback):
+    """Evaluate every ``train.evaluate_every`` steps; `vqclip.train.main` evaluates after the last step."""
+
+    def on_train_start(self, training: Training) -> None:
+        """Evaluate the resumed checkpoint, if the run was stopped before its evaluation."""
+        settings, start = training.config.train, training.done
+        due = settings.evaluate_every and start % settings.evaluate_every == 0 and 0 < start < settings.steps
+        if due and training.config.evaluation and training.records.lacks_evaluation:
+            training.watchdog.at(start, "evaluating", patient=True)
+            require_success(evaluate(training))
+
+    def on_step_end(self, training: Training) -> None:
+        """Evaluate, if an evaluation is due; a signal in the middle of it stops the training."""
+        settings, done = training.config.train, training.done
+        if training.is_last or not settings.evaluate_every or done % settings.evaluate_every:
+            return
+        training.clock.pause()
+        training.watchdog.at(done, "evaluating", patient=True)
+        training.checkpointer.wait()
+        try:
+            require_success(evaluate(training))
+        except StopRequested:  # the resumed run evaluates, see `on_train_start`
+            if not training.is_due(settings.checkpoint_every):
+                save(training)
+            training.stopping = True
+
+
+class LimitBadSamples(Callback):
+    """Stop when too many samples of the whole run were bad; after the checkpoint, so that no step is lost."""
+
+    def on_step_end(self, training: Training) -> None:
+        """Compare the count with ``data.max_bad_fraction``."""
+        seen = training.done * training.config.train.batch_size
+        training.data.require_few_bad(training.replaced, seen, training.records.bad.last)
+
+    def on_train_end(self, training: Training) -> None:
+        """Report how much of the data was seen."""
+        coverage = training.data.coverage(training.done)
+        logger.info("data: %s", coverage)
+        training.bar.last_line(str(coverage))
+
+
+class Heartbeat(Callback):
+    """Report the position to the watchdog, which ends a run that makes no progress."""
+
+    def on_train_start(self, training: Training) -> None:
+        """Allow the long limit: the data workers start."""
+        training.watchdog.at(training.done, "waiting for the next batch", patient=True)
+
+    def on_step_start(self, training: Training) -> None:
+        """Report that a batch has arrived."""
+        training.watchdog.at(training.done, "in the next step")
+
+    def on_step_end(self, training: Training) -> None:
+        """Report that the step and all other callbacks are done."""
+        training.watchdog.at(training.done, "waiting for the next batch")
+
+
+def save(training: Training) -> None:
+    """Save a checkpoint. A collective."""
+    training.clock.pause()
+    training.watchdog.at(training.done, "saving", patient=True)
+    training.lock.take()
+    training.records.bad.collect()  # a checkpoint contains the counts of all its steps
+    training.records.flush()
+    training.step.broadcast_local_codebooks()
+    training.checkpointer.save(training.done, training.records.bad.saved(), training.records.best)
+
+
+def evaluate(training: Training) -> EvaluationOutcome:
+    """Run all evaluations of the configuration on all ranks together, and record their results. A collective."""
+    training.step.broadcast_local_codebooks()
+    outcome = try_all(training.step.model, training.config.evaluation, precision=training.config.train.precision)
+    figures = {key: value for result in outcome.results for key, value in result.scalars().items()}
+    training.records.record_evaluation(training.done, figures)
+    if training.done < training.config.train.steps:  # for the last step, a table is printed
+        for result in outcome.results:
+            logger.info("step %d: %s", training.done, format_line(result))
+    return outcome
+
+
+def require_success(outcome: EvaluationOutcome) -> None:
+    """Raise the failure of an evaluation, after printing the results of the others."""
+    if outcome.failure is None:
+        return
+    if outcome.results and dist.is_main():
+        print_and_log(format_results(outcome.results))
+    raise outcome.failure

@@ -1,0 +1,71 @@
+"""Metrics of a step: written, shown, and checked for signs of collapse."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from vqclip.train.callbacks.base import Callback, Training
+from vqclip.train.collapse import mean_cosine
+
+logger = logging.getLogger(__name__)
+
+
+class ReportMetrics(Callback):
+    """Write a line of metrics and move the progress bar every ``train.report_every`` steps; warn of a collapse.
+
+    All ranks compute the metrics, so that all keep the same state of the collapse watch; rank 0 writes.
+    """
+
+    def __init__(self) -> None:
+        self._warned_of_cut_captions = False
+
+    def on_step_end(self, training: Training) -> None:
+        """Report, if a report is due."""
+        if not training.is_due(training.config.train.report_every):
+            return
+        figures = _metrics(training) | training.records.bad.figures() | training.clock.lap()
+        if training.records.metrics:
+            training.records.metrics.write(training.done, figures)
+        training.bar.show(figures)
+        self._warn_of_cut_captions(training)
+
+    def _warn_of_cut_captions(self, training: Training) -> None:
+        """Warn once of captions that are longer than the text tower takes."""
+        if self._warned_of_cut_captions:
+            return
+        length = training.step.model.text.num_tokens
+        cut = training.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
+        if cut:
+            logger.warning("captions: %s", cut)
+            self._warned_of_cut_captions = True
+
+
+def _metrics(training: Training) -> dict[str, float]:
+    """Return the metrics of the last step, those of codebooks over a window of tokens."""
+    step, result = training.step, training.result
+    watch = step.guards.collapse
+    figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
+    figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
+    if step.scaler.is_enabled():
+        figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
+    for modality, quantizer in step.model.quantizers().items():
+        stats = watch.window(modality, result.stats[modality]) if watch else result.stats[modality]
+        figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}
+        figures[f"{modality}/embedding_cosine"] = mean_cosine(result.embedded, modality)
+    settings = training.config.train
+    if watch and (training.done % settings.report_every == 0 or training.done == settings.steps):
+        _warn_of_collapse(training, figures)
+    return figures
+
+
+def _warn_of_collapse(training: Training, figures: dict[str, float]) -> None:
+    step, done = training.step, training.done
+    assert step.guards.collapse is not None
+    sizes = {name: each.codebook_sizes for name, each in step.model.quantizers().items()}
+    warming_up = done <= training.config.optim.warmup_steps
+    loss = math.nan if warming_up else figures[f"loss/{step.loss.name}"]
+    chance = step.loss.chance(training.config.train.batch_size)
+    for warning in step.guards.collapse.check(done, figures, sizes, loss, chance):
+        if training.records.metrics:
+            logger.warning("step %d: %s", done, warning)

@@ -1,0 +1,242 @@
+"""Saving a run: what a checkpoint contains, when it is refused, and which ones stay."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue
+from torch import Tensor
+
+from vqclip import checkpoint, dist
+from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
+from vqclip.io.json_files import Strict
+from vqclip.io.tensors import checksums, first_names, nonfinite_names
+from vqclip.tokenizer.saving import write_folder
+from vqclip.train.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Retention policy for checkpoints."""
+
+    newest: int
+    """Number of recent checkpoints to keep."""
+    every: int | None = None
+    """Also keep the checkpoints after every ``every`` steps; None for no others."""
+
+    def keeps(self, step: int, best: int | None) -> bool:
+        """Return whether the checkpoint of ``step`` stays when it is no longer among the newest."""
+        return step == best or (self.every is not None and step % self.every == 0)
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Best(Strict):
+    step: _Count
+    figure: str
+    value: float
+
+
+class RunState(Strict):
+    """``state.json`` of a checkpoint.
+
+    The sample order, the augmentation and the random numbers of the towers are functions of (seed, step): the step is
+    the whole data position, and there is no generator state to save.
+    """
+
+    identity: dict[str, JsonValue]
+    scaler: dict[str, float | int]
+    skipped: _Count
+    guards: dict[str, JsonValue]
+    replaced: dict[str, _Count]
+    caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count]
+    best: _Best | None
+
+
+class Checkpointer:
+    """Saves the state of a run, see `vqclip.train.resume` for the way back.
+
+    A context manager: it ends when all saved checkpoints are on the disk.
+
+    Args:
+        folder: of all checkpoints of the run.
+        identity: JSON-able settings that define the trajectory, such as seed, batch size and data fingerprint; a
+            checkpoint with other ones is refused on resume.
+        step: the training step, whose model, optimizer, gradient scaler and guards are saved.
+        retention: which checkpoints stay.
+        in_background: write during the next steps, from a copy in host memory.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        step: TrainStep,
+        retention: RetentionPolicy,
+        in_background: bool = True,
+    ):
+        self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
+        self.identity = json.loads(json.dumps(identity))  # as it is read back
+        self.written: int | None = None
+        """Steps of the newest checkpoint that this run has written completely, or resumed from."""
+        self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
+        self._guards = checkpoint.Staging()
+        self._writing: int | None = None
+
+    def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: Mapping[str, Any] | None = None) -> None:
+        """Check the state after ``done`` steps on all ranks, and save it on rank 0. A collective.
+
+        The state is copied now and written in the background; `wait` waits for that.
+
+        Args:
+            done: steps done.
+            counts: ``replaced``, bad samples so far by kind, and ``caption_lengths``, over all ranks.
+            best: ``step``, ``figure`` and ``value`` of the best step so far, whose checkpoint is kept as well.
+
+        Raises:
+            NonFiniteError: on every rank, when the state of one contains NaN or infinity; nothing is written.
+            DistributedError: on every rank, when their states differ; nothing is written.
+            CheckpointError: on rank 0, when this or the previous one cannot be written; older ones are untouched.
+        """
+        self.require_finite(done)
+        self.require_equal(done)
+        if not dist.is_main():
+            return
+        self.wait()
+        model, step = self.step.model, self.step
+        save = functools.partial(
+            checkpoint.save,
+            self.folder,
+            done,
+            write_model=functools.partial(
+                write_folder, config=model.section(), state=self._model.copy(model.state_dict())
+            ),
+            optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
+            state=copy.deepcopy(
+                {
+                    "identity": self.identity,
+                    "scaler": step.scaler.state_dict(),
+                    "skipped": step.skipped,
+                    "guards": step.guards.state_dict(),
+                    "best": best,
+                    **counts,
+                }
+            ),
+            tensors=self._guards.copy(step.guards.tensors()),
+            keep_last=self.retention.newest,
+            keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
+        )
+        self._writer.write(save)
+        self._writing = done
+        if not self.in_background:
+            self.wait()
+
+    def raise_if_failed(self) -> None:
+        """Raise an error of the background thread, without waiting for it.
+
+        Raises:
+            CheckpointError: on rank 0, when a checkpoint could not be written.
+        """
+        self._writer.raise_if_failed()
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+            CheckpointError: on rank 0, when it cannot be written.
+        """
+        self._writer.wait()
+        if self._writing is not None:
+            self._writing, self.written = None, self._writing
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor that a checkpoint would contain, named ``model.<name>`` or ``optimizer.<name>``."""
+        state = {f"model.{name}": tensor for name, tensor in self.step.model.state_dict().items()}
+        found = checkpoint.optimizer_tensors(self.step.optimizer)
+        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()}
+
+    def require_finite(self, done: int) -> None:
+        """Check weights, codebooks and optimizer state on all ranks. A collective.
+
+        Raises:
+            NonFiniteError: on every rank, when one holds NaN or infinity; names the tensors and the rank.
+        """
+        found = dist.gather_json(nonfinite_names(self.tensors()))
+        bad = [f"{first_names(names)}{_on(rank)}" for rank, names in enumerate(found) if names]
+        if bad:
+            raise NonFiniteError(
+                f"after step {done}: NaN or infinity in {'; '.join(bad[:3])}. This state is not saved, and no later "
+                f"step could repair it. {self.newest()}. Lower optim.lr, lengthen optim.warmup_steps, or use "
+                "train.precision: bf16 or fp32"
+            )
+
+    def require_equal(self, done: int) -> None:
+        """Compare the bits of model and optimizer over all ranks. A collective.
+
+        Codebooks that are not synchronised must have been made equal before.
+
+        Raises:
+            DistributedError: on every rank, when they differ; names the ranks in the minority, and the tensors.
+        """
+        if not dist.is_distributed():
+            return
+        mine = checksums(self.tensors())
+        prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
+        if len(set(prints)) == 1:
+            return
+        usual = Counter(prints).most_common(1)[0][0]  # among equally common ones, that of the lowest rank
+        every = dist.gather_json(mine)
+        reference = every[prints.index(usual)]
+        others = [rank for rank, each in enumerate(prints) if each != usual]
+        names = sorted(
+            name for name in reference if any(every[rank].get(name) != reference[name] for rank in others)
+        ) or ["other tensors"]
+        raise DistributedError(
+            f"after step {done}: rank {', '.join(map(str, others))} differs from rank {prints.index(usual)} in "
+            f"{first_names(names)}, so the ranks no longer train one model; memory may be damaged on either. "
+            f"This state is not saved. {self.newest()}. The same command continues from there"
+        )
+
+    def newest(self) -> str:
+        """Name the newest checkpoint that this run has written or resumed from, on every rank. A collective."""
+
+        def find() -> str | None:
+            try:
+                self.wait()
+            except CheckpointError as error:
+                logger.error("%s", error)
+            return None if self.written is None else str(self.path(self.written))
+
+        path = dist.run_on_main(find)
+        if path is None:
+            return "There is no checkpoint of this run yet"
+        return f"{path} is the newest checkpoint; its tensors were finite when this run wrote or read it"
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._writer.close(failed=error is not None)
+
+    def path(self, done: int) -> Path:
+        """Return the folder of the checkpoint after ``done`` steps."""
+        return self.folder / checkpoint.checkpoint_name(done)
+
+
+def _on(rank: int) -> str:
+    return f" on rank {rank}" if dist.is_distributed() else ""

@@ -1,0 +1,118 @@
+"""Callbacks: their order, those of users, and errors in them (`vqclip.train.callbacks`)."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.training import metrics, run_tree
+from vqclip import dist
+from vqclip.train import Callback, TrainConfig
+from vqclip.train import run as train
+from vqclip.train.callbacks import in_order
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+
+class Recorder(Callback):
+    """Records the hooks, and what a run has written by then."""
+
+    def __init__(self):
+        self.hooks = []
+        self.seen = []
+
+    def on_train_start(self, training):
+        self.hooks.append(("start", training.done))
+
+    def on_step_start(self, training):
+        self.hooks.append(("step", training.batch.step))
+
+    def on_step_end(self, training):
+        self.hooks.append(("done", training.done))
+        assert float(training.result.terms["total"]) > 0
+        folder = training.config.run.path
+        if not dist.is_main():
+            return
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        self.seen.append([len(lines), *sorted(path.name[-1] for path in (folder / "checkpoints").glob("step-*"))])
+
+    def on_train_end(self, training):
+        self.hooks.append(("end", training.done))
+
+    def on_error(self, training, error):
+        self.hooks.append(("error", str(error)))
+
+
+def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shards):
+    tree = run_tree(
+        tmp_path,
+        shards,
+        train__steps=5,
+        train__checkpoint_every=2,
+        train__save_in_background=False,
+        train__keep_checkpoints=9,
+    )
+    recorder = Recorder()
+    assert train(TrainConfig.model_validate(tree), callbacks=[recorder]).step == 5
+    steps = [(hook, number) for step in range(5) for hook, number in (("step", step), ("done", step + 1))]
+    assert recorder.hooks == [("start", 0), *steps, ("end", 5)]
+    assert recorder.seen == [[1], [2, "2"], [3, "2"], [4, "2", "4"], [5, "2", "4", "5"]]
+
+
+def test_the_order_is_fixed():
+    mine = Callback()
+    names = [type(each).__name__ for each in in_order([mine])]
+    assert names == [
+        "RecordEvents", "CountBadSamples", "ReportMetrics", "SaveCheckpoints", "Evaluate", "LimitBadSamples",
+        "Callback", "Heartbeat",
+    ]  # fmt: skip
+
+
+def test_a_callback_changes_no_bit(tmp_path, shards):
+    for name, callbacks in (("with", [Recorder()]), ("without", [])):
+        tree = run_tree(tmp_path / name, shards, train__steps=4)
+        train(TrainConfig.model_validate(tree), callbacks)
+    one, other = (
+        [{key: value for key, value in line.items() if key not in ("images_per_second", "data_wait")} for line in lines]
+        for lines in (metrics(tmp_path / "with"), metrics(tmp_path / "without"))
+    )
+    assert one == other
+
+
+class FailsOnRankOne(Callback):
+    def on_step_end(self, training):
+        if training.done == 3 and dist.rank() == 1:
+            raise ZeroDivisionError("mine")
+
+
+def train_with_a_failing_callback(tree, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    begun, recorder = time.monotonic(), Recorder()
+    try:
+        train(TrainConfig.model_validate(tree), callbacks=[FailsOnRankOne(), recorder])
+    except Exception as error:
+        return type(error).__name__, str(error), recorder.hooks[-1], time.monotonic() - begun
+    raise AssertionError("no error")
+
+
+def test_an_error_in_a_callback_of_one_rank_ends_the_run_on_all(tmp_path, shards, ranks):
+    tree = run_tree(tmp_path, shards, train__steps=8, run__timeout_s=30.0)
+    waiting, failing = ranks(2, train_with_a_failing_callback, tree, str(tmp_path / "cache"), init=False)
+    assert failing[:3] == ("ZeroDivisionError", "mine", ("error", "mine"))
+    assert waiting[0] == "DistributedError"
+    assert "the first error in the output of the other ranks is the cause" in waiting[1]
+    assert waiting[3] < 30
+    log = (tmp_path / "tiny" / "train.rank1.log").read_text()
+    assert "callback FailsOnRankOne failed in on_step_end, 3 steps done" in log
+    assert "ZeroDivisionError: mine" in log
