@@ -613,13 +613,11 @@ def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, 
     train(TrainConfig.model_validate(tree))
     before = (tmp_path / "tiny" / "config.yaml").read_text()
 
-    def half(self, text, **options):
-        with self.open("w") as file:
-            file.write(text[:10])
+    def fail(file):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", half)
+        patch.setattr("vqclip.io.atomic.sync", fail)  # when the temporary file is complete
         with pytest.raises(OSError, match="No space left"):
             train(TrainConfig.model_validate(tree | {"evaluation": retrieval(shards)}))
     assert (tmp_path / "tiny" / "config.yaml").read_text() == before
