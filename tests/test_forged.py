@@ -134,7 +134,7 @@ def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path
     step, refused = training_step(), 0
     path = tmp_path / "step-00000002"
 
-    def resume() -> None:
+    def restore() -> None:
         resume(checkpointer(tmp_path, step))
         update(step)
 
@@ -142,7 +142,7 @@ def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path
         shutil.copytree(saved / path.name, path)
         forge(path / name, random.Random(f"{name}-{number}"))
         resealed(path)
-        use: Callable[[], None] = (lambda: load(path)) if name == "model/config.json" else resume
+        use: Callable[[], None] = (lambda: load(path)) if name == "model/config.json" else restore
         try:
             use()
         except CheckpointError:

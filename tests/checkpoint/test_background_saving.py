@@ -100,15 +100,15 @@ def test_a_failed_write_ends_the_run_at_the_next_step(config, monkeypatch, steps
         raise CheckpointError("disk full")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    look = Writer.look
+    check = Writer.raise_if_failed
 
     def patient(self):
         if failed.wait(0):
             while not self._running.done():
                 pass
-        look(self)
+        check(self)
 
-    monkeypatch.setattr(Writer, "look", patient)
+    monkeypatch.setattr(Writer, "raise_if_failed", patient)
     settings = config("full", train__steps=40)
     with pytest.raises(CheckpointError, match="disk full"):
         train(settings)

@@ -613,11 +613,11 @@ def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, 
     train(TrainConfig.model_validate(tree))
     before = (tmp_path / "tiny" / "config.yaml").read_text()
 
-    def fail(file):
+    def fail(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vqclip.io.atomic.sync", fail)  # when the temporary file is complete
+        patch.setattr("vqclip.io.atomic.os.fsync", fail)  # of the complete temporary file
         with pytest.raises(OSError, match="No space left"):
             train(TrainConfig.model_validate(tree | {"evaluation": retrieval(shards)}))
     assert (tmp_path / "tiny" / "config.yaml").read_text() == before

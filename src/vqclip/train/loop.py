@@ -32,7 +32,10 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     try:
         _call(callbacks, "on_train_start", training)
         writes = training.records.metrics is not None
-        with explain_worker_deaths(), ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar:
+        with (
+            explain_worker_deaths(),
+            ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
+        ):
             training.bar = bar
             for batch in training.clock.timed(batches):
                 training.batch = batch

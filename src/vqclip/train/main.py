@@ -60,7 +60,11 @@ def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary |
     if device.type == "cpu":
         keep_freed_memory()
     dist.init(device, config.run.timeout_s)
-    with LogFile(config.run.path, mask_credentials) as log, _stop_signals() as stop, progress.report_to(stop.raise_if_requested):
+    with (
+        LogFile(config.run.path, mask_credentials) as log,
+        _stop_signals() as stop,
+        progress.report_to(stop.raise_if_requested),
+    ):
         try:
             with RunLock(config.run.path) as lock:
                 return _run(config, device, lock, log, stop, callbacks)
