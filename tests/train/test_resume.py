@@ -319,9 +319,7 @@ def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypat
         train(TrainConfig.model_validate(tree))
     assert str(error.value).splitlines()[1:-1] == ["  train.batch_size: 12 in the checkpoint, 10 now"]
     tree["run"]["resume_allow"].append("train.batch")
-    with pytest.raises(
-        ConfigError, match=r"^run.resume_allow: got 'train.batch'; expected names .*train.batch_size"
-    ):
+    with pytest.raises(ConfigError, match=r"^run.resume_allow: got 'train.batch'; expected names .*train.batch_size"):
         train(TrainConfig.model_validate(tree))
     tree["run"]["resume_allow"][-1] = "train.batch_size"
     with caplog.at_level("WARNING"):
