@@ -29,8 +29,8 @@ def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], l
         monkeypatch.setattr(prepare, "_ROUND_S", 0.0)
         names = indexed(monkeypatch)
         meetings = []
-        agree = prepare._agree
-        monkeypatch.setattr(prepare, "_agree", lambda work: (meetings.append(1), agree(work))[1])
+        meet = dist.raise_on_all_ranks
+        monkeypatch.setattr(dist, "raise_on_all_ranks", lambda: (meetings.append(1), meet())[1])
         source = CaptionShardsConfig(path=str(folder / "shards"))
         prepare.prepare_sources([source])
         first = list(names)

@@ -242,7 +242,7 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
     for path, message in {
         tmp_path / "none": "no such file or folder; expected a tar, a folder of tars",
         tmp_path / "empty": "no *.tar in this folder (it is empty)",
-        folder.parent: "there are some in train: did you mean",
+        folder.parent: "found some in train: did you mean",
         f"{folder}/{{00000..00003}}.tar": f"2 of 4 shards are missing: {folder}/00002.tar, {folder}/00003.tar",
         f"{folder}/{{10..13}}.tar": "matches no file",
         f"{folder}/*.tgz": "matches no file",

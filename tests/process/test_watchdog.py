@@ -132,7 +132,6 @@ def test_the_last_collectives_are_remembered(ranks):
 
 
 def stops_on_one_rank(where):
-    from vqclip.data import prepare
     from vqclip.errors import StopRequested
     from vqclip.evaluation.share import Share
     from vqclip.process import progress
@@ -144,7 +143,8 @@ def stops_on_one_rank(where):
     with progress.report_to(leave):
         try:
             if where == "indexing":
-                prepare._agree(progress.heartbeat)
+                with dist.raise_on_all_ranks():
+                    progress.heartbeat()
             else:
                 with Share(dist.rank(), dist.world_size()).together():
                     progress.heartbeat()

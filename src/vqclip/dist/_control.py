@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from vqclip.dist._collectives import all_gather, reduce_
 from vqclip import errors
-from vqclip.dist._state import Group, control_device, is_distributed, is_main, run_collective, world_size
-from vqclip.errors import DistributedError, VqclipError
+from vqclip.dist._collectives import all_gather, reduce_
+from vqclip.dist._state import Group, control_device, is_distributed, is_main, rank, run_collective, world_size
+from vqclip.errors import DistributedError, StopRequested
 
 
 def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
@@ -27,7 +28,9 @@ def any_rank_each(flags: Sequence[bool | Tensor], group: Group = None) -> list[b
     mine = [bool(flag) for flag in flags]
     if not is_distributed(group):
         return mine
-    return [bool(each) for each in reduce_(torch.tensor(mine, device=control_device(group)).int(), "max", group).tolist()]
+    return [
+        bool(each) for each in reduce_(torch.tensor(mine, device=control_device(group)).int(), "max", group).tolist()
+    ]
 
 
 def barrier(group: Group = None) -> None:
@@ -83,14 +86,46 @@ def run_on_main(work: Callable[[], Any], group: Group = None) -> Any:
             result = work()
         except Exception as error:  # whatever it is, the others wait to hear of it
             failure = error
-    told = None if failure is None else [type(failure).__name__, str(failure)]
-    result, told = broadcast_json([result, told], group=group)
-    if failure is not None:
-        raise failure
-    if told is not None:
-        kind = getattr(errors, told[0], None)
-        raise kind(told[1]) if kind else DistributedError(f"rank 0 failed: {told[0]}: {told[1]}")
+    result, description = broadcast_json([result, _describe(failure)], group=group)
+    if description is not None:
+        raise failure or _rebuild(description, 0)
     return result
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
+    """Run the block on every rank; if it fails on one, raise on all of them instead of leaving the others waiting.
+
+    The block must not contain a collective.
+
+    Args:
+        group: The ranks that take part; all of them by default.
+
+    Raises:
+        StopRequested: On every rank, if one raised it.
+        VqclipError: What the first failed rank raised, on every rank; for an error of another kind, a DistributedError
+            that names it on the other ranks.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        failure = error
+    descriptions = gather_json(_describe(failure), group)
+    failed = [each for each in range(len(descriptions)) if descriptions[each] is not None]
+    if failed:
+        first = min(failed, key=lambda each: (descriptions[each][0] != StopRequested.__name__, each))
+        raise failure if failure and first == rank(group) else _rebuild(descriptions[first], first)
+
+
+def _describe(failure: Exception | None) -> list[str] | None:
+    return None if failure is None else [type(failure).__name__, str(failure)]
+
+
+def _rebuild(description: list[str], rank: int) -> Exception:
+    name, message = description
+    kind = getattr(errors, name, None)
+    return kind(message) if kind else DistributedError(f"rank {rank} failed: {name}: {message}")
 
 
 def gather_json(value: Any, group: Group = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""From what a user writes to a list of shards."""
+"""Find the shards that a user's paths name."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ _MAX_SHARDS = 10_000_000
 
 
 def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None) -> list[Shard]:
-    """All shards that the paths stand for, in the order given.
+    """Return all shards that the paths name, in the given order.
 
     Args:
-        paths: each a tar file, a folder (all ``*.tar`` right in it, sorted by name), a pattern with braces as
-            WebDataset writes it (``train/{00000..00041}.tar``; every file must exist), or a glob (``train/*.tar``).
-            The same as URLs; http and https cannot list, so there every shard is named. That shards at URLs exist shows
-            when they are fetched.
-        remote: how shards at URLs are fetched.
+        paths: each a tar file, a folder (all ``*.tar`` directly in it, sorted by name), a pattern with braces in
+            WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob (``train/*.tar``). URLs
+            work the same way, but http and https cannot list folders, so every shard must be named. Shards at URLs are
+            not checked until they are downloaded.
+        remote: how shards at URLs are downloaded.
 
     Raises:
-        DataError: one of them stands for nothing, a shard is missing or listed twice, or a protocol is not allowed.
+        DataError: a path names nothing or cannot be read, a shard is missing or listed twice, or a protocol is not
+            allowed.
     """
-    shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig())]
+    try:
+        shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig())]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
     seen: set[Shard] = set()
     for shard in shards:
         if printable(str(shard), one_line=True) != printable(str(shard)):
@@ -44,18 +48,18 @@ def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None)
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """``a{1,2}/{08..10}`` → ``a1/08 a1/09 a1/10 a2/08 ...``; nested braces are not understood.
+    """Expand braces: ``a{1,2}/{08..10}`` → ``a1/08 a1/09 a1/10 a2/08 ...``; nested braces are not supported.
 
     Raises:
         DataError: more than ten million results.
     """
-    parts = _BRACES.split(pattern)  # text, braces' content, text, ...
+    parts = _BRACES.split(pattern)  # text, content of braces, text, ...
     choices = [[part] if number % 2 == 0 else _choices(part) for number, part in enumerate(parts)]
     count = 1
     for choice in choices:
         count *= len(choice)
     if count > _MAX_SHARDS:
-        raise DataError(f"{display_url(pattern)}: stands for {count} shards; at most {_MAX_SHARDS} are allowed")
+        raise DataError(f"{display_url(pattern)}: names {count} shards; at most {_MAX_SHARDS} are allowed")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
@@ -101,7 +105,7 @@ def _find_local(path: str) -> list[Path]:
             "train/{00000..00041}.tar"
         )
     if len(missing) == len(names):
-        raise DataError(f"{path}: matches no file: there is neither {names[0].absolute()} nor any of the {len(names)}")
+        raise DataError(f"{path}: matches no file: none of the {len(names)} exists, such as {names[0].absolute()}")
     if missing:
         shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise DataError(f"{path}: {len(missing)} of {len(names)} shards are missing: {shown}")
@@ -113,7 +117,7 @@ def _tars_in(folder: Path) -> list[Path]:
     if not tars:
         files = sorted(file.name for file in folder.iterdir())
         below = sorted(file.parent.name for file in folder.glob("*/*.tar"))
-        hint = f"; there are some in {', '.join(dict.fromkeys(below))}: did you mean one of these?" if below else ""
-        shown = f"it holds {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}" if files else "it is empty"
+        hint = f"; found some in {', '.join(dict.fromkeys(below))}: did you mean one of these?" if below else ""
+        shown = f"it contains {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}" if files else "it is empty"
         raise DataError(f"{folder.absolute()}: no *.tar in this folder ({shown}){hint}")
     return tars
