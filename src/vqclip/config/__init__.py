@@ -1,8 +1,10 @@
-"""Configuration: YAML files and ``section.key=value`` overrides to typed sections; limits of sizes; JSON schema.
+"""Configuration: YAML files and ``section.key=value`` overrides to typed sections; size limits; JSON schema.
 
-After `vqclip.io`, which reads the files; before everything that has a section of its own.
+After `vqclip.io`, which reads the files; before every package that has a section of its own.
 """
 
-from vqclip.config.base import Config, did_you_mean, json_schema, load_config, suggest_keys, to_yaml
+from vqclip.config.base import Config, json_schema, to_yaml
+from vqclip.config.loading import load_config
+from vqclip.config.messages import did_you_mean, suggest_keys
 
 __all__ = ["Config", "did_you_mean", "json_schema", "load_config", "suggest_keys", "to_yaml"]

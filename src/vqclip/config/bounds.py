@@ -1,4 +1,4 @@
-"""How large a model may ask to be: far more than anybody trains, and less than a damaged number asks for."""
+"""Size limits for models: large enough for any real model, small enough to reject a corrupt configuration."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 MAX_WIDTH = 2**16
-"""Of features, channels and embeddings."""
+"""Most features or channels."""
 MAX_LAYERS = 2**10
-"""Of a transformer."""
+"""Most layers of a transformer."""
 MAX_CODEBOOKS = 2**16
-"""Ids a token."""
+"""Most codebooks, and so ids, of a token."""
 
 EmbedDim = Annotated[int, Field(ge=2, le=MAX_WIDTH)]
 """E, width of the joint embedding."""
 NumTokens = Annotated[int, Field(ge=1, le=2**20)]
-"""N, tokens a sample."""
+"""N, tokens of a sample."""

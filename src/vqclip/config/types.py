@@ -1,4 +1,4 @@
-"""What a schema says about one place in the tree: its type, its keys, its default, and how to put that in words."""
+"""Look up types, keys and limits in a schema, and describe them in words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place in a schema."""
+class SchemaLocation:
+    """Location in a schema, with its type."""
 
     path: KeyPath
-    """Key path without the labels that pydantic adds for members of unions."""
+    """Key path, without the labels that pydantic adds for members of unions."""
     annotation: Any = Any
     metadata: tuple[Any, ...] = ()
     owner: type[BaseModel] | None = None
@@ -29,7 +29,7 @@ class Place:
 
 
 def members(annotation: Any) -> list[Any]:
-    """The members of a union (null left out); of anything else, itself."""
+    """Return the members of a union without null; for any other annotation, the annotation."""
     annotation, _ = unwrap(annotation)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [found for member in typing.get_args(annotation) for found in members(member)]
@@ -37,7 +37,7 @@ def members(annotation: Any) -> list[Any]:
 
 
 def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes ``Annotated`` and named type aliases off; returns the bare annotation and the metadata."""
+    """Remove ``Annotated`` and named type aliases; return the bare annotation and the metadata."""
     metadata: tuple[Any, ...] = ()
     while True:
         if typing.get_origin(annotation) is Annotated:
@@ -50,14 +50,14 @@ def unwrap(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    """Whether the annotation is a section: a pydantic model."""
+    """Return whether the annotation is a section: a pydantic model."""
     # On Python 3.10 `tuple[int]` is an instance of `type`, but no class.
     is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
     return is_class and issubclass(annotation, BaseModel)
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The members of a union of sections by ``kind``; empty for anything else."""
+    """Return the members of a union of sections by ``kind``; empty for any other annotation."""
     found: dict[str, type[BaseModel]] = {}
     options = members(annotation)
     if len(options) < 2:
@@ -71,24 +71,24 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def model_of(annotation: Any, kind: Any) -> type[BaseModel] | None:
-    """The model that an annotation stands for, where a union is decided by `kind`."""
+    """Return the model of an annotation; in a union, the one of this `kind`."""
     options = members(annotation)
     if len(options) == 1:
         return options[0] if is_model(options[0]) else None
     return kinds_of(annotation).get(kind) if isinstance(kind, str) else None
 
 
-def step(place: Place, part: str | int) -> Place:
-    """One key or index further down; `place.annotation` must be no union (but may be optional)."""
+def descend(place: SchemaLocation, part: str | int) -> SchemaLocation:
+    """Return the location one key or index below; `place.annotation` must not be a union, except with null."""
     path = (*place.path, part)
     options = members(place.annotation)
     bare = options[0] if len(options) == 1 else Any
     if is_model(bare):
         field = bare.model_fields.get(str(part))
         if field is None:
-            return Place(path, owner=bare)
+            return SchemaLocation(path, owner=bare)
         inner, metadata = unwrap(field.annotation)
-        return Place(path, inner, (*field.metadata, *metadata), bare)
+        return SchemaLocation(path, inner, (*field.metadata, *metadata), bare)
     args = typing.get_args(bare)
     origin = typing.get_origin(bare)
     item: Any = Any
@@ -99,27 +99,27 @@ def step(place: Place, part: str | int) -> Place:
     elif isinstance(origin, type) and issubclass(origin, Sequence) and args:
         item = args[0]
     inner, metadata = unwrap(item)
-    return Place(path, inner, metadata)
+    return SchemaLocation(path, inner, metadata)
 
 
-def locate(schema: type[BaseModel], location: Sequence[str | int]) -> Place:
-    """Finds the place of a pydantic error.
+def locate(schema: type[BaseModel], location: Sequence[str | int]) -> SchemaLocation:
+    """Return the location of a pydantic error.
 
-    pydantic puts the name of the chosen member into the location of an error inside a union. Names of kinds are taken
-    out; inside any other union, where each member complains for itself, the place is the union.
+    Inside a union pydantic adds the name of the chosen member to the location of an error. Names of kinds are removed.
+    In any other union each member reports its own errors; the location is then that of the union.
     """
-    place = Place((), schema)
+    place = SchemaLocation((), schema)
     parts = list(location)
     while parts:
         if len(members(place.annotation)) > 1:
             kinds = kinds_of(place.annotation)
             if parts[0] not in kinds:
                 break
-            place = Place(place.path, kinds[str(parts.pop(0))], (), place.owner)
+            place = SchemaLocation(place.path, kinds[str(parts.pop(0))], (), place.owner)
             continue
         if parts[0] == "[key]":
             break
-        place = step(place, parts.pop(0))
+        place = descend(place, parts.pop(0))
     return place
 
 
@@ -127,7 +127,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """An annotation in words: ``an integer >= 2``, ``one of "fsq", "lfq"``."""
+    """Describe an annotation in words: ``an integer >= 2``, ``one of "fsq", "lfq"``."""
     annotation, inner = unwrap(annotation)
     limits = _limits((*metadata, *inner))
     return f"{_describe_bare(annotation)} {limits}".rstrip()
@@ -138,12 +138,12 @@ def _describe_bare(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         kinds = kinds_of(annotation)
         if kinds:
-            words = [f"a section whose kind is {quoted(list(kinds), 'or')}"]
+            words = [f"a section whose kind is {join_quoted(list(kinds), 'or')}"]
         else:
             words = [describe(arg) for arg in args if arg is not types.NoneType]
         return " or ".join(words + (["null"] if types.NoneType in args else []))
     if origin is Literal:
-        return f"one of {quoted(args)}" if len(args) > 1 else quoted(args)
+        return f"one of {join_quoted(args)}" if len(args) > 1 else join_quoted(args)
     if is_model(annotation):
         return f"a section with keys {', '.join(annotation.model_fields)}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -180,8 +180,8 @@ def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def quoted(values: Sequence[Any], last: str = ",") -> str:
-    """``"a", "b"``; strings in quotes, other values as YAML has them."""
+def join_quoted(values: Sequence[Any], last: str = ",") -> str:
+    """Return ``"a", "b"``: strings in quotes, other values as in YAML."""
     words = [f'"{value}"' if isinstance(value, str) else show(value) for value in values]
     if last == "," or len(words) < 2:
         return ", ".join(words)
@@ -189,6 +189,6 @@ def quoted(values: Sequence[Any], last: str = ",") -> str:
 
 
 def show(value: Any, limit: int = 80) -> str:
-    """A value for a message, as YAML has it, cut when it is long."""
+    """Return a value as in YAML for a message, shortened to ``limit`` characters."""
     text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,4 +1,4 @@
-"""YAML as configuration files need it: plain data with line numbers, and no surprises.
+"""Read and write YAML for configuration files: plain data with line numbers.
 
 Scalars follow the core schema of YAML 1.2: ``1e-4`` is a number, ``no``, ``on`` and ``12:30`` are strings. Only
 mappings, lists, strings, numbers, booleans and null exist: a tag cannot name a Python object, and the size, depth and
@@ -37,7 +37,7 @@ _RESOLVERS = (
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a file and line, or an override."""
+    """Place that a value comes from: a file and line, or an override."""
 
     source: str
     line: int | None = None
@@ -49,16 +49,16 @@ class Origin:
 
 @dataclass
 class Node:
-    """A value of a configuration together with the place it was written at."""
+    """A value of a configuration with its origin."""
 
     value: Any
     """A scalar, a ``list[Node]`` or a ``dict[str, Node]``."""
     origin: Origin
     is_default: bool = False
-    """Filled in from the schema, so that an override could change a part of it; nobody wrote it."""
+    """Whether the value is a default, added so that an override can change a part of it."""
 
     def plain(self) -> Any:
-        """The value as plain dicts, lists and scalars."""
+        """Return the value as plain dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -66,7 +66,7 @@ class Node:
         return self.value
 
     def child(self, part: str | int) -> Node | None:
-        """The value under a key or index, or None."""
+        """Return the value under a key or index, or None."""
         if isinstance(self.value, dict):
             return self.value.get(part)
         if isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
@@ -75,7 +75,7 @@ class Node:
 
 
 def node_from_plain(value: Any, origin: Origin, is_default: bool = False) -> Node:
-    """Wraps plain dicts, lists and scalars, all with the same origin."""
+    """Wrap plain dicts, lists and scalars, all with the same origin."""
     if isinstance(value, dict):
         value = {key: node_from_plain(child, origin, is_default) for key, child in value.items()}
     elif isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ class Problem:
 
 
 def path_text(path: tuple[str | int, ...]) -> str:
-    """Key path as users write it: ``quantizer.levels[2]``."""
+    """Return a key path as users write it: ``quantizer.levels[2]``."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -109,13 +109,13 @@ def path_text(path: tuple[str | int, ...]) -> str:
 
 
 class _TooMuch(Exception):
-    """More values or levels than any configuration has; carries the line, from 1, and the limit in words."""
+    """Limit of values or levels exceeded; its arguments are the line, from 1, and the limit in words."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; Python values are made by `_Reader`.
+    """YAML loader that composes nodes only; `_Reader` makes the Python values.
 
-    Stops at the limits, so that a large document costs neither the time nor the memory of composing it.
+    It stops at the limits, so that a large document takes neither time nor memory.
     """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
@@ -125,7 +125,7 @@ class _Loader(yaml.SafeLoader):
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """One node with all below it."""
+        """Compose a node and all nodes below it."""
         self._values += 1
         self._depth += 1
         if self._values > 2 * MAX_VALUES or self._depth > MAX_DEPTH + 2:  # keys count here, and not in `_Reader`
@@ -137,17 +137,17 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or 1.2 would read as something else than a string."""
+    """YAML dumper that quotes every string which YAML 1.1 or 1.2 would read as another type."""
 
     # Copied, so that the additions below stay here.
     yaml_implicit_resolvers = {first: list(rest) for first, rest in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        """Indents lists below their key."""
+        """Indent lists below their key."""
         super().increase_indent(flow, False)
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Writes a value that occurs twice, twice."""
+        """Write a value that occurs twice in full each time."""
         return True
 
 
@@ -171,7 +171,7 @@ _Dumper.add_representer(str, _represent_str)
 
 
 def dump_yaml(tree: Any) -> str:
-    """Plain data as YAML: order kept, short lists on one line."""
+    """Return plain data as YAML: in its order, short lists on one line."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -229,11 +229,11 @@ class _Reader:
 
 
 def _too_much(origin: Origin, limit: str) -> ConfigError:
-    return ConfigError(f"{origin}: more than {limit}; a configuration is smaller (look at its aliases)")
+    return ConfigError(f"{origin}: more than {limit}; a configuration is smaller (check its aliases)")
 
 
 def _scalar(tag: str, text: str) -> Any:
-    """Raises KeyError for an unknown tag, ValueError for a text that does not fit its tag."""
+    """Convert a scalar; KeyError for an unknown tag, ValueError for a text that does not fit its tag."""
     kind = tag.removeprefix(_TAG)
     if kind == "str":
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -255,17 +255,17 @@ def _scalar(tag: str, text: str) -> Any:
 def read_yaml(
     text: str, source: str, problems: list[Problem], *, path: tuple[str | int, ...] = (), is_override: bool = False
 ) -> Node:
-    """Reads one YAML document.
+    """Read one YAML document.
 
     Args:
         text: the document.
         source: its name in messages.
-        problems: what can be passed over (a duplicated key, a forbidden tag) is added here.
-        path: key path of the value that the document is.
-        is_override: the text is the value of an override, which has no line numbers.
+        problems: errors that do not end the reading (a duplicate key, a forbidden tag) are added here.
+        path: key path of the document in the whole configuration.
+        is_override: True if the text is the value of an override, which has no line numbers.
 
     Raises:
-        ConfigError: it is no YAML, or larger than any configuration.
+        ConfigError: the text is not valid YAML, or exceeds a limit.
     """
     origin = Origin(source, None, is_override)
     if len(text) > MAX_BYTES:

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from tests.config.schema import Bits, Needed, Tree
+from vqclip.config import Config, load_config, suggest_keys
+from vqclip.errors import ConfigError
+
+
+def test_every_problem_in_one_error_with_line_path_got_and_allowed(problems):
+    text = """\
+optim:
+  learning_rat: 1
+  betas: [1]
+  name: adam
+  warmup: 3
+layer:
+  kind: grit
+path: 3
+layers:
+- kind: grid
+  level: [1]
+- kind: several
+  layer:
+    kind: grid
+    levels: [8, 1]
+- bits: 3
+- 4
+weights: {a: .nan, b: x}
+"""
+    assert problems(text, "optim.fused=yes", "optm.x=1") == [
+        "c.yaml:1: optim.learning_rate: missing; expected a number > 0",
+        'c.yaml:2: optim.learning_rat: unknown key; did you mean "learning_rate"?',
+        "c.yaml:3: optim.betas[1]: missing; expected a number",
+        'c.yaml:4: optim.name: got \'adam\' (str); expected one of "adamw", "sgd"; did you mean "adamw"?',
+        "c.yaml:5: optim.warmup: got 3 (int); expected an even number",
+        'c.yaml:7: layer.kind: got \'grit\' (str); expected one of "grid", "bits", "several"; did you mean "grid"?',
+        "c.yaml:8: path: got 3 (int); expected a path or a list, each a path, or null",
+        'c.yaml:11: layers[0].level: unknown key; did you mean "levels"?',
+        "c.yaml:15: layers[1].layer.levels[1]: got 1 (int); expected an integer >= 2",
+        'c.yaml:16: layers[2].kind: missing; expected one of "grid", "bits", "several"',
+        'c.yaml:17: layers[3]: got 4 (int); expected a section whose kind is "grid", "bits" or "several"',
+        "c.yaml:18: weights.a: got nan (float); expected a finite number",
+        "c.yaml:18: weights.b: got 'x' (str); expected a number",
+        "override \"optim.fused=yes\": optim.fused: got 'yes' (str); expected true or false",
+        'override "optm.x=1": optm: unknown key; did you mean "optim"?',
+    ]
+
+
+def test_strange_key_lists_the_keys_of_that_member(problems):
+    (line,) = problems("layer: {kind: bits, zzz: 1}")
+    assert line == "c.yaml:1: layer.zzz: unknown key; expected one of kind, bits"
+
+
+def test_missing_section_names_the_file(problems):
+    (line,) = problems("", schema=Needed)
+    assert line == 'c.yaml: layer: missing; expected a section whose kind is "grid", "bits" or "several"'
+
+
+def test_missing_key_without_a_file():
+    with pytest.raises(ConfigError, match=r"^layer: missing; expected"):
+        load_config(Needed)
+
+
+def test_checks_across_keys_name_the_section(problems):
+    assert problems("optim:\n  learning_rate: 1\n  betas: [0.9, 0.1]\n") == ["c.yaml:1: optim: betas must not fall"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("layer: {kind: grid, levels: []}", "expected a list, each an integer >= 2, of length >= 1"),
+        ("layer: {kind: bits, bits: 63}", "expected an integer >= 1 and <= 62"),
+        ("optim: {learning_rate: 0}", "got 0 (int); expected a number > 0"),
+        ("optim: 3", "got 3 (int); expected a section with keys learning_rate, betas"),
+        ("optim: null", "got null; expected a section"),
+        ("layer: [1]", "got [1] (list); expected a section whose kind is"),
+        ("name: true", "got true (bool); expected a string"),
+        ("weights: {a: 1e999}", "expected a finite number"),
+        ("weights: [1]", "expected a mapping"),
+        ("name: [" + "abcdefgh, " * 100 + "]", "..."),
+    ],
+)
+def test_wording(problems, text, expected):
+    (line,) = problems(text)
+    assert expected in line
+    assert len(line) < 250
+
+
+def test_messages_cannot_steer_a_terminal_or_forge_lines(problems):
+    text = '"\\e[2Jx\\nc.yaml:9: forged": 1\nname: ["\\u202e"]\n'
+    lines = problems(text, "\x1b[2J=1", "optim.\u202e=2")
+    assert len(lines) == 4
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].startswith(r"c.yaml:1: \x1b[2Jx\nc.yaml:9: forged: unknown key")
+
+
+def test_messages_are_short(problems):
+    (line,) = problems("", "a" * 100_000 + "=1")
+    assert len(line) < 500
+    assert len(problems("\n".join(f"k{n}: 1" for n in range(3000)))) <= 202
+
+
+@pytest.mark.parametrize(
+    ("word", "paths"),
+    [
+        ("learning-rate", ["optim.learning_rate"]),
+        ("optim.fused", ["optim.fused"]),
+        ("learnin_rate", ["optim.learning_rate"]),
+        ("bits", ["layer.bits", "needed.bits"]),
+        ("nonsense", []),
+        ("-", []),
+        ("", []),
+    ],
+)
+def test_keys_that_a_word_may_stand_for(word, paths):
+    assert suggest_keys(Tree, word) == paths
+
+
+class Pairs(Config):
+    pairs: Annotated[tuple[Bits, ...], Field(min_length=2)]
+
+
+def test_a_wrong_element_does_not_make_the_list_too_short():
+    with pytest.raises(ConfigError) as error:
+        load_config(Pairs, overrides=["pairs=[{bits: 3}, {bits: 0}]"])
+    (line,) = str(error.value).splitlines()
+    assert "pairs[1].bits: got 0 (int)" in line
+    with pytest.raises(ConfigError) as error:
+        load_config(Pairs, overrides=["pairs=[{bits: 0}]"])
+    first, second = sorted(str(error.value).splitlines(), key=len)
+    assert "pairs[0].bits: got 0 (int)" in first
+    assert "of length >= 2" in second
