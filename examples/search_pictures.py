@@ -21,7 +21,7 @@ import vqclip
 from vqclip.data import EvalSet, decode_image
 from vqclip.data.images import ImageSource, open_images
 from vqclip.errors import VqclipError
-from vqclip.search import CodeIndex, CodeSearch, Found
+from vqclip.search import CodeIndex, CodeSearch, SearchResult
 from vqclip.search.page import Hit, page
 from vqclip.tokenizer import ImageTokenizer
 
@@ -35,7 +35,7 @@ def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
     return CodeIndex.build(tokenizer, ids, names)
 
 
-def hits(index: CodeIndex, found: Found, query: int, source: ImageSource) -> list[Hit]:
+def hits(index: CodeIndex, found: SearchResult, query: int, source: ImageSource) -> list[Hit]:
     """What was found for one query, with the pictures."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]

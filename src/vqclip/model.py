@@ -158,7 +158,7 @@ class CLIP(nn.Module):
         """
         opened = TokenizerFolder.open(find_folder(folder, revision))
         config = ModelConfig(
-            embed_dim=opened.stored("image").embed_dim,
+            embed_dim=opened.section("image").embed_dim,
             image=opened.tokenizer_config("image", ImageTokenizerConfig),
             text=opened.tokenizer_config("text", TextTokenizerConfig),
             temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers

@@ -75,9 +75,9 @@ def test_a_rank_ahead_is_no_foreign_folder(tmp_path: Path) -> None:
 def test_a_record_that_names_another_file_is_made_anew(tmp_path: Path) -> None:
     folder = TokenFolder(tmp_path, settings())
     folder.write(0, records(0, 2), 2, [], {})
-    assert folder.finished(0) is not None
+    assert folder.find_finished(0) is not None
     (tmp_path / "records" / "00001.json").write_bytes((tmp_path / "records" / "00000.json").read_bytes())
-    assert folder.finished(1) is None
+    assert folder.find_finished(1) is None
 
 
 def test_what_is_being_written_is_not_cleared(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from vqclip.io.files import read_bounded
 from vqclip.runlog.console import print_output
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
-from vqclip.search.scan import CodeSearch, Found
+from vqclip.search.scan import CodeSearch, SearchResult
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
@@ -216,7 +216,7 @@ def _read_image(path: Path) -> Tensor:
         raise DataError(f"{path}: {error}", error.kind) from error
 
 
-def _hits(index: CodeIndex, found: Found, images: str) -> list[Hit]:
+def _hits(index: CodeIndex, found: SearchResult, images: str) -> list[Hit]:
     """Return the results of the first query with their images; unusable images are left out, with a line on stderr.
 
     Raises:

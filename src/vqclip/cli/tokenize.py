@@ -19,7 +19,7 @@ from vqclip.errors import ConfigError
 from vqclip.io.json_files import problem_message
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
-from vqclip.tokenize_dataset.job import Done, Options, tokenize
+from vqclip.tokenize_dataset.job import Options, TokenizeResult, tokenize
 
 __all__ = ["main"]
 
@@ -160,7 +160,7 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
     return ClassShardsData(path=options.data[0], split=choose_split(options.data[0], options.split))
 
 
-def _summary(done: Done, out: Path) -> str:
+def _summary(done: TokenizeResult, out: Path) -> str:
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     rate = f", {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
     text = f"{who}{done.made} shards made{rate}, {done.found} were there" + (f"\n{who}{done.cut}" if done.cut else "")

@@ -1,11 +1,13 @@
-"""A tokenizer without this library: as a `torch.export` program, and as ONNX files for onnxruntime.
+"""Use a tokenizer without this library: as a `torch.export` program, or as ONNX files for onnxruntime.
 
     program = export_program(tokenizer, "embed")       # torch.export.ExportedProgram, any batch size
     export_onnx(tokenizer, "onnx")                     # encode.onnx, decode.onnx, embed.onnx, export.json
     runtime = OnnxTokenizer("onnx")                    # numpy in, numpy out; needs onnxruntime
-    verify("onnx", tokenizer, batches)                 # how often the ids are equal, and how far embeddings differ
+    verify("onnx", tokenizer, batches)                 # rate of equal ids, and largest difference of embeddings
 
 The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``vqclip export --help``.
+
+After `vqclip.tokenizer`, which it exports; before `vqclip.cli`.
 """
 
 from vqclip.export.agreement import Agreement, verify, verify_program

@@ -1,8 +1,8 @@
-"""How far an exported tokenizer agrees with the one it was made from.
+"""Compare an exported tokenizer with the original.
 
 Another runtime, or another batch size, adds numbers in another order, so features differ in their last bits. A feature
-that close to the border between two codes gets the other code. `Agreement.between_batches` says how often that happens
-between two batch sizes of the tokenizer itself.
+that close to the border between two codes gets the other code. `Agreement.between_batches` counts how often that
+happens between two batch sizes of the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ Method = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Agreement:
-    """How two ways of running one tokenizer agree on some inputs."""
+    """Comparison of two ways of running one tokenizer on the same inputs."""
 
     samples: int
     """Inputs compared."""
     ids: int
-    """Ids of the tokenizer, padding left out."""
+    """Ids of the tokenizer, without padding."""
     differing_ids: int
-    """Of them, those that the other way gives otherwise."""
+    """Ids for which the other way returns another value."""
     differing_samples: int
     """Samples with such an id."""
     between_batches: int
-    """Ids that the tokenizer itself gives otherwise when every batch comes in two halves."""
+    """Ids that change in the tokenizer itself when every batch is split into two halves."""
     vectors: float
-    """Largest difference of any number of `decode`, from equal ids."""
+    """Largest absolute difference of `decode`, from equal ids."""
     embeddings: float
-    """Largest difference of any number of `embed`, from equal ids."""
+    """Largest absolute difference of `embed`, from equal ids."""
 
     @property
     def rate(self) -> float:
-        """Share of equal ids; 1 where there are none."""
+        """Fraction of equal ids; 1 if there are no ids."""
         return 1 - self.differing_ids / max(1, self.ids)
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class Agreement:
 
 
 def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """Compare ONNX files, run by onnxruntime, with the tokenizer that they were made from.
+    """Compare ONNX files, run by onnxruntime, with the original tokenizer.
 
     Args:
-        folder: what `export_onnx` wrote.
-        tokenizer: the same, in evaluation mode.
-        batches: inputs as ``tokenizer.preprocess`` makes them, stacked: any number of batches of any size.
+        folder: folder that `export_onnx` wrote.
+        tokenizer: the original, in evaluation mode.
+        batches: stacked inputs from ``tokenizer.preprocess``: any number of batches of any size.
 
     Raises:
         CheckpointError: the files are damaged, or made from another tokenizer.
@@ -77,7 +77,7 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
     if runtime.info.get("tokenizer_sha256") != ours:
         raise CheckpointError(
             f"{Path(folder) / INFO_FILE}: made from the tokenizer {runtime.info.get('tokenizer_sha256')}, expected "
-            f"{ours}, the one that is given; export it anew"
+            f"{ours}, the given one; export it again"
         )
 
     def method(part: Part) -> Method:
@@ -88,7 +88,7 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
 
 
 def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
-    """`verify` for the programs of `export_program`, made for it."""
+    """Compare the programs of `export_program` with the original tokenizer; see `verify`."""
     return _compare(tokenizer, batches, {part: export_program(tokenizer, part).module() for part in PARTS})
 
 
@@ -115,12 +115,12 @@ def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[
 
 
 def _distance(part: Part, theirs: Tensor, ours: Tensor) -> float:
-    """The largest difference of any number; Python's ``max`` would pass over NaN, so it must not come so far."""
+    """Return the largest absolute difference; raise NonFiniteError for NaN, which Python's ``max`` would ignore."""
     distance = float((theirs - ours).abs().max())
     if not math.isfinite(distance):
         bad = {name: int((~each.isfinite()).sum()) for name, each in (("exported", theirs), ("tokenizer", ours))}
         raise NonFiniteError(
-            f"{part}: got {bad['exported']} of {theirs.numel()} numbers NaN or infinite from what was exported and "
+            f"{part}: got {bad['exported']} of {theirs.numel()} numbers NaN or infinite from the export and "
             f"{bad['tokenizer']} from the tokenizer, expected finite ones; such an export must not be used"
         )
     return distance

@@ -1,8 +1,8 @@
-"""Operators of float64 in terms of those that onnxruntime has for it, with all their digits.
+"""Operators of float64, in full precision, in terms of those that onnxruntime supports in float64.
 
-It lacks convolutions, norms of groups and erf, and where ONNX has an attribute, such as a norm's epsilon or the scale
-of attention, it is a float32. Each function is a decomposition for `ExportedProgram.run_decompositions`; none runs in
-torch's own float64.
+It lacks convolutions, group norms and erf, and attributes in ONNX, such as the epsilon of a norm or the scale of
+attention, are float32. Each function is a decomposition for `ExportedProgram.run_decompositions`; torch itself never
+runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["DECOMPOSITIONS"]
 
 _NODES = 20
-"""Of the quadrature of erf, which is then good to 2e-14."""
+"""Nodes of the quadrature of erf; its error is then 2e-14."""
 
 
 def _conv2d(
@@ -30,7 +30,7 @@ def _conv2d(
     dilation: list[int] | int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """One matrix product of the filters and the windows of every place."""
+    """Compute a convolution as one matrix product of the filters and all windows."""
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
     filters, *window = weight.shape
     x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
@@ -46,7 +46,7 @@ def _conv2d(
 
 
 def _places(size: int, window: int, stride: int, dilation: int) -> Tensor:
-    """``(window, steps)``: what lies under each element of the window at each of its steps."""
+    """Return ``(window, steps)``: the index under each element of the window at each step."""
     steps = (size - dilation * (window - 1) - 1) // stride + 1
     return dilation * torch.arange(window)[:, None] + stride * torch.arange(steps)
 
@@ -65,7 +65,7 @@ def _group_norm(
 ) -> Tensor:
     channels = (-1, *[1] * (x.ndim - 2))
     weight, bias = (each if each is None else each.reshape(channels) for each in (weight, bias))
-    return _affine(_standardised(x.reshape(x.shape[0], groups, -1), eps).reshape(x.shape), weight, bias)
+    return _affine(_standardise(x.reshape(x.shape[0], groups, -1), eps).reshape(x.shape), weight, bias)
 
 
 def _layer_norm(
@@ -76,11 +76,11 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    return _affine(_standardised(x.flatten(-len(shape)), eps).reshape(x.shape), weight, bias)
+    return _affine(_standardise(x.flatten(-len(shape)), eps).reshape(x.shape), weight, bias)
 
 
-def _standardised(x: Tensor, eps: float) -> Tensor:
-    """Over the last dimension."""
+def _standardise(x: Tensor, eps: float) -> Tensor:
+    """Bring the last dimension to mean 0 and variance 1."""
     centred = x - x.mean(dim=-1, keepdim=True)
     return centred / (centred.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
@@ -101,7 +101,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Of a tower in evaluation mode: without dropout, and no query without keys."""
+    """Compute attention in evaluation mode: without dropout, and every query has a key."""
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -111,7 +111,7 @@ def _attention(
 
 
 def _erf(x: Tensor) -> Tensor:
-    """``2 x / √π ∫₀¹ exp(-x² t²) dt`` by Gauss-Legendre quadrature; beyond 6 erf is 1 in float64."""
+    """Compute ``2 x / √π ∫₀¹ exp(-x² t²) dt`` by Gauss-Legendre quadrature; beyond 6, erf is 1 in float64."""
     x = x.clamp(-6, 6)
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
     terms = (float(w) * torch.exp(-((x * float(t)) ** 2)) for t, w in zip((nodes + 1) / 2, weights / 2, strict=True))
@@ -135,4 +135,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.gelu.default: _gelu,
     torch.ops.aten.erf.default: _erf,
 }
-"""Operator → what it is made of, for graphs in float64."""
+"""Operator → decomposition, for graphs in float64."""

@@ -1,6 +1,6 @@
 """A part of a tokenizer as a graph of torch operators, by `torch.export`.
 
-Shapes: B samples, N tokens, C codebooks (DESIGN section 2).
+Shapes: B samples, N tokens, C codebooks.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ AnyTokenizer = ImageTokenizer | TextTokenizer
 Part = Literal["encode", "decode", "embed"]
 """Exported methods of a tokenizer.
 
-- encode: what `preprocess` makes → ids.
+- encode: outputs of `preprocess` → ids.
 - decode: ids → vectors.
 - embed: ids → joint embedding.
 """
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Every part, in the order in which they are exported."""
+"""All parts, in the order of export."""
 
 _EXAMPLES = 3
-"""Not 1, which a graph could take for a constant."""
+"""Batch size of example inputs; not 1, which a graph could take for a constant."""
 _MOST = 2**20
-"""The largest batch."""
+"""Largest batch size."""
 
 
 class _Method(nn.Module):
-    """One method of a tokenizer as a module's forward, which is what `torch.export` takes."""
+    """One method of a tokenizer as a module, for `torch.export`."""
 
     def __init__(self, tokenizer: AnyTokenizer, name: str):
         super().__init__()
         self.tokenizer, self.name = tokenizer, name
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The method of that name."""
+        """Call the method."""
         method = getattr(self.tokenizer, self.name)
         return method(inputs)
 
 
 def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
-    """A part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
+    """Export a part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
 
-    The graph has the tokenizer's weights, in their type, on their device. Its inputs are those of the method of that
-    name, with one restriction for each kind:
+    The graph has the tokenizer's weights, in their dtype, on their device. It takes the inputs of the method of that
+    name, with these restrictions:
 
     - pixels ``(B, 3, H, W)`` must be uint8;
-    - token numbers ``(B, N)`` and ids ``(B, N, C)`` int64 must have all N positions, padding included.
+    - token numbers ``(B, N)`` and ids ``(B, N, C)`` int64 must have all N positions, with padding.
 
-    Values are not looked at: a number outside the vocabulary or an id outside its codebook gives no clear error.
+    Values are not checked: a number outside the vocabulary or an id outside its codebook gives no clear error.
 
     Args:
-        tokenizer: is put into evaluation mode for the time of the export.
-        part: which part.
+        tokenizer: the tokenizer; in evaluation mode during the export.
+        part: the part.
 
     Raises:
-        ConfigError: there is no such part, or the tokenizer has no codes.
+        ConfigError: an unknown part, or a tokenizer without codes.
     """
     if part not in PARTS:
         raise ConfigError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
@@ -83,7 +83,7 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
 
 
 def example_inputs(tokenizer: AnyTokenizer, part: Part, count: int = _EXAMPLES) -> Tensor:
-    """What a part takes: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or the first codes."""
+    """Return inputs of a part: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or id 0."""
     device = tokenizer.device
     if part in ("decode", "embed"):
         shape = (count, tokenizer.num_tokens, len(tokenizer.codebook_sizes))

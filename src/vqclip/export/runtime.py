@@ -1,4 +1,4 @@
-"""A tokenizer from its ONNX files: numpy in, numpy out, no torch in between."""
+"""Run a tokenizer from its ONNX files: numpy in, numpy out, without torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["OnnxTokenizer"]
 
 
 class OnnxTokenizer:
-    """The files of `export_onnx`, run by onnxruntime. Every byte of them is compared with its hash first.
+    """The files of `export_onnx`, run by onnxruntime. Every byte is compared with its checksum first.
 
     Args:
-        folder: what `export_onnx` wrote.
-        threads: of onnxruntime within an operator; None for its default.
-        providers: onnxruntime's, the first that is there for an operator counts.
+        folder: folder that `export_onnx` wrote.
+        threads: threads of onnxruntime within an operator; None for its default.
+        providers: execution providers of onnxruntime, in order of preference.
 
     Attributes:
-        info: what ``export.json`` holds besides format and versions.
-        precision: ``"fp32"`` or ``"fp64"``: what the graphs compute in.
+        info: content of ``export.json`` without format and versions.
+        precision: ``"fp32"`` or ``"fp64"``: precision of the graphs.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -39,7 +39,7 @@ class OnnxTokenizer:
         folder = Path(folder)
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
-        self.precision = self.info.get("precision", "fp32")  # earlier exports do not say
+        self.precision = str(self.info.get("precision"))
         available = runtime.get_available_providers()
         if unknown := [name for name in providers if name not in available]:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")
@@ -50,7 +50,7 @@ class OnnxTokenizer:
         self._sessions: dict[Part, Any] = {}
         for part in PARTS:
             path = folder / f"{part}.onnx"
-            verify_file(path, _facts(folder, self.info, part), INFO_FILE)
+            verify_file(path, _file_digest(folder, self.info, part), INFO_FILE)
             try:
                 self._sessions[part] = runtime.InferenceSession(
                     str(path), _options(runtime, self.precision, threads), providers=list(providers)
@@ -61,27 +61,28 @@ class OnnxTokenizer:
             _require_outputs(path, self._sessions[part], part)
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
-        """Pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 → ids ``(B, N, C)`` int64.
+        """Encode pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 to ids ``(B, N, C)`` int64.
 
         Raises:
-            ShapeError: inputs of another shape or dtype than ``export.json`` says, or without a sample.
+            ShapeError: inputs of another shape or dtype than ``export.json`` says, or an empty batch.
             BackendError: onnxruntime fails.
         """
         return self._run("encode", inputs)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → vectors ``(B, N, D)``, float32 or float64.
+        """Decode ids ``(B, N, C)`` int64 to vectors ``(B, N, D)``, float32 or float64.
 
         Raises:
-            ShapeError, BackendError: as `encode`; the former for ids outside of their codebook, too.
+            ShapeError: see `encode`; also for ids outside of their codebook.
+            BackendError: onnxruntime fails.
         """
         return self._run("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Ids ``(B, N, C)`` int64 → joint embedding ``(B, E)``, float32 or float64, unit-norm.
+        """Embed ids ``(B, N, C)`` int64: joint embedding ``(B, E)``, float32 or float64, unit-norm.
 
         Raises:
-            ShapeError, BackendError: as `decode`.
+            ShapeError, BackendError: see `decode`.
         """
         return self._run("embed", ids)
 
@@ -115,7 +116,7 @@ def _options(runtime: Any, precision: str, threads: int | None) -> Any:
     options = runtime.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    if precision == "fp64":  # operators would be fused into some with attributes, which are float32
+    if precision == "fp64":  # operators would be fused into ones with float32 attributes
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
@@ -123,7 +124,7 @@ def _options(runtime: Any, precision: str, threads: int | None) -> Any:
 def _read_info(folder: Path) -> dict[str, Any]:
     path = folder / INFO_FILE
     try:
-        return read_versioned(path, VERSIONS, "export it anew")
+        return read_versioned(path, VERSIONS, "export it again")
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); vqclip.export.export_onnx writes it"
@@ -131,21 +132,21 @@ def _read_info(folder: Path) -> dict[str, Any]:
 
 
 def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[int, ...], str]:
-    """Name, shape without the batch, and dtype of what goes into a part."""
+    """Return name, shape without the batch, and dtype of the input of a part."""
     try:
-        ((name, facts),) = info["parts"][part]["inputs"].items()
-        shape, dtype = facts["shape"], facts["dtype"]
+        ((name, tensor),) = info["parts"][part]["inputs"].items()
+        shape, dtype = tensor["shape"], tensor["dtype"]
         if not all(type(size) is int for size in shape[1:]) or not isinstance(dtype, str):
             raise ValueError(f"shape {shape!r}, dtype {dtype!r}")
         return name, tuple(shape[1:]), dtype
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / INFO_FILE}: does not say what goes into {part}.onnx ({error!r}); export it anew"
+            f"{folder / INFO_FILE}: does not describe the input of {part}.onnx ({error!r}); export it again"
         ) from error
 
 
 def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
-    """``(C,)`` uint64: K of each codebook."""
+    """Return ``(C,)`` uint64: K of each codebook."""
     try:
         if not all(type(size) is int for size in info["codebook_sizes"]):
             raise ValueError(f"{info['codebook_sizes']!r}, expected whole numbers")
@@ -154,26 +155,26 @@ def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) 
             raise ValueError(f"shape {sizes.shape}, expected {shape}")
         return sizes
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: does not say how large the codebooks are ({error!r})") from error
+        raise CheckpointError(f"{folder / INFO_FILE}: does not give the codebook sizes ({error!r})") from error
 
 
 def _require_inputs(path: Path, session: Any, stated: tuple[str, tuple[int, ...], str]) -> None:
-    """Raises CheckpointError for a graph that takes something else than what `INFO_FILE` says."""
+    """Check that a graph takes the inputs in `INFO_FILE`; raise CheckpointError otherwise."""
     found = [(each.name, tuple(each.shape[1:]), each.type) for each in session.get_inputs()]
     name, shape, dtype = stated
     if found != [(name, shape, f"tensor({dtype})")]:
-        raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it anew")
+        raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it again")
 
 
 def _require_outputs(path: Path, session: Any, part: Part) -> None:
-    """Raises CheckpointError for a graph that gives something else than its part should."""
+    """Check that a graph has the output of its part; raise CheckpointError otherwise."""
     found = [each.name for each in session.get_outputs()]
     if found != [OUTPUTS[part]]:
-        raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it anew")
+        raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it again")
 
 
-def _facts(folder: Path, info: dict[str, Any], part: Part) -> FileDigest:
+def _file_digest(folder: Path, info: dict[str, Any], part: Part) -> FileDigest:
     try:
         return FileDigest(**info["parts"][part]["file"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: does not say what {part}.onnx should be") from error
+        raise CheckpointError(f"{folder / INFO_FILE}: does not contain the digest of {part}.onnx") from error

@@ -1,4 +1,4 @@
-"""The parts of a tokenizer as ONNX files, with a small JSON beside them that says what goes in and comes out."""
+"""Export the parts of a tokenizer as ONNX files, with a JSON file that describes their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ INFO_FILE = "export.json"
 VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64"}
 _OPSET = 18
-"""The first with bitwise operators, which read binary codes."""
+"""The first opset with bitwise operators, which binary codes need."""
 OUTPUTS: dict[Part, str] = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
-"""None is the name of an operator (such as embedding), after which nodes inside a graph are called."""
+"""Names of the outputs; none equals an operator's name (such as embedding), which nodes inside a graph have."""
 
 
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
-    Inputs are as in `export_program`. An export that lies there already stays until the new one is whole, and is then
-    renamed away. A kill between the two renames leaves no export at ``folder`` but the former one beside it; the next
-    call puts that back first (`vqclip.io.atomic.replace_folder`).
+    Inputs are those of `export_program`. An existing export is replaced atomically
+    (`vqclip.io.atomic.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.
-        folder: where to.
+        folder: the folder to write.
 
     Returns:
         The folder.
 
     Raises:
         ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are neither in
-            float32 nor in float64 on the CPU, or the folder holds something else.
+            float32 nor in float64 on the CPU, or the folder contains something else.
     """
     folder = Path(folder)
     require_replaceable(folder, INFO_FILE)
@@ -109,7 +108,7 @@ def _input(part: Part) -> str:
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """``aten.median`` by sorting, which ONNX knows."""
+    """Compute ``aten.median`` by sorting, which ONNX supports."""
     ordered, index = x.sort(dim=dim)
     middle = (x.shape[dim] - 1) // 2
     values, places = ordered.narrow(dim, middle, 1), index.narrow(dim, middle, 1)
@@ -117,17 +116,17 @@ def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]
 
 
 def _shift_right(x: Any, by: Any) -> Any:
-    """``x >> by`` of int64: ONNX shifts unsigned integers only. Of -1, an absent id, no bit is looked at."""
+    """Compute ``x >> by`` of int64: ONNX shifts only unsigned integers. The bits of -1, an absent id, are not used."""
     from onnxscript import opset18
 
-    op: Any = opset18  # its types are of operators, not of what they are given here
+    op: Any = opset18  # its annotations do not fit this use
     unsigned = 13  # ONNX's number of uint64
     signed = 7  # and of int64
     return op.Cast(op.BitShift(op.Cast(x, to=unsigned), op.Cast(by, to=unsigned), direction="RIGHT"), to=signed)
 
 
 def _scalar(value: float, dtype: int, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
-    """A number of a type; the exporter's own translation rounds it to float32 on the way to float64."""
+    """Make a constant; the exporter's own translation would round it to float32 on the way to float64."""
     from onnxscript import ir, opset18
 
     op: Any = opset18
@@ -135,7 +134,7 @@ def _scalar(value: float, dtype: int, layout: str = "", device: str = "", pin_me
 
 
 def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedProgram]) -> dict[str, Any]:
-    """What ``export.json`` holds; a ``null`` in a shape is the batch."""
+    """Return the content of ``export.json``; a ``null`` in a shape is the batch size."""
     return {
         **VERSIONS,
         "vqclip": __version__,
@@ -167,7 +166,7 @@ def _tensor_info(tensor: Tensor) -> dict[str, Any]:
 
 
 def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:
-    """What is to be done before ``encode.onnx``, for whoever does it in another language."""
+    """Describe the preprocessing before ``encode.onnx``, for implementations in other languages."""
     if isinstance(tokenizer, ImageTokenizer):
         return {
             "kind": "image",

@@ -1,12 +1,14 @@
 """Ids for language models: the codes of one or both tokenizers as numbers of one vocabulary, and back.
 
-Three layouts, each exact both ways, with -1 (padding, dropped stages) as well:
+Three layouts, each exactly invertible, also for -1 (padding, dropped stages):
 
 - `FlatCodes`: one sequence of N·C ids a sample, every codebook in a range of its own.
-- `DelayedCodes`: C streams side by side, each one step later than the one before (MusicGen).
-- `Vocabulary`: `FlatCodes` of images and texts behind a language model's own ids, with marks of begin, end, padding.
+- `DelayedCodes`: C streams side by side, each one step later than the previous one (MusicGen).
+- `Vocabulary`: `FlatCodes` of images and texts after a language model's own ids, with begin, end and padding marks.
 
-`resize` makes room for them in a table of embeddings.
+`resize` adds rows for them to an embedding table.
+
+After `vqclip.nn`, whose input checks it uses; before `vqclip.tokenizer`, whose `to_vocabulary` uses it.
 
 Shapes: B samples, N tokens, C codebooks, K codes, H width of a language model's embeddings.
 """

@@ -1,4 +1,4 @@
-"""What a vocabulary refuses."""
+"""Checks of the arguments of vocabularies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.inputs import to_int64
 
 INT64_IDS = 2**63
-"""Ids that int64 can count."""
+"""Number of ids from 0 that int64 has."""
 
 
 def require_codebooks(sizes: Sequence[int]) -> None:
-    """Raises ConfigError where there is no codebook, or one without codes."""
+    """Check that there is a codebook, and none is empty; raise ConfigError otherwise."""
     if not sizes or min(sizes) < 1:
         raise ConfigError(
             f"codebook sizes: got {tuple(sizes)}, expected at least one codebook of at least one code: a tokenizer's "
@@ -24,22 +24,22 @@ def require_codebooks(sizes: Sequence[int]) -> None:
 
 
 def require_room(sizes: Sequence[int], offset: int) -> None:
-    """Raises ConfigError where ids from ``offset`` on, one a code of all codebooks, do not fit int64."""
+    """Check that ids from ``offset``, one for each code, fit int64; raise ConfigError otherwise."""
     if offset < 0:
         raise ConfigError(f"offset: got {offset}, expected 0 or more")
     if offset + sum(sizes) > INT64_IDS:
         raise ConfigError(
-            f"vocabulary: {len(sizes)} codebooks of together {sum(sizes)} codes from {offset} on do not fit int64 ids "
-            f"(at most {INT64_IDS}); train a Product of smaller codebooks, or use DelayedCodes, whose streams count "
-            "for themselves"
+            f"vocabulary: {len(sizes)} codebooks of together {sum(sizes)} codes from id {offset} do not fit int64 ids "
+            f"(at most {INT64_IDS}); train a Product of smaller codebooks, or use DelayedCodes, whose streams have "
+            "ids of their own"
         )
 
 
 def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
-    """Integers of any type as int64.
+    """Return integers of any type as int64.
 
     Raises:
-        ShapeError: for anything but a tensor of integers with ``ndim`` axes; ``shape`` is what is expected.
+        ShapeError: for anything but a tensor of integers with ``ndim`` axes; ``shape`` describes what is expected.
     """
     if not isinstance(ids, Tensor):
         raise ShapeError(
@@ -51,7 +51,7 @@ def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
 
 
 def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Ids ``(B, N, C)`` of a tokenizer as int64.
+    """Return ids ``(B, N, C)`` of a tokenizer as int64.
 
     Raises:
         ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -65,7 +65,7 @@ def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def require_all(good: Tensor, ids: Tensor, name: str, expected: Sequence[str]) -> None:
-    """Raises ShapeError for the first id that is not ``good``; ``expected``: in words, for each of the last axis."""
+    """Raise ShapeError for the first id that is not ``good``; ``expected`` describes good ids of each codebook."""
     if not bool(good.all()):
         place = [int(index) for index in (~good).nonzero()[0]]
         got = int(ids[tuple(place)])

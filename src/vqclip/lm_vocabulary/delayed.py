@@ -1,4 +1,4 @@
-"""C streams side by side, each one step later than the one before."""
+"""C streams side by side, each one step later than the previous one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from vqclip.lm_vocabulary.checks import INT64_IDS, require_all, require_codebook
 class DelayedCodes:
     """Ids ``(B, N, C)`` as C streams of N + C - 1 steps (the delay pattern: MusicGen, Copet et al. 2023).
 
-    At step t stream c holds the code of token t - c, so that a model that predicts all streams of a step at once still
-    sees codebooks 0 to c - 1 of a token when it comes to codebook c. A sample takes N + C - 1 steps and not N·C. The
-    ids of each stream are those of its codebook; `pad` stands where a stream has not begun or is over, and for -1.
+    At step t stream c contains the code of token t - c, so that a model that predicts all streams of a step at once
+    still sees codebooks 0 to c - 1 of a token when it predicts codebook c:
+
+        step       0    1    2    3
+        stream 0   a0   b0   c0   pad
+        stream 1   pad  a1   b1   c1
+
+    A sample takes N + C - 1 steps instead of N·C. The ids of each stream are those of its codebook; `pad` fills the
+    steps before and after a stream, and replaces -1.
 
     Args:
         codebook_sizes: K of each codebook.
@@ -39,16 +45,16 @@ class DelayedCodes:
 
     @property
     def pad(self) -> int:
-        """The id after the last of the largest codebook, for all streams alike."""
+        """The id after the last one of the largest codebook, the same for all streams."""
         return max(self.codebook_sizes)
 
     @property
     def size(self) -> int:
-        """Ids of a stream, `pad` among them: rows that each stream's table of embeddings needs."""
+        """Ids of a stream, including `pad`: rows that each stream's embedding table needs."""
         return self.pad + 1
 
     def to_vocabulary(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` of a tokenizer → ``(B, N + C - 1, C)`` int64.
+        """Turn ids ``(B, N, C)`` of a tokenizer into ``(B, N + C - 1, C)`` int64.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -61,7 +67,7 @@ class DelayedCodes:
         return streams
 
     def from_vocabulary(self, streams: Tensor) -> Tensor:
-        """What `to_vocabulary` was given: ``(B, N + C - 1, C)`` integers → ``(B, N, C)`` int64.
+        """Invert `to_vocabulary`: ``(B, N + C - 1, C)`` integers → ``(B, N, C)`` int64.
 
         Raises:
             ShapeError: for another shape or dtype, an id outside its codebook, or one where a stream must be padded.

@@ -1,4 +1,4 @@
-"""Room for new ids in a table of embeddings, and where their rows begin."""
+"""Rows for new ids in an embedding table."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from vqclip.errors import ShapeError
 
 MAX_ROWS = 2**22
-"""More rows are refused: at a width of 1,024 they would take 16 GiB in float32."""
+"""Largest number of rows: at a width of 1,024 they would take 16 GiB in float32."""
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @torch.no_grad()
 def mean_rows(table: Tensor, count: int, seed: int, spread: float = 0.1) -> Tensor:
-    """Rows around the mean of those that there are, so that nothing new is more likely than what was learned.
+    """Draw rows around the mean of the existing ones, so that no new id is more likely than learned ones.
 
     Args:
         table: ``(V, H)`` embeddings.
-        count: rows to make.
-        seed: key of the draws.
-        spread: deviation of a row from the mean, as a share of the table's own.
+        count: number of rows.
+        seed: seed of the draws.
+        spread: deviation of a row from the mean, as a fraction of the table's own.
 
     Returns:
-        ``(count, H)`` in the type of ``table`` and where it is.
+        ``(count, H)`` in the dtype and on the device of ``table``.
 
     Raises:
-        ShapeError: more than `MAX_ROWS`, or ``table`` is no matrix.
+        ShapeError: more than `MAX_ROWS`, or ``table`` is not a matrix.
     """
     require_rows(count)
     mean, deviation = _moments(table)
@@ -40,20 +40,20 @@ def mean_rows(table: Tensor, count: int, seed: int, spread: float = 0.1) -> Tens
 
 @torch.no_grad()
 def projected_rows(table: Tensor, codebook: Tensor, seed: int) -> Tensor:
-    """Rows from a codebook by a random projection, which keeps the distances between codes (Johnson–Lindenstrauss).
+    """Project a codebook randomly to rows, which nearly keeps the distances between codes (Johnson–Lindenstrauss).
 
-    The codebook is centred, brought to unit size, projected, and given the table's mean and deviation.
+    The codebook is centred, scaled to unit size, projected, and given the table's mean and deviation.
 
     Args:
         table: ``(V, H)`` embeddings.
         codebook: ``(K, d)``, one row a code.
-        seed: key of the projection.
+        seed: seed of the projection.
 
     Returns:
-        ``(K, H)`` in the type of ``table`` and where it is.
+        ``(K, H)`` in the dtype and on the device of ``table``.
 
     Raises:
-        ShapeError: ``codebook`` is no matrix.
+        ShapeError: ``codebook`` is not a matrix.
     """
     if codebook.ndim != 2:
         raise ShapeError(f"codebook: got shape {tuple(codebook.shape)}, expected (K, d): one row a code")
@@ -67,16 +67,16 @@ def projected_rows(table: Tensor, codebook: Tensor, seed: int) -> Tensor:
 
 
 def require_rows(count: int) -> None:
-    """Raises ShapeError for more rows than a table may have, before any is made."""
+    """Check the number of rows of a table before they are made; raise ShapeError if it is too large."""
     if not 0 <= count <= MAX_ROWS:
         raise ShapeError(
             f"rows: got {count} in all, expected at most {MAX_ROWS}; a Product of smaller codebooks needs fewer ids "
-            "for as many bits"
+            "for the same number of bits"
         )
 
 
 def _moments(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of the rows, ``(H,)``, and the root mean square of what is left, ``()``; in float64 on the CPU."""
+    """Return the mean ``(H,)`` of the rows and their RMS deviation ``()``, in float64 on the CPU."""
     if table.ndim != 2 or not len(table):
         raise ShapeError(f"table: got shape {tuple(table.shape)}, expected (V, H) with at least one row")
     rows = table.detach().cpu().double()
@@ -85,20 +85,20 @@ def _moments(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
-    """Make room for new ids: what stands before ``start`` stays, bit for bit, then come ``rows``.
+    """Resize an embedding table: rows before ``start`` stay, bit for bit, and ``rows`` follow.
 
     Args:
         module: an ``nn.Embedding``, or a language model with ``resize_token_embeddings``, ``get_input_embeddings`` and
-            ``get_output_embeddings`` as those of Hugging Face have them. The rows of an output layer that has a weight
-            of its own get the same first values.
-        start: the first new id, such as `Vocabulary.offset`; at most the number of rows that there are.
+            ``get_output_embeddings``, as in Hugging Face. The new rows of an output layer with a weight of its own get
+            the same values.
+        start: the first new id, such as `Vocabulary.offset`; at most the current number of rows.
         rows: ``(count, H)``, such as `Vocabulary.rows`.
 
     Returns:
         A new ``nn.Embedding`` of the same settings, or the model itself, changed.
 
     Raises:
-        ShapeError: rows of another width, too many of them, a ``start`` that leaves a gap or would cut rows off behind
+        ShapeError: rows of another width, too many of them, a ``start`` that leaves a gap or would cut off rows after
             the new ones, or a module that is neither.
     """
     is_model = hasattr(module, "resize_token_embeddings")
@@ -109,7 +109,7 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
     model: Any = module
     _require_fit(model.get_input_embeddings().weight if is_model else model.weight, start, rows)
     if not is_model:
-        return _grown(model, start, rows)
+        return _extend(model, start, rows)
     _resize_tokens(model, start + len(rows))
     _write(model.get_input_embeddings().weight, start, rows)
     output = model.get_output_embeddings()
@@ -119,7 +119,7 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
 
 
 def _resize_tokens(model: Any, count: int) -> None:
-    """Without first values from the model's own draws where it offers to leave them out: ours are written anyway."""
+    """Resize without the model's own initial values if possible: ours replace them anyway."""
     if "mean_resizing" in signature(model.resize_token_embeddings).parameters:
         model.resize_token_embeddings(count, mean_resizing=False)
     else:
@@ -128,7 +128,7 @@ def _resize_tokens(model: Any, count: int) -> None:
 
 def _require_fit(table: Tensor, start: int, rows: Tensor) -> None:
     if rows.ndim != 2 or rows.shape[1] != table.shape[1]:
-        raise ShapeError(f"rows: got shape {tuple(rows.shape)}, expected (count, {table.shape[1]}) as the table has it")
+        raise ShapeError(f"rows: got shape {tuple(rows.shape)}, expected (count, {table.shape[1]}) like the table")
     if not 0 <= start <= len(table):
         raise ShapeError(f"start: got {start} in a table of {len(table)} rows, expected 0 to {len(table)}")
     require_rows(start + len(rows))
@@ -140,8 +140,8 @@ def _require_fit(table: Tensor, start: int, rows: Tensor) -> None:
 
 
 @torch.no_grad()
-def _grown(table: nn.Embedding, start: int, rows: Tensor) -> Any:
-    """A copy of the table's first rows with others behind them."""
+def _extend(table: nn.Embedding, start: int, rows: Tensor) -> Any:
+    """Return a copy of the table with its first rows and the new ones."""
     weight = torch.cat([table.weight[:start], rows.to(table.weight)])
     grown = nn.Embedding(
         len(weight),

@@ -1,4 +1,4 @@
-"""One sequence of ids a sample: every codebook has a range of its own."""
+"""One sequence of ids a sample, every codebook in a range of its own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vqclip.lm_vocabulary.checks import require_all, require_codebooks, require_
 class FlatCodes:
     """Ids ``(B, N, C)`` as ``(B, N·C)``: token after token, the C codebooks of a token one after another.
 
-    Code k of codebook c is id ``offset + K_0 + ... + K_(c-1) + k``, so that a place in the sequence and an id always
-    speak of the same codebook.
+    Code k of codebook c is id ``offset + K_0 + ... + K_(c-1) + k``, so that the position in the sequence and the
+    id always belong to the same codebook.
 
     Args:
         codebook_sizes: K of each codebook.
         offset: id of the first code.
-        pad: what stands for -1; any id outside of the codes' range, -1 itself by default.
+        pad: id in place of -1; any id outside of the codes' range, -1 itself by default.
 
     Raises:
         ConfigError: no codebook, a range that does not fit int64, or a ``pad`` inside it.
@@ -43,12 +43,12 @@ class FlatCodes:
 
     @property
     def size(self) -> int:
-        """Ids that the codes take."""
+        """Number of ids of the codes."""
         return sum(self.codebook_sizes)
 
     @property
     def stop(self) -> int:
-        """The first id after them."""
+        """First id after the codes."""
         return self.offset + self.size
 
     @property
@@ -57,7 +57,7 @@ class FlatCodes:
         return tuple(accumulate(self.codebook_sizes[:-1], initial=self.offset))
 
     def to_vocabulary(self, ids: Tensor) -> Tensor:
-        """Ids ``(B, N, C)`` of a tokenizer → ``(B, N·C)`` int64.
+        """Turn ids ``(B, N, C)`` of a tokenizer into ``(B, N·C)`` int64.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -67,10 +67,10 @@ class FlatCodes:
         return torch.where(codes < 0, self.pad, codes + starts).flatten(1)
 
     def from_vocabulary(self, flat: Tensor) -> Tensor:
-        """What `to_vocabulary` was given: ``(B, N·C)`` integers → ``(B, N, C)`` int64.
+        """Invert `to_vocabulary`: ``(B, N·C)`` integers → ``(B, N, C)`` int64.
 
         Raises:
-            ShapeError: for another shape or dtype, or an id that is no code of the codebook whose place it has.
+            ShapeError: for another shape or dtype, or an id outside the range of the codebook at its position.
         """
         codebooks = len(self.codebook_sizes)
         flat = require_integers("vocabulary ids", flat, 2, f"(B, N·{codebooks})")

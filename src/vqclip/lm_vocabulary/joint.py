@@ -1,4 +1,4 @@
-"""Images and texts in one vocabulary, behind the ids that a language model has already."""
+"""Images and texts in one vocabulary, after the ids that a language model already has."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SPECIAL = ("pad", "begin_image", "end_image", "begin_text", "end_text")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Five special ids, then the codes of images, then those of texts, from ``offset`` on.
+    """Five special ids, then the codes of images, then those of texts, from id ``offset``.
 
-    A sample becomes ``begin, codes, end`` with the codes as `FlatCodes` has them; where the last tokens are absent, as
-    in padded captions, the end mark comes right after the last code, and `pad` fills the row.
+    A sample becomes ``begin, codes, end`` with the codes of `FlatCodes`; if the last tokens are absent, as in padded
+    captions, the end mark follows the last code, and `pad` fills the row.
 
     Args:
         image: K of each codebook of the image tokenizer; None without one.
-        text: of the text tokenizer.
-        offset: the first new id: the number of those that the language model has.
+        text: the same of the text tokenizer.
+        offset: first new id: the number of ids that the language model has.
 
     Raises:
         ConfigError: neither tokenizer, one without codebooks, or ids that do not fit int64.
@@ -48,7 +48,7 @@ class Vocabulary:
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
-        """Those that are here."""
+        """Modalities in the vocabulary."""
         both: tuple[Modality, ...] = ("image", "text")
         return tuple(modality for modality in both if getattr(self, modality) is not None)
 
@@ -59,24 +59,24 @@ class Vocabulary:
 
     @property
     def pad(self) -> int:
-        """What fills rows, and stands for a code that is absent."""
+        """Id that fills rows and replaces absent codes."""
         return self.offset
 
     @property
     def size(self) -> int:
-        """New ids."""
+        """Number of new ids."""
         return len(SPECIAL) + sum(self.image or ()) + sum(self.text or ())
 
     @property
     def stop(self) -> int:
-        """The first id after them: how many a language model must know."""
+        """First id after them: number of ids that the language model needs."""
         return self.offset + self.size
 
     def codes(self, modality: Modality) -> FlatCodes:
-        """Where the codes of a modality lie.
+        """Return the ids of a modality's codes.
 
         Raises:
-            ConfigError: there is no such modality here.
+            ConfigError: the vocabulary lacks this modality.
         """
         sizes = getattr(self, modality, None) if modality in ("image", "text") else None
         if sizes is None:
@@ -85,10 +85,10 @@ class Vocabulary:
         return FlatCodes(sizes, self.offset + len(SPECIAL) + before, pad=self.pad)
 
     def to_vocabulary(self, ids: Tensor, modality: Modality) -> Tensor:
-        """Ids ``(B, N, C)`` of a tokenizer → ``(B, N·C + 2)`` int64 with marks.
+        """Turn ids ``(B, N, C)`` of a tokenizer into ``(B, N·C + 2)`` int64 with marks.
 
         Raises:
-            ConfigError: there is no such modality here.
+            ConfigError: the vocabulary lacks this modality.
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
         flat = self.codes(modality).to_vocabulary(ids)
@@ -98,15 +98,15 @@ class Vocabulary:
         return row.scatter(1, 1 + _length(flat != self.pad)[:, None], end)
 
     def from_vocabulary(self, rows: Tensor, modality: Modality) -> Tensor:
-        """What `to_vocabulary` was given: ``(B, N·C + 2)`` integers → ``(B, N, C)`` int64.
+        """Invert `to_vocabulary`: ``(B, N·C + 2)`` integers → ``(B, N, C)`` int64.
 
-        Codes that are missing before the end mark are -1: rows of padded captions and of dropped stages look like this,
-        and so does an image that a model has ended too early.
+        Codes after the end mark become -1, as in rows of padded captions and dropped stages, and in an image that a
+        model ended too early.
 
         Raises:
-            ConfigError: there is no such modality here.
-            ShapeError: for another shape or dtype, marks that are missing or elsewhere, or an id that is no code of the
-                codebook whose place it has.
+            ConfigError: the vocabulary lacks this modality.
+            ShapeError: for another shape or dtype, marks that are missing or misplaced, or an id outside the range of
+                the codebook at its position.
         """
         codes = self.codes(modality)
         rows = require_integers("vocabulary ids", rows, 2, f"(B, N·{len(codes.codebook_sizes)} + 2)")
@@ -129,20 +129,20 @@ class Vocabulary:
         return codes.from_vocabulary(rows.scatter(1, place, self.pad)[:, 1:-1])
 
     def rows(self, table: Tensor, seed: int, codebooks: Mapping[Modality, Sequence[Tensor]] | None = None) -> Tensor:
-        """First embeddings of the new ids, for `resize`.
+        """Return initial embeddings of the new ids, for `resize`.
 
         Args:
-            table: ``(V, H)`` the embeddings that there are; their mean and deviation are taken.
-            seed: key of the draws.
-            codebooks: matrices ``(K, d)`` of each codebook of a modality, as a tokenizer's `codebook` gives them: codes
-                that are alike then begin alike (`projected_rows`). A modality that is left out begins at the mean.
+            table: ``(V, H)`` existing embeddings, which give mean and deviation.
+            seed: seed of the draws.
+            codebooks: matrices ``(K, d)`` of each codebook of a modality, from a tokenizer's `codebook`: similar codes
+                then get similar rows (`projected_rows`). A modality without them gets `mean_rows`.
 
         Returns:
-            ``(size, H)`` in the type of ``table``.
+            ``(size, H)`` in the dtype of ``table``.
 
         Raises:
-            ConfigError: codebooks of a modality that is not here.
-            ShapeError: codebooks that are not those of this vocabulary, or more than `MAX_ROWS` new ids.
+            ConfigError: codebooks of a modality that the vocabulary lacks.
+            ShapeError: codebooks of other sizes than those of this vocabulary, or more than `MAX_ROWS` new ids.
         """
         require_rows(self.size)
         for modality in codebooks or {}:
@@ -168,6 +168,6 @@ class Vocabulary:
 
 
 def _length(present: Tensor) -> Tensor:
-    """``(B, M)`` bool → ``(B,)``: columns up to the last that is True."""
+    """Return ``(B,)``: the number of columns up to the last True of ``(B, M)`` bool."""
     places = torch.arange(1, present.shape[1] + 1, device=present.device)
     return (present * places).amax(dim=1) if present.shape[1] else present.new_zeros(len(present), dtype=torch.int64)

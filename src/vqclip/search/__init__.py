@@ -1,15 +1,17 @@
-"""Search by codes: an index that holds ids and nothing else, and exact scores of a query against them.
+"""Search by codes: an index that contains only ids and names, and exact scores of a query against them.
 
-    index = CodeIndex.build(tokenizer, ids, names)           # ids as tokenizer.encode gives them
-    found = CodeSearch(index, tokenizer).search(queries, 10)  # queries: (Q, E) unit-norm, of either modality
-    index.save("pictures.index")                              # codes.safetensors and index.json
+    index = CodeIndex.build(tokenizer, ids, names)             # ids from tokenizer.encode
+    result = CodeSearch(index, tokenizer).search(queries, 10)  # queries: (Q, E) unit-norm, of either modality
+    index.save("images.index")                                 # codes.safetensors and index.json
 
 On the command line: ``vqclip search --help``. `FaissSearch` needs ``pip install 'vqclip[search]'``.
+
+After `vqclip.tokenizer`, which makes and embeds the ids; before `vqclip.cli`.
 """
 
 from vqclip.search.index import CodeIndex
 from vqclip.search.packing import Packing
-from vqclip.search.scan import CodeSearch, Found
+from vqclip.search.scan import CodeSearch, SearchResult
 from vqclip.search.vectors import FaissSearch
 
-__all__ = ["CodeIndex", "CodeSearch", "FaissSearch", "Found", "Packing"]
+__all__ = ["CodeIndex", "CodeSearch", "FaissSearch", "Packing", "SearchResult"]

@@ -1,4 +1,4 @@
-"""An index of ids: what is kept of every item is its code, and the name by which people know it."""
+"""An index of ids: the code of every item, and its name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ __all__ = ["CodeIndex", "Origin"]
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 _VERSIONS = {"format": "vqclip-index", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
-"""Version 1 called pictures by their captions alone, which several could share."""
 
 
 def _is_local(path: str) -> str:
     if not Path(path).is_absolute() or "://" in path:
-        raise ValueError(f"got {path!r}, expected an absolute path: nothing is fetched because an index says so")
+        raise ValueError(f"got {path!r}, expected an absolute path: an index cannot cause a download")
     return path
 
 
@@ -45,16 +44,16 @@ LocalPath = Annotated[str, AfterValidator(_is_local)]
 
 
 class Origin(Config):
-    """What an index was made from, so that it need not be named again to search it and to show the results."""
+    """Source of an index, so that it need not be given again to search it and to show the results."""
 
     tokenizer: LocalPath | None = None
-    """The tokenizer folder; None where it was no folder."""
+    """The tokenizer folder; None if it was not a local folder."""
     pictures: LocalPath | None = None
-    """As `vqclip.data.images.open_images` takes it; None for a URL."""
+    """Argument of `vqclip.data.images.open_images`; None for a URL."""
     split: str | None = None
-    """Of labelled shards; None for others."""
+    """Split of labelled shards; None for others."""
     fingerprint: dict[str, Any] = {}
-    """Of the source: for other pictures the numbers of the items would mean others."""
+    """Fingerprint of the source: in another one the numbers of the items would mean other images."""
 
 
 class _Header(Config):
@@ -72,27 +71,27 @@ class _Header(Config):
 
 @dataclass(frozen=True, eq=False)
 class CodeIndex:
-    """Items by their codes. An equal code is kept once, so that equal items have equal scores.
+    """Items by their codes. Equal codes are stored once, so that equal items have equal scores.
 
-    Made by `build` or `load`.
+    `build` and `load` make one.
     """
 
     codes: Tensor
-    """``(U, bytes)`` uint8: the distinct codes, packed; in the order of the items where all are distinct."""
+    """``(U, bytes)`` uint8: the distinct codes, packed; in the order of the items if all are distinct."""
     row: Tensor | None
-    """``(n,)`` int32: which code is an item's; None where all are distinct."""
+    """``(n,)`` int32: row of each item's code; None if all are distinct."""
     names: Sequence[str]
-    """What each item is called."""
+    """Name of each item."""
     packing: Packing
-    """How ids lie in the codes."""
+    """Layout of the ids in the codes."""
     modality: str
-    """``image`` or ``text``: whose ids they are."""
+    """``image`` or ``text``: modality of the ids."""
     tokenizer_sha256: str
-    """`vqclip.tokenizer.fingerprint` of the tokenizer that made them."""
+    """`vqclip.tokenizer.fingerprint` of the tokenizer that made the ids."""
     places: Tensor | None = None
-    """``(n,)`` int64: the number of each item in its source; None where they are those of the items."""
+    """``(n,)`` int64: number of each item in its source; None if it is the item's own number."""
     origin: Origin = field(default_factory=Origin)
-    """What it was made from."""
+    """Source of the items."""
 
     @staticmethod
     def build(
@@ -102,14 +101,14 @@ class CodeIndex:
         places: Tensor | None = None,
         origin: Origin | None = None,
     ) -> CodeIndex:
-        """An index of some ids.
+        """Build an index of ids.
 
         Args:
-            tokenizer: that made them.
+            tokenizer: the tokenizer that made them.
             ids: ``(n, N, C)``, of any integer type; -1 for absent tokens.
-            names: of the items; their numbers by default.
-            places: ``(n,)`` int64, their numbers in the source.
-            origin: what it is made from.
+            names: names of the items; their numbers by default.
+            places: ``(n,)`` int64, numbers of the items in the source.
+            origin: the source.
 
         Raises:
             ShapeError: ids that are not this tokenizer's, or another number of names.
@@ -117,7 +116,7 @@ class CodeIndex:
         ids = require_ids(ids)
         names = [str(number) for number in range(len(ids))] if names is None else list(names)
         if len(names) != len(ids) or len(ids) > MOST_ITEMS:
-            raise ShapeError(f"names: got {len(names)} for {len(ids)} items, expected as many, at most {MOST_ITEMS}")
+            raise ShapeError(f"names: got {len(names)} for {len(ids)} items, expected one each, at most {MOST_ITEMS}")
         absent = bool((ids < 0).any())
         packing = Packing(tokenizer.num_tokens, tuple(tokenizer.codebook_sizes), absent)
         codes, row = _distinct(packing.pack(ids))
@@ -129,23 +128,21 @@ class CodeIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the search holds: codes, and which is whose; without the names."""
+        """Bytes in memory: codes and rows, without the names."""
         return self.codes.numel() + (0 if self.row is None else 4 * len(self.row))
 
     def ids(self, items: Tensor) -> Tensor:
-        """The ids ``(M, N, C)`` int64 of some items ``(M,)``."""
+        """Return the ids ``(M, N, C)`` int64 of items ``(M,)``."""
         rows = items if self.row is None else self.row[items].long()
         return self.packing.unpack(self.codes[rows])
 
     def save(self, folder: str | Path) -> None:
         """Write ``index.json`` and ``codes.safetensors``.
 
-        An index that lies there already stays until the new one is whole, and is then renamed away. A kill between the
-        two renames leaves no index at ``folder`` but the former one beside it; the next `save` puts that back first
-        (`vqclip.io.atomic.replace_folder`).
+        An existing index is replaced atomically (`vqclip.io.atomic.replace_folder`).
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder contains something else.
         """
         folder = Path(folder)
         require_replaceable(folder, INDEX_FILE)
@@ -174,10 +171,10 @@ class CodeIndex:
 
     @staticmethod
     def load(folder: str | Path) -> CodeIndex:
-        """Read an index, strictly; every byte is compared with its hash.
+        """Read an index; every byte is compared with its checksum.
 
         Raises:
-            CheckpointError: a file is missing, damaged, of another version, or does not hold what it should.
+            CheckpointError: a file is missing, damaged, of another version, or has other content than expected.
         """
         folder = Path(folder)
         header = _read_header(folder)
@@ -200,7 +197,7 @@ class CodeIndex:
 
 
 def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The codes without repetition, and which of them each one was; as they are where none repeats."""
+    """Return the distinct codes and the row of each item's code; all codes and None if none repeats."""
     table = codes.numpy()
     whole = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1]))).reshape(-1)
     _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
@@ -212,14 +209,14 @@ def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
 def _read_header(folder: Path) -> _Header:
     path = folder / INDEX_FILE
     try:
-        body = read_versioned(path, _VERSIONS, "build the index anew (`vqclip search build`)")
+        body = read_versioned(path, _VERSIONS, "build the index again (`vqclip search build`)")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a folder of an index") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected the folder of an index") from error
     return validate(path, _Header, body)
 
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:
-    """Raises CheckpointError unless the file holds what an index of so many items consists of."""
+    """Check the tensors of an index of so many items; raise CheckpointError if one does not fit."""
     shapes = {"codes": (None, packing.bytes), "names": (None,), "name_ends": (items,)}
     shapes |= {name: (items,) for name in ("row", "places") if name in tensors}
     dtypes = {"codes": torch.uint8, "names": torch.uint8, "row": torch.int32}

@@ -1,6 +1,6 @@
 """Ids in as few bits as they need.
 
-Shapes: n items, N tokens, C codebooks, K codes a codebook (DESIGN section 2).
+Shapes: n items, N tokens, C codebooks, K codes a codebook.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from vqclip.errors import ShapeError
 __all__ = ["Packing"]
 
 _ITEMS = 4096
-"""Packed at a time: each id stands as bits of a byte each meanwhile."""
+"""Items packed at a time; meanwhile each bit takes a byte."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the ids ``(N, C)`` of an item become bytes: token after token, codebook after codebook, no bit between.
+    """Layout of the ids ``(N, C)`` of an item as bytes: token after token, codebook after codebook, without gaps.
 
-    An id takes ceil(log2 K) bits, highest first; the last byte is filled up with zeros. Where tokens may be absent
-    (-1), 0 stands for that, the ids follow from 1, and the bits are those of K + 1.
+    An id takes ceil(log2 K) bits, highest first; the last byte is padded with zeros. If tokens may be absent (-1), 0
+    means absent, id k becomes k + 1, and an id takes the bits of K + 1 values.
     """
 
     num_tokens: int
@@ -37,7 +37,7 @@ class Packing:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Bits of an id, for each codebook."""
+        """Bits of an id of each codebook."""
         return tuple((size - 1 + self.absent).bit_length() for size in self.codebook_sizes)
 
     @property
@@ -51,7 +51,7 @@ class Packing:
         return -(-self.bits // 8)
 
     def pack(self, ids: Tensor) -> Tensor:
-        """Ids ``(n, N, C)`` of any integer type → ``(n, bytes)`` uint8.
+        """Pack ids ``(n, N, C)`` of any integer type into ``(n, bytes)`` uint8.
 
         Raises:
             ShapeError: for another shape, or an id that is out of range.
@@ -61,10 +61,10 @@ class Packing:
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, self.bytes, dtype=torch.uint8)
 
     def unpack(self, codes: Tensor) -> Tensor:
-        """``(n, bytes)`` uint8 → ids ``(n, N, C)`` int64.
+        """Unpack ``(n, bytes)`` uint8 into ids ``(n, N, C)`` int64.
 
         Raises:
-            ShapeError: for another shape or dtype, or bytes that hold an id out of range.
+            ShapeError: for another shape or dtype, or an id out of range.
         """
         if codes.ndim != 2 or codes.shape[1] != self.bytes or codes.dtype != torch.uint8:
             raise ShapeError(f"codes: got {tuple(codes.shape)} {codes.dtype}, expected (n, {self.bytes}) torch.uint8")
@@ -90,7 +90,7 @@ class Packing:
         return (numbers - np.uint64(self.absent)).astype(np.int64)
 
     def _columns(self) -> Sequence[tuple[int, int, int]]:
-        """For each bit of a token: its column, its place in the id, and the codebook."""
+        """Return for each bit of a token its column, its position in the id, and the codebook."""
         places = [(c, shift) for c, width in enumerate(self.widths) for shift in reversed(range(width))]
         return [(column, shift, codebook) for column, (codebook, shift) in enumerate(places)]
 

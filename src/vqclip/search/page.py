@@ -1,4 +1,4 @@
-"""A page of results that needs nothing but itself: no script, no file, no network."""
+"""A self-contained HTML page of results: no script, no other file, no network."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Hit:
     """One result."""
 
     name: str
-    """What the item is called."""
+    """Name of the item."""
     score: float
     """Cosine."""
     picture: Tensor | None = None
-    """``(3, H, W)`` uint8, or None for one that cannot be shown; its place is kept, with its name."""
+    """``(3, H, W)`` uint8, or None if it cannot be shown; the page then shows the name alone."""
 
 
 def page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
-    """HTML of a grid of results, best first; pictures are drawn anew as thumbnails, all text is escaped.
+    """Return HTML with a grid of results, best first; images become thumbnails, all text is escaped.
 
-    Names of files need not be text: what UTF-8 cannot hold, or a reader cannot see, is spelt out (`printable`).
+    Names of files may contain bytes that are not UTF-8, and invisible characters: `printable` spells them out.
     """
     title, notes = _text(title), _text(notes)
     items = "\n".join(_item(rank, hit) for rank, hit in enumerate(hits, start=1))
-    # The policy holds even where something of the data got past the escaping.
+    # The policy applies even if some data got past the escaping.
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -1,10 +1,19 @@
 """Exact search: every code is embedded and compared with every query.
 
-A query is compared with what the codes stand for, not with other codes: only one side of the comparison is quantized
-("asymmetric"; Jégou et al. 2011). Product quantizers do that by tables, one look-up a codebook, because there the score
-is a sum over codebooks. Here it is not: a token's vector is normalised and the tokens are weighted by a softmax before
-they are summed (`vqclip.nn.pooling`), so no choice of tables gives the score (ADR 20). Codes go through
-``tokenizer.embed``, a chunk at a time; `CodeSearch` can keep what comes out, in the precision that the memory allows.
+    for each chunk of distinct codes:
+        embeddings = tokenizer.embed(ids of the chunk)    # or a cached copy
+        scores     = queries @ embeddings.T               # (Q, chunk)
+        best       = top k of (best, scores), ties by item number
+
+    with a float16 or int8 cache:
+        bounds     = score of the short form +- its distance from the embedding
+        candidates = items whose upper bound reaches the k-th best lower bound
+        embed the candidates again, and score them exactly
+
+A query is compared with the embeddings of the codes, not with other codes: only one side of the comparison is quantized
+("asymmetric"; Jégou et al. 2011). Product quantizers use tables, one look-up a codebook, because there the score is a
+sum over codebooks. Here it is not: a token's vector is normalised and the tokens are weighted by a softmax before they
+are summed (`vqclip.nn.pooling`), so no tables give the score (ADR 20).
 
 Shapes: Q queries, U distinct codes, n items, E embedding width, k results.
 """
@@ -20,25 +29,25 @@ from torch import Tensor
 
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.search.index import CodeIndex
-from vqclip.search.topk import best, ranks, scores_and_items
+from vqclip.search.topk import rank_keys, scores_and_items, top_keys
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 
-__all__ = ["Cache", "CodeSearch", "Found", "require_queries"]
+__all__ = ["Cache", "CodeSearch", "SearchResult", "require_queries"]
 
 Cache = Literal["none", "float32", "float16", "int8"]
-"""What is kept of the embeddings: nothing, all, or a short form that finds the candidates."""
+"""Embeddings kept in memory: none, all, or a short form that finds the candidates."""
 
 _CHUNK = 4096
 _SCORES = 2**24
-"""Most scores of short forms held at once: 64 MiB."""
+"""Largest number of scores of short forms at a time: 64 MiB."""
 _ROUNDING = 1e-5
-"""What rounding may add to the distance of a short form from its embedding."""
+"""Allowance for rounding in the distance of a short form from its embedding."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """The k best items of every query, best first; equal scores by the items' numbers, the lowest first."""
+class SearchResult:
+    """The k best items of every query, best first; items of equal score in the order of their numbers."""
 
     scores: Tensor
     """``(Q, k)`` float32 cosines."""
@@ -49,21 +58,21 @@ class Found:
 class CodeSearch:
     """Exact search of an index through its tokenizer.
 
-    The results are those of a search over all embeddings in float32, whatever the cache: with ``float16`` and ``int8``
-    each row's distance from its embedding is known, so that the scores have bounds; every item that can be among the
-    best is embedded again. Scores that differ by the rounding of float32 may come in another order. On CUDA this holds
-    with torch's default precision of matrix products: where TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``,
-    ``torch.set_float32_matmul_precision``), products round far more than the bounds allow for, and `search` refuses.
+    The results equal those of a search over all embeddings in float32, whatever the cache: with ``float16`` or ``int8``
+    each row's distance from its embedding is known, which bounds the scores; every item that can be among the best is
+    embedded again. Scores that differ by the rounding of float32 may change places. On CUDA this requires torch's
+    default precision of matrix products: if TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``,
+    ``torch.set_float32_matmul_precision``), products round far more than the bounds allow, and `search` refuses.
 
     Args:
-        index: what is searched.
-        tokenizer: that the index was built with, in evaluation mode.
-        cache: ``none``: ids only, all of them embedded at every call. ``float32``: 4 E bytes a distinct code.
+        index: the index.
+        tokenizer: the tokenizer that the index was built with, in evaluation mode.
+        cache: ``none``: ids only, all embedded at every call. ``float32``: 4 E bytes a distinct code.
             ``float16``: 2 E + 4. ``int8``: E + 8.
 
     Raises:
         CheckpointError: another tokenizer than the one that made the codes.
-        ConfigError: there is no such cache.
+        ConfigError: an unknown cache.
     """
 
     def __init__(self, index: CodeIndex, tokenizer: Tokenizer, cache: Cache = "none"):
@@ -73,28 +82,28 @@ class CodeSearch:
         self.index, self.tokenizer, self.cache = index, tokenizer, cache
         self._by_code = None if index.row is None else index.row.long().sort(stable=True)
         self._embeddings = (
-            torch.cat([torch.empty(0, tokenizer.embed_dim, device=tokenizer.device), *self._embedded()])
+            torch.cat([torch.empty(0, tokenizer.embed_dim, device=tokenizer.device), *self._embed_all()])
             if cache == "float32"
             else None
         )
-        self._short = _Short.of(self._embedded(), cache) if cache in ("float16", "int8") else None
+        self._short = _Short.from_chunks(self._embed_all(), cache) if cache in ("float16", "int8") else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held: the index, and the cache."""
+        """Bytes in memory: the index and the cache."""
         kept = [self._embeddings] if self._embeddings is not None else []
         kept += [self._short.values, self._short.scales, self._short.errors] if self._short is not None else []
         return self.index.nbytes + sum(each.numel() * each.element_size() for each in kept)
 
-    def search(self, queries: Tensor, k: int = 10) -> Found:
-        """The best items.
+    def search(self, queries: Tensor, k: int = 10) -> SearchResult:
+        """Return the best items.
 
         Args:
             queries: ``(Q, E)`` unit-norm embeddings of either modality, continuous or from codes.
-            k: how many, at least 1; fewer come where there are fewer.
+            k: number of results, at least 1; fewer if the index has fewer items.
 
         Raises:
-            ConfigError: on CUDA, where TF32 is allowed.
+            ConfigError: on CUDA, if TF32 is allowed.
             ShapeError: queries of another width or not finite, or k less than 1.
         """
         require_queries(queries, self.tokenizer.embed_dim, k)
@@ -105,67 +114,67 @@ class CodeSearch:
         rows = max(1, _SCORES // max(1, len(self.index.codes)))
         parts = [self._refine(part, k, self._short) for part in queries.split(rows)]
         parts = parts or [self._scan(queries, k)]
-        return Found(torch.cat([part.scores for part in parts]), torch.cat([part.items for part in parts]))
+        return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.items for part in parts]))
 
     def embeddings(self, codes: Tensor) -> Tensor:
-        """What distinct codes ``(M,)``, numbers of rows, stand for: ``(M, E)`` float32."""
+        """Return the embeddings ``(M, E)`` float32 of distinct codes, given by row ``(M,)``."""
         with torch.no_grad():
             ids = self.index.packing.unpack(self.index.codes[codes])
             return self.tokenizer.embed(ids.to(self.tokenizer.device)).float()
 
-    def _embedded(self) -> Iterator[Tensor]:
+    def _embed_all(self) -> Iterator[Tensor]:
         for codes in torch.arange(len(self.index.codes)).split(_CHUNK):
             yield self.embeddings(codes)
 
-    def _scan(self, queries: Tensor, k: int) -> Found:
-        chunks = self._embedded() if self._embeddings is None else iter(self._embeddings.split(_CHUNK))
+    def _scan(self, queries: Tensor, k: int) -> SearchResult:
+        chunks = self._embed_all() if self._embeddings is None else iter(self._embeddings.split(_CHUNK))
         found, start = queries.new_empty(len(queries), 0, dtype=torch.int64), 0
         for chunk in chunks:
             codes = torch.arange(start, start + len(chunk))
-            found = best(torch.cat((found, self._ranks(queries @ chunk.T, codes)), dim=1), k)
+            found = top_keys(torch.cat((found, self._rank_keys(queries @ chunk.T, codes)), dim=1), k)
             start += len(chunk)
-        return Found(*scores_and_items(found))
+        return SearchResult(*scores_and_items(found))
 
-    def _refine(self, queries: Tensor, k: int, short: _Short) -> Found:
-        """Embed again what the bounds on the scores leave."""
+    def _refine(self, queries: Tensor, k: int, short: _Short) -> SearchResult:
+        """Score the items exactly that the bounds do not exclude."""
         scores, slack = short.scores(queries), queries.norm(dim=1, keepdim=True) * (short.errors + _ROUNDING)
         count = min(k, scores.shape[1])
         if not count:
-            return Found(scores, scores.long())
+            return SearchResult(scores, scores.long())
         surely = (scores - slack).topk(count, dim=1).values[:, -1:]
         candidates = (scores + slack >= surely).any(dim=0).nonzero().flatten().cpu()
         found = queries.new_empty(len(queries), 0, dtype=torch.int64)
         for codes in candidates.split(_CHUNK):
-            found = best(torch.cat((found, self._ranks(queries @ self.embeddings(codes).T, codes)), dim=1), k)
-        return Found(*scores_and_items(found))
+            found = top_keys(torch.cat((found, self._rank_keys(queries @ self.embeddings(codes).T, codes)), dim=1), k)
+        return SearchResult(*scores_and_items(found))
 
-    def _ranks(self, scores: Tensor, codes: Tensor) -> Tensor:
-        """Scores ``(Q, M)`` of distinct codes ``(M,)``, ascending → `ranks` of all items that have them."""
+    def _rank_keys(self, scores: Tensor, codes: Tensor) -> Tensor:
+        """Return the `rank_keys` of all items with one of the codes ``(M,)``, ascending, of scores ``(Q, M)``."""
         if self._by_code is None:
-            return ranks(scores, codes.to(scores.device))
+            return rank_keys(scores, codes.to(scores.device))
         ordered, items = self._by_code
         starts, ends = torch.searchsorted(ordered, codes), torch.searchsorted(ordered, codes, right=True)
         counts = ends - starts
         column = torch.arange(len(codes)).repeat_interleave(counts)
         within = torch.arange(len(column)) - (counts.cumsum(0) - counts)[column]
-        return ranks(scores[:, column.to(scores.device)], items[starts[column] + within].to(scores.device))
+        return rank_keys(scores[:, column.to(scores.device)], items[starts[column] + within].to(scores.device))
 
 
 @dataclass(frozen=True)
 class _Short:
-    """Embeddings in fewer bits, and how far each is from what it stands for."""
+    """Embeddings in fewer bits, and the distance of each from the exact one."""
 
     values: Tensor
     """``(U, E)`` float16 or int8."""
     scales: Tensor
     """``(U,)`` float32 factors; empty for float16."""
     errors: Tensor
-    """``(U,)`` float32: the length of the difference."""
+    """``(U,)`` float32: length of the difference."""
 
     @staticmethod
-    def of(chunks: Iterator[Tensor], cache: Cache) -> _Short:
+    def from_chunks(chunks: Iterator[Tensor], cache: Cache) -> _Short:
         """Shorten chunks of embeddings."""
-        parts = [_shortened(chunk, cache) for chunk in chunks]
+        parts = [_compress(chunk, cache) for chunk in chunks]
         return (
             _Short(*(torch.cat(each) for each in zip(*parts, strict=True))) if parts else _Short(*[torch.empty(0)] * 3)
         )
@@ -177,7 +186,7 @@ class _Short:
         return scores * self.scales if len(self.scales) else scores
 
 
-def _shortened(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+def _compress(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
     if cache == "float16":
         values, scales = embeddings.half(), embeddings.new_empty(0)
         restored = values.float()
@@ -189,7 +198,7 @@ def _shortened(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor
 
 
 def _require_float32(device: torch.device) -> None:
-    """Raises ConfigError where products of float32 are rounded to TF32, 10 bits: `_ROUNDING` bounds float32's own."""
+    """Check that float32 products are not rounded to TF32 (10 bits): `_ROUNDING` only covers float32."""
     precision = torch.backends.cuda.matmul.fp32_precision
     if device.type == "cuda" and precision not in ("none", "ieee"):
         raise ConfigError(
@@ -199,7 +208,7 @@ def _require_float32(device: torch.device) -> None:
 
 
 def require_queries(queries: Tensor, width: int, k: int) -> None:
-    """Raises ShapeError for what `CodeSearch.search` does not take."""
+    """Check the arguments of `CodeSearch.search`; raise ShapeError if they are wrong."""
     if queries.ndim != 2 or queries.shape[1] != width or not queries.is_floating_point():
         got = f"{tuple(queries.shape)} {queries.dtype}"
         raise ShapeError(f"queries: got {got}, expected (Q, {width}) floating point; one query: query[None]")
@@ -210,10 +219,10 @@ def require_queries(queries: Tensor, width: int, k: int) -> None:
 
 
 def require_tokenizer(index: CodeIndex, tokenizer: Tokenizer) -> None:
-    """Raises CheckpointError for another tokenizer than the one that made an index: its ids mean something else."""
+    """Check that a tokenizer made the ids of an index; raise CheckpointError otherwise."""
     ours = fingerprint(tokenizer)
     if index.tokenizer_sha256 != ours:
         raise CheckpointError(
             f"index: its codes were made by the {index.modality} tokenizer {index.tokenizer_sha256}, got the "
-            f"{tokenizer.modality} tokenizer {ours}; load the one it was built with"
+            f"{tokenizer.modality} tokenizer {ours}; load the tokenizer it was built with"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.search.index import CodeIndex
-from vqclip.search.scan import Found, require_queries, require_tokenizer
+from vqclip.search.scan import SearchResult, require_queries, require_tokenizer
 from vqclip.tokenizer import Tokenizer
 
 __all__ = ["FaissSearch"]
@@ -19,15 +19,15 @@ _CHUNK = 4096
 
 
 class FaissSearch:
-    """The embeddings of all items in an index of faiss, by inner product.
+    """Search by faiss in the embeddings of all items, by inner product.
 
     ``Flat`` is exact; ``HNSW32`` is fast and approximate, ``SQ8`` and ``PQ16`` are small and approximate. Among equal
-    scores faiss promises no order. It is held in memory only: files of faiss are not read here.
+    scores faiss promises no order. It exists in memory only: files of faiss are not read here.
 
     Args:
-        index: what is searched.
-        tokenizer: that the index was built with, in evaluation mode.
-        factory: what ``faiss.index_factory`` makes.
+        index: the index.
+        tokenizer: the tokenizer that the index was built with, in evaluation mode.
+        factory: argument of ``faiss.index_factory``.
 
     Raises:
         CheckpointError: another tokenizer than the one that made the codes.
@@ -42,7 +42,7 @@ class FaissSearch:
             self._index = self._faiss.index_factory(self._width, factory, self._faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
             raise ConfigError(f"factory: got {factory!r}, which faiss refuses: {error}") from error
-        parts = [_embedded(index, tokenizer, items) for items in torch.arange(len(index)).split(_CHUNK)]
+        parts = [_embed(index, tokenizer, items) for items in torch.arange(len(index)).split(_CHUNK)]
         vectors = torch.cat(parts).numpy() if parts else torch.empty(0, self._width).numpy()
         if not self._index.is_trained:
             self._index.train(vectors)
@@ -50,18 +50,18 @@ class FaissSearch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that faiss would write."""
+        """Bytes of the serialised faiss index."""
         return len(self._faiss.serialize_index(self._index))
 
-    def search(self, queries: Tensor, k: int = 10) -> Found:
-        """As `CodeSearch.search`; where faiss finds fewer than k, items are -1.
+    def search(self, queries: Tensor, k: int = 10) -> SearchResult:
+        """Return the best items; -1 in place of items if faiss finds fewer than k.
 
         Raises:
-            ShapeError: as there.
+            ShapeError: see `CodeSearch.search`.
         """
         require_queries(queries, self._width, k)
         scores, items = self._index.search(queries.float().cpu().contiguous().numpy(), k)
-        return Found(torch.from_numpy(scores), torch.from_numpy(items))
+        return SearchResult(torch.from_numpy(scores), torch.from_numpy(items))
 
 
 def _import_faiss() -> Any:
@@ -72,5 +72,5 @@ def _import_faiss() -> Any:
 
 
 @torch.no_grad()
-def _embedded(index: CodeIndex, tokenizer: Tokenizer, items: Tensor) -> Tensor:
+def _embed(index: CodeIndex, tokenizer: Tokenizer, items: Tensor) -> Tensor:
     return tokenizer.embed(index.ids(items).to(tokenizer.device)).float().cpu()

@@ -1,7 +1,7 @@
-"""Samples of a shard in batches of one shape: read and decoded in workers, in order.
+"""Batches of one shape from the samples of a shard, read and decoded in workers, in order.
 
-A batch holds samples of one shard, and the last of a shard is filled up. So each batch, and with it every id, is a
-function of the shard, the tokenizer and the batch size: which process takes it and what it did before change nothing.
+A batch contains samples of one shard, and the last batch of a shard is padded. So each batch, and with it every id, is
+a function of the shard, the tokenizer and the batch size, and not of the process that encodes it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vqclip.data.decode import decode_image
 from vqclip.data.tokens.layout import require_key
 from vqclip.errors import DataError, StorageError
 
-__all__ = ["DecodedBatch", "Found", "ShardBatches"]
+__all__ = ["DecodedBatch", "DecodedSample", "ShardBatches"]
 
 
-class Found(NamedTuple):
+class DecodedSample(NamedTuple):
     """A usable sample of a batch."""
 
     row: int
-    """Its row in the batch."""
+    """Row in the batch."""
     key: str
     sample_id: int
     label: int
@@ -38,23 +38,23 @@ class DecodedBatch(NamedTuple):
     shard: int
     """Number of the shard."""
     size: int
-    """Samples that were looked at."""
+    """Samples read, usable or not."""
     images: Tensor | None
-    """``(B, 3, S, S)`` uint8, always with all B rows: black where no sample is; None where no images are wanted."""
-    found: tuple[Found, ...]
+    """``(B, 3, S, S)`` uint8, always with all B rows: black without a sample; None if no images are wanted."""
+    found: tuple[DecodedSample, ...]
     """The usable samples."""
     bad: tuple[tuple[str, BadSample], ...]
-    """The others, each with its key."""
+    """The unusable samples, each with its key."""
 
 
 class ShardBatches:
-    """Makes the batches of some shards by their number; holds what a worker needs.
+    """Batches of some shards, by number; workers get a copy of it.
 
     Args:
-        source: where the samples lie.
+        source: source of the samples.
         shards: numbers of the shards wanted.
         batch_size: B.
-        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None where no images are wanted.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
         image_size: S.
         max_pixels: larger images are bad samples.
     """
@@ -73,15 +73,15 @@ class ShardBatches:
         self._source, self._batch_size = source, batch_size
         self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
         self._shards = tuple(shards)
-        # An empty shard is one batch of no samples, so that it is met and written like the others.
+        # An empty shard is one batch without samples, so that it is written like the others.
         self._ends = np.cumsum([max(1, -(-sizes[shard] // batch_size)) for shard in shards], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Batches in all of the shards."""
+        """Return the number of batches in all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __call__(self, number: int) -> DecodedBatch:
-        """Batch `number`, counted over the shards wanted.
+        """Return batch `number`, counted over the shards.
 
         Raises:
             StorageError: the shard cannot be fetched.
@@ -99,15 +99,15 @@ class ShardBatches:
             try:
                 label, captions = self._read(index, images, row)
             except StorageError:
-                raise  # no sample is to blame
+                raise  # not the fault of a sample
             except DataError as error:
                 bad.append((key, BadSample(index, str(error), error.kind, -1)))
             else:
-                found.append(Found(row, key, index, label, captions))
+                found.append(DecodedSample(row, key, index, label, captions))
         return DecodedBatch(shard, len(indices), images, tuple(found), tuple(bad))
 
     def _read(self, index: int, images: Tensor | None, row: int) -> tuple[int, tuple[str, ...]]:
-        """Label and captions; the image goes into its row."""
+        """Return label and captions, and write the image into its row."""
         require_key(self._source.key(index), self._source.name(index))
         sample = self._source.read(index)
         if images is not None and self._transform is not None:

@@ -1,4 +1,4 @@
-"""Batches of one shard to the records of its token shard."""
+"""Encode the batches of a shard to the records of its token shard."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from torch import Tensor
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import strip_padding
 from vqclip.nn.precision import Precision, autocast
-from vqclip.tokenize_dataset.batches import DecodedBatch, Found
+from vqclip.tokenize_dataset.batches import DecodedBatch, DecodedSample
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["Collected", "Encoders"]
+__all__ = ["EncodedShard", "Encoders"]
 
 
 class Encoders:
-    """The tokenizers, and how they are called: with ``batch_size`` rows, always.
+    """The tokenizers, always called with ``batch_size`` rows.
 
     Args:
         image: the image tokenizer, or None.
         text: the text tokenizer, or None.
         batch_size: B.
-        precision: fp32: in the type of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
+        precision: fp32: in the dtype of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
             tokenizers are converted.
     """
 
     def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
         self.image, self.text = image, text
         self.lengths = CaptionLengths()
-        """The captions encoded so far."""
+        """Lengths of the captions encoded so far."""
         self._batch_size = batch_size
         self._precision = precision
         for tokenizer in (image, text):
             if tokenizer is not None and precision == "fp64":
                 tokenizer.double()
 
-    def pictures(self, batch: DecodedBatch) -> list[np.ndarray] | None:
-        """Ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
+    def encode_images(self, batch: DecodedBatch) -> list[np.ndarray] | None:
+        """Return the ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
         if self.image is None or batch.images is None:
             return None
         ids = self._ids(self.image, batch.images)
         return [strip_padding(ids[sample.row], self.image.codebook_sizes) for sample in batch.found]
 
-    def captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
-        """Ids of each different caption, ``(n, C)``, in batches that are filled up with empty captions."""
+    def encode_captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return the ids ``(n, C)`` of each distinct caption, in batches that are padded with empty captions."""
         assert self.text is not None
         counts = Counter(captions)
         different = list(counts)
@@ -63,24 +63,24 @@ class Encoders:
         return known
 
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
-        """``(B, N, C)`` int64."""
+        """Return ids ``(B, N, C)`` int64."""
         with torch.inference_mode(), autocast(tokenizer.device, self._precision):
             ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
         return ids
 
 
-class Collected:
-    """What has been encoded of one shard."""
+class EncodedShard:
+    """Encoded samples of one shard."""
 
     def __init__(self, encoders: Encoders):
         self._encoders = encoders
-        self._samples: list[tuple[Found, np.ndarray | None]] = []
+        self._samples: list[tuple[DecodedSample, np.ndarray | None]] = []
         self.bad: list[dict[str, str | int]] = []
-        """The samples that are left out."""
+        """Samples that are left out."""
 
     def add(self, batch: DecodedBatch) -> None:
         """Encode the images of a batch."""
-        images = self._encoders.pictures(batch)
+        images = self._encoders.encode_images(batch)
         self._samples += [(each, None if images is None else images[n]) for n, each in enumerate(batch.found)]
         self.bad += [
             {"sample_id": bad.sample_id, "key": key, "kind": bad.kind, "reason": bad.reason} for key, bad in batch.bad
@@ -95,10 +95,12 @@ class Collected:
         return dict(sorted(Counter(str(bad["kind"]) for bad in self.bad).items()))
 
     def records(self) -> Iterator[TokenRecord]:
-        """The samples in their order. Captions are encoded now: each once, though it may be that of many samples."""
+        """Yield the samples in order. Captions are encoded now, each distinct one once."""
         texts: dict[str, np.ndarray] | None = None
         if self._encoders.text is not None:
-            texts = self._encoders.captions(caption for sample, _ in self._samples for caption in sample.captions)
+            texts = self._encoders.encode_captions(
+                caption for sample, _ in self._samples for caption in sample.captions
+            )
         for sample, image in self._samples:
             ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
             yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)

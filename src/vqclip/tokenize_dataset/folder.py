@@ -1,13 +1,13 @@
-"""The folder that token shards are written to, as every process of a job, and the next job, finds it.
+"""The folder of token shards that the processes of a job, and later jobs, write together.
 
-    settings.json           what the bytes follow from; another command is refused
+    settings.json           everything that determines the bytes; other settings are refused
     00000.tar, ...          a token shard for every input shard (.parquet)
-    records/00000.json ...  a finished shard: its hash, and what was left out
-    manifest.json           all of it, when every shard is there
+    records/00000.json ...  a finished shard: its checksum, and the samples left out
+    manifest.json           all of it, when every shard is finished
     bad_samples.jsonl       the samples that were left out
 
-Processes meet nowhere but here: who finishes a shard and finds all others finished writes the manifest. It follows
-from the records, so that two who do so at once write the same.
+Processes communicate only through this folder: a process that finishes a shard and finds all others finished writes the
+manifest. It is a function of the records, so two processes that do so at once write the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from vqclip.data.tokens.manifest import (
 )
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
+from vqclip.io.differences import describe_differences
 from vqclip.io.digest import FileDigest, verify_file
 
 __all__ = ["TokenFolder"]
@@ -45,7 +46,7 @@ _SHOWN = 20
 
 
 class BadRecord(Config):
-    """A sample that was left out."""
+    """Record of a sample that was left out."""
 
     sample_id: int
     key: str
@@ -54,23 +55,23 @@ class BadRecord(Config):
 
 
 class ShardRecord(Config):
-    """A finished shard."""
+    """Record of a finished shard."""
 
     facts: ShardInfo
     """The token shard."""
     bad: tuple[BadRecord, ...] = Field(default=())
-    """The samples that were left out, in their order."""
+    """Samples that were left out, in order."""
 
 
 class TokenFolder:
     """A folder of token shards that is being made.
 
     Args:
-        folder: it; made if it is missing.
-        settings: what its bytes follow from.
+        folder: the folder; made if it is missing.
+        settings: everything that determines its bytes.
 
     Raises:
-        ConfigError: it was begun with other settings, which the message shows, or holds something else.
+        ConfigError: it was begun with other settings, which the message shows, or contains something else.
     """
 
     def __init__(self, folder: Path, settings: Settings):
@@ -84,26 +85,26 @@ class TokenFolder:
         if not path.exists():
             _require_no_shards(folder)
             write_file_once(path, json_file_bytes(settings))
-        # Read in any case: another job may have been a moment earlier.
+        # Read in any case: another job may have written it first.
         _require_same(folder, read_json_file(path), settings.model_dump(mode="json"))
 
     def name(self, shard: int) -> str:
-        """File name of a token shard."""
+        """Return the file name of a token shard."""
         return f"{shard:05d}{SUFFIXES[self.settings.storage]}"
 
-    def finished(self, shard: int) -> ShardInfo | None:
-        """What is recorded of a token shard that lies here, whole; None where it has to be made."""
+    def find_finished(self, shard: int) -> ShardInfo | None:
+        """Return the record of a token shard that is finished and undamaged; None if it has to be made."""
         record = self._record(shard)
         if record is None:
             return None
         if record.facts.name != self.name(shard):
-            logger.warning("%s: names %s; the shard is made anew", self._record_file(shard), record.facts.name)
+            logger.warning("%s: names %s; the shard is made again", self._record_file(shard), record.facts.name)
             return None
         try:
             digest = FileDigest(size=record.facts.size, sha256=record.facts.sha256)
             verify_file(self.folder / record.facts.name, digest, "its record")
         except CheckpointError as error:
-            logger.warning("%s; it is made anew", error)
+            logger.warning("%s; it is made again", error)
             return None
         return record.facts
 
@@ -115,9 +116,9 @@ class TokenFolder:
         Args:
             shard: its number.
             records: its samples.
-            count: how many they are.
-            bad: the samples that are left out, as `BadRecord` has them.
-            kinds: how many there are of each kind.
+            count: number of samples.
+            bad: samples that are left out, with the keys of `BadRecord`.
+            kinds: number of those samples by kind.
         """
         name = self.name(shard)
         made = write_file(self.folder / name, lambda file: write_shard(file, records, self.settings))
@@ -126,10 +127,10 @@ class TokenFolder:
         write_file(self._records / f"{shard:05d}.json", json_file_bytes(record))
 
     def finish(self, allowed: int) -> Manifest | None:
-        """Write the manifest, if every shard is there.
+        """Write the manifest if every shard is finished.
 
         Args:
-            allowed: samples that may be left out, over all shards.
+            allowed: largest number of samples left out, over all shards.
 
         Returns:
             The manifest; None while shards are missing.
@@ -160,7 +161,7 @@ class TokenFolder:
         return manifest
 
     def missing(self) -> int:
-        """Shards without a record."""
+        """Return the number of shards without a record."""
         return sum(not self._record_file(shard).exists() for shard in range(len(self.settings.shards)))
 
     def _put_if_new(self, name: str, data: bytes) -> None:
@@ -178,38 +179,32 @@ class TokenFolder:
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:  # DataError and pydantic's are ValueErrors
-            logger.warning("%s: %s; the shard is made anew", path, error)
+            logger.warning("%s: %s; the shard is made again", path, error)
             return None
 
 
 def require_few_bad(reasons: Iterable[str], count: int, allowed: int) -> None:
-    """Raises DataError where more samples are left out than are allowed."""
+    """Check the number of samples left out; raise DataError if it is larger than allowed."""
     if count > allowed:
         shown = "\n".join(f"  {reason}" for reason in [*reasons][:5])
         raise DataError(
-            f"{count} samples cannot be used; --tolerance allows {allowed} of these data. Mend them, or raise it and "
+            f"{count} samples cannot be used; --tolerance allows {allowed} of these data. Repair them, or raise it and "
             f"run the command again. Some of them:\n{shown}"
         )
 
 
 def _require_no_shards(folder: Path) -> None:
     found = sorted(path.name for suffix in SUFFIXES.values() for path in folder.glob(f"*{suffix}"))
-    if found and not (folder / SETTINGS_FILE).exists():  # asked after: a process ahead has put them before its shards
+    if found and not (folder / SETTINGS_FILE).exists():  # checked last: another process writes it before its shards
         raise ConfigError(
-            f"--out: {folder} has no {SETTINGS_FILE}, but holds {', '.join(found[:5])}; expected an empty folder, or "
+            f"--out: {folder} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an empty folder or "
             "one that `vqclip tokenize` began"
         )
 
 
 def _require_same(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ConfigError that shows how the settings of a folder differ from those of this command."""
-    before, now = dict(_flat(there)), dict(_flat(here))
-    absent = "nothing"
-    lines = [
-        f"  {key}: {before.get(key, absent)} there, {now.get(key, absent)} now"
-        for key in dict.fromkeys([*now, *before])
-        if before.get(key, absent) != now.get(key, absent)
-    ]
+    """Compare the settings of a folder with those of this command; raise ConfigError if they differ."""
+    lines = list(describe_differences(there, here, "there").values())
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise ConfigError(
@@ -217,12 +212,3 @@ def _require_same(folder: Path, there: Mapping[str, Any], here: Mapping[str, Any
             + "\n".join(lines[:_SHOWN])
             + more
         )
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    nested = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in items]
-    if not nested:
-        yield prefix, tree if not isinstance(tree, (Mapping, list, tuple)) else "nothing"
-    for key, value in nested:
-        yield from _flat(value, key)

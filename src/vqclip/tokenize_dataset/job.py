@@ -1,4 +1,4 @@
-"""Tokenize a data set: shards are dealt to the processes of the job, and each becomes one token shard."""
+"""Tokenize a data set: the processes of a job share the shards, and each becomes one token shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
 from vqclip.tokenize_dataset.batches import DecodedBatch, ShardBatches
-from vqclip.tokenize_dataset.encode import Collected, Encoders
+from vqclip.tokenize_dataset.encode import EncodedShard, Encoders
 from vqclip.tokenize_dataset.folder import TokenFolder, require_few_bad
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
@@ -34,37 +34,37 @@ from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
 from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 
-__all__ = ["Done", "Options", "tokenize"]
+__all__ = ["Options", "TokenizeResult", "tokenize"]
 
 _MADE_WITH = ("torch", "torchvision", "pillow", "open_clip_torch", "timm")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `vqclip tokenize` is asked for."""
+    """Options of `vqclip tokenize`."""
 
     tokenizer: str
     """Tokenizer folder, or hub name."""
     data: CaptionShardsData | ClassShardsData
-    """What is tokenized."""
+    """The data set."""
     out: Path
-    """Where the token shards go."""
+    """Folder of the token shards."""
     modality: Literal["image", "text", "both"] = "both"
-    """Which tokenizers."""
+    """The tokenizers to use."""
     storage: Literal["wds", "parquet"] = "wds"
     """Format of the token shards."""
     batch_size: int = 64
-    """Samples at once."""
+    """Samples in a batch."""
     workers: int = 0
-    """Processes that decode, for each process of the job."""
+    """Decoding processes for each process of the job."""
     precision: Precision = "fp32"
-    """What the tokenizers compute in."""
+    """Precision of the tokenizers."""
     device: str = "auto"
     """auto, cpu or cuda."""
     threads: int = 1
     """Threads of each process on the CPU."""
     tolerance: float = 0.01
-    """Share of the samples that may be left out as unusable."""
+    """Largest fraction of samples left out as unusable."""
     max_pixels: int = MAX_PIXELS
     """Larger images are unusable."""
     timeout_s: float = 240.0
@@ -72,32 +72,32 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a process has done."""
+class TokenizeResult:
+    """Work of one process of a job."""
 
     made: int
-    """Shards that it made."""
+    """Number of shards it made."""
     found: int
-    """Shards of its share that were there, whole."""
+    """Number of its shards that were already finished."""
     samples: int
-    """Samples that it looked at."""
+    """Number of samples it read."""
     seconds: float
-    """Time that took, from the first batch on."""
+    """Time from the first batch."""
     missing: int
-    """Shards of the data set that other processes have yet to make."""
+    """Number of shards that other processes have not finished yet."""
     manifest: Manifest | None
-    """The manifest, if all shards are there."""
+    """The manifest, if all shards are finished."""
     cut: str | None = None
-    """Message on the captions of these shards that were cut; None if none was."""
+    """Message on captions that were cut; None if none was."""
 
 
-def tokenize(options: Options) -> Done:
-    """Tokenize this process's share of the shards; under torchrun every process takes every W-th.
+def tokenize(options: Options) -> TokenizeResult:
+    """Tokenize this process's part of the shards; under torchrun every process takes every W-th shard.
 
-    The processes index the shards together; from then on none waits for another.
+    The processes index the shards together; after that none waits for another.
 
     Raises:
-        VqclipError: for anything a user can mend; the message says how.
+        VqclipError: for anything a user can correct; the message says how.
     """
     if options.storage == "parquet":
         require_pyarrow()  # now, not after the first shard
@@ -120,10 +120,10 @@ def tokenize(options: Options) -> Done:
 
 def _tokenize(
     options: Options, source: ShardedSource, encoders: Encoders, folder: TokenFolder, share: range, visible: bool
-) -> Done:
+) -> TokenizeResult:
     sizes = [shard.samples for shard in folder.settings.shards]
     allowed = int(options.tolerance * sum(sizes))
-    there = {shard: facts for shard in share if (facts := folder.finished(shard)) is not None}
+    there = {shard: facts for shard in share if (facts := folder.find_finished(shard)) is not None}
     wanted = [shard for shard in share if shard not in there]
     batches = ShardBatches(
         source,
@@ -138,7 +138,7 @@ def _tokenize(
     samples, done = sum(sizes[shard] for shard in share), sum(sizes[shard] for shard in there)
     with explain_worker_deaths("tokenize"), ProgressBar(samples, done, visible, "tokenize", "sample") as bar:
         for shard, parts in _by_shard(batches, options):
-            collected = Collected(encoders)
+            collected = EncodedShard(encoders)
             for batch in parts:
                 collected.add(batch)
                 require_few_bad((str(each["reason"]) for each in collected.bad), bad + len(collected.bad), allowed)
@@ -149,7 +149,9 @@ def _tokenize(
             folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)
     manifest = folder.finish(allowed)
     told = encoders.text and encoders.lengths.describe_cuts(encoders.text.num_tokens, "the text tower's context_length")
-    return Done(len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None)
+    return TokenizeResult(
+        len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None
+    )
 
 
 def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, Iterator[DecodedBatch]]]:
@@ -160,7 +162,7 @@ def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, It
 
 
 def _encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
-    """The tokenizers, and which they are; both halves from one folder, in one state of it."""
+    """Load the tokenizers and describe them, both from one folder in one state."""
     home = find_folder(options.tokenizer)  # once: a name on the hub may mean another model a moment later
     TokenizerFolder.open(home)  # verifies it
     body, _ = read_json(home / CONFIG_FILE)
@@ -177,7 +179,7 @@ def _encoders(options: Options, device: torch.device) -> tuple[Encoders, Tokeniz
                 "is the identity), so there are no ids; expected one with a codebook"
             )
     if read_json(home / CONFIG_FILE)[0] != body:
-        raise CheckpointError(f"{home}: has changed while it was loaded; run the command again")
+        raise CheckpointError(f"{home}: changed while it was loaded; run the command again")
     facts = TokenizerInfo(
         image=None if image is None else fingerprint(image),
         text=None if text is None else fingerprint(text),

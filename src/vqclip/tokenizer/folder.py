@@ -159,7 +159,7 @@ class TokenizerFolder:
         folder._verify_header()
         return folder
 
-    def stored(self, modality: Modality) -> StoredTokenizer:
+    def section(self, modality: Modality) -> StoredTokenizer:
         """Return the section of one tokenizer; raise CheckpointError if the folder lacks it."""
         found: StoredTokenizer | None = getattr(self.config, modality)
         if found is None:
@@ -174,7 +174,7 @@ class TokenizerFolder:
             CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
         """
         own = set(StoredTokenizer.model_fields) - set(schema.model_fields)
-        section = self.stored(modality).model_dump(exclude=own, exclude_unset=True)
+        section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
         return validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
 
     def require_counts(self, built: TokenizerDecoder) -> None:
@@ -186,7 +186,7 @@ class TokenizerFolder:
 
     def load_decoder(self, modality: Modality) -> TokenizerDecoder:
         """Return a tokenizer without its tower, in evaluation mode."""
-        stored = self.stored(modality)
+        stored = self.section(modality)
         sizes = stored.num_tokens, stored.fewest_tokens, stored.embed_dim
         return self.load(lambda: stored.build_decoder(modality, *sizes), f"{modality}.", without=_ENCODER_PARTS)
 
@@ -214,7 +214,7 @@ class TokenizerFolder:
         """Compare the names of all tensors and the shapes of some with the configuration."""
         expected: dict[str, tuple[int, ...]] = {}
         for modality in self.config.modalities:
-            expected |= self.stored(modality).expected_shapes(f"{modality}.")
+            expected |= self.section(modality).expected_shapes(f"{modality}.")
         prefixes = tuple(f"{modality}." for modality in self.config.modalities)
         others = () if self.config.temperature is None else _TEMPERATURE
         with open_tensors(self.path / WEIGHTS_FILE) as file:

@@ -62,7 +62,7 @@ def _load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer |
 
     def build() -> ImageTokenizer | TextTokenizer:
         with rename_tower_errors(f"{modality}.tower"):
-            built = config.build(opened.stored(modality).embed_dim)
+            built = config.build(opened.section(modality).embed_dim)
         opened.require_counts(built)
         return built
 

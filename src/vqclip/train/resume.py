@@ -18,6 +18,7 @@ from torch import Tensor
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
+from vqclip.io.differences import describe_differences, flatten
 from vqclip.io.json_files import validate
 from vqclip.tokenizer.folder import load_weights
 from vqclip.train.checkpointer import Checkpointer, RunState
@@ -142,18 +143,13 @@ def _empty(outline: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:
     """Raise OtherRunError with every setting in which a checkpoint and this run differ and may not."""
-    before, after = _flat(saved), _flat(now)
-    keys = sorted(before.keys() | after.keys())
+    keys = sorted(flatten(saved).keys() | flatten(now).keys())
     for name in allow:
         if not any(_begins(key, name) for key in keys):
             raise ConfigError(
                 f"run.resume_allow: got {name!r}; expected names among {', '.join(keys)}, or their beginnings"
             )
-    differing = {
-        key: f"  {key}: {before.get(key, 'absent')!r} in the checkpoint, {after.get(key, 'absent')!r} now"
-        for key in keys
-        if before.get(key) != after.get(key)
-    }
+    differing = describe_differences(saved, now, "in the checkpoint")
     refused = [line for key, line in differing.items() if not any(_begins(key, name) for name in allow)]
     if refused:
         shown = "\n".join(refused[:20]) + (f"\n  ... and {len(refused) - 20} more" if len(refused) > 20 else "")
@@ -167,13 +163,3 @@ def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], 
 
 def _begins(key: str, name: str) -> bool:
     return key == name or (key.startswith(name) and key[len(name)] in ".[ ")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list):
-        items = [(f"{prefix}[{index}]", value) for index, value in enumerate(tree)]
-    else:
-        return {prefix: tree}
-    return {path: leaf for key, value in items for path, leaf in _flat(value, key).items()} or {prefix: tree}
