@@ -156,7 +156,7 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
 
     for inputs in ({}, [], {"ids": {}}, {"ids": {"dtype": "int64", "shape": "no"}}):
         forge("decode", inputs=inputs)
-        with pytest.raises(CheckpointError, match=r"export.json: does not say what goes into decode.onnx"):
+        with pytest.raises(CheckpointError, match=r"export.json: does not describe the input of decode.onnx"):
             OnnxTokenizer(folder)
     decode = body["parts"]["decode"]["inputs"]["ids"]
     forge("decode", inputs={"ids": {**decode, "dtype": "uint8"}})
@@ -164,7 +164,7 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
         OnnxTokenizer(folder)
     body["codebook_sizes"] = [64, 64]
     forge("decode")
-    with pytest.raises(CheckpointError, match=r"export.json: does not say how large the codebooks are"):
+    with pytest.raises(CheckpointError, match=r"export.json: does not give the codebook sizes"):
         OnnxTokenizer(folder)
     body["codebook_sizes"] = [64]
     (folder / "decode.onnx").write_bytes(b"no graph")

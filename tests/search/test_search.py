@@ -23,7 +23,7 @@ from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing
 from vqclip.search.index import _VERSIONS
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import _require_float32
-from vqclip.search.topk import MOST_ITEMS, best, ranks, scores_and_items
+from vqclip.search.topk import MOST_ITEMS, rank_keys, scores_and_items, top_keys
 
 
 def built(quantizer=PRODUCT):
@@ -91,13 +91,13 @@ class TestPacking:
 class TestTopK:
     def test_order_and_ties(self):
         scores = torch.tensor([[0.5, -0.25, 0.5, -0.0, 0.0, -1.0, 1.0]])
-        found, items = scores_and_items(best(ranks(scores, torch.arange(7)), 7))
+        found, items = scores_and_items(top_keys(rank_keys(scores, torch.arange(7)), 7))
         assert items.tolist() == [[6, 0, 2, 3, 4, 1, 5]]
         assert torch.equal(found, scores[0, items[0]][None])
 
     def test_any_float_comes_back(self):
         scores = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-30, 30, 1000)
-        found, items = scores_and_items(best(ranks(scores, torch.arange(1000)), 1000))
+        found, items = scores_and_items(top_keys(rank_keys(scores, torch.arange(1000)), 1000))
         assert torch.equal(found, scores.sort(dim=1, descending=True).values)
         assert torch.equal(found, scores.gather(1, items))
 

@@ -205,7 +205,7 @@ def test_what_is_finished_is_left_and_what_is_damaged_made_anew(
         TokenDataset(out)
     done = run(tokenizer, tmp_path / "in", out)
     assert (done.made, done.found) == (3, 1)
-    assert caplog.text.count("made anew") == 3
+    assert caplog.text.count("made again") == 3
     assert (out / "00000.tar").stat().st_ino == before
     assert hashes(out) == expected
     assert run(tokenizer, tmp_path / "in", out).samples == 0
@@ -217,7 +217,7 @@ def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: P
     run(tokenizer, tmp_path / "in", out)
     expected = hashes(out)
     other = tokenizer_folder(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match=r"other settings.*\n  tokenizer.image: .\w{64}. there, .\w{64}. now"):
+    with pytest.raises(ConfigError, match=r"other settings[^?]*\n  tokenizer.image: .\w{64}. there, .\w{64}. now"):
         run(other, tmp_path / "in", out)
     with pytest.raises(ConfigError, match="\n  batch_size: 4 there, 5 now$"):
         run(tokenizer, tmp_path / "in", out, batch_size=5)
@@ -231,7 +231,7 @@ def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: P
 
 def test_a_folder_with_other_tars_is_refused(tmp_path: Path, tokenizer: str) -> None:
     shards(tmp_path / "in", (3,))
-    with pytest.raises(ConfigError, match=r"has no settings.json, but holds 00000.tar"):
+    with pytest.raises(ConfigError, match=r"has no settings.json, but contains 00000.tar"):
         run(tokenizer, tmp_path / "in", tmp_path / "in")
 
 
@@ -345,7 +345,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tok
 
     with (
         mock.patch("vqclip.tokenize_dataset.job.load_tokenizer", load),
-        pytest.raises(CheckpointError, match="has changed while it was loaded"),
+        pytest.raises(CheckpointError, match="changed while it was loaded"),
     ):
         run(tokenizer, tmp_path / "in", tmp_path / "out")
 
