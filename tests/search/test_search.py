@@ -431,7 +431,7 @@ def test_an_index_of_the_former_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(_VERSIONS, "format_version", 1)
     CodeIndex.build(built().image, drawn(3)).save(tmp_path / "index")
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"format_version is 1, .*; build the index anew \(`vqclip search"):
+    with pytest.raises(CheckpointError, match=r"format_version is 1, .*; build the index again \(`vqclip search"):
         CodeIndex.load(tmp_path / "index")
 
 
