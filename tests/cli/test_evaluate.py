@@ -120,10 +120,10 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
             "classnames.txt); expected caption shards. For labelled images: vqclip evaluate zero-shot",
         ),
         (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
-        (("zero-shot", run_folder, "--data", wrong_label), ".cls holds '1'; expected a class number, 0 to 0"),
+        (("zero-shot", run_folder, "--data", wrong_label), ".cls contains '1'; expected a class number, 0 to 0"),
         (("zero-shot", run_folder, "--data", fine, "--template", "a photo"), "got 'a photo'; expected {c}"),
         (("zero-shot", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
-        (("zero-shot", run_folder, "--data", beside), 'its tars lie right in it: expected the split ""'),
+        (("zero-shot", run_folder, "--data", beside), 'its tars are directly in it: expected the split ""'),
         (
             ("zero-shot", run_folder, "--data", fine, "--template", "x"),
             "vqclip evaluate: --template[0]: got 'x'; expected {c}",

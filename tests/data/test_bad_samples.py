@@ -88,9 +88,9 @@ CASES = {
         b'{"caption": "x", "id": ' + b"9" * 5000 + b"}", "damaged JSON", r"\.json cannot be read: Exceeds the limit .*"
     ),
     "JSON of megabytes": facts(b" " * (5 << 20), "too many bytes", "json of 5242880 bytes; at most 4194304 are read"),
-    "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json holds a list; expected an object"),
+    "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json contains a list; expected an object"),
     "caption that is a number": facts(
-        b'{"caption": 3}', "damaged JSON", r"\.json key 'caption' holds a int; expected text or a list of texts"
+        b'{"caption": 3}', "damaged JSON", r"\.json key 'caption' contains a int; expected text or a list of texts"
     ),
     "JSON without caption": facts(
         b'{"title": "x"}', "no caption", r"no caption under 'caption' in the \.json; its keys: 'title'"
@@ -239,7 +239,7 @@ def test_a_label_without_a_class(tmp_path: Path, label: bytes) -> None:
     (line,), _ = recorded(data, tmp_path)
     shown = repr(label.decode()[:20])
     assert line["kind"] == "class number"
-    assert line["reason"] == f"{shard}: sample bad: .cls holds {shown}; expected a class number, 0 to 2"
+    assert line["reason"] == f"{shard}: sample bad: .cls contains {shown}; expected a class number, 0 to 2"
 
 
 def whole(count: int, world_size: int) -> list[int]:

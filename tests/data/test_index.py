@@ -56,7 +56,6 @@ def test_samples_are_webdatasets_samples(tmp_path: Path) -> None:
     index = load_index(path)
     theirs = [sample["__key__"] for sample in webdataset.WebDataset(str(path), shardshuffle=False)]
     assert [index.key(row) for row in range(len(index))] == theirs == ["a/1", "b/1", "2"]
-    assert index.ignored == 1  # b/1.seg.png
     assert member(index, 1, "image") == b"z"
 
 
@@ -75,7 +74,7 @@ def test_other_files_and_folders_are_left_alone(tmp_path: Path) -> None:
         for name in ("d/._1.jpg", "d/1.pyd", "d/1.pkl", "d/1.jpg"):
             tar.addfile(tarfile.TarInfo(name))
     index = load_index(path)
-    assert (len(index), index.ignored) == (1, 4)
+    assert len(index) == 1
 
 
 def test_index_is_stored_once_and_made_anew_when_the_shard_changes(
@@ -284,7 +283,7 @@ def test_a_damaged_index_is_made_anew_or_means_the_same(tmp_path: Path, cache: P
         again = load_index(path)
         assert np.array_equal(again.offsets, first.offsets)
         assert np.array_equal(again.sizes, first.sizes)
-        assert (again.keys, again.sha256, again.ignored) == (first.keys, first.sha256, first.ignored)
+        assert (again.keys, again.sha256) == (first.keys, first.sha256)
 
 
 def test_a_pickle_in_place_of_the_index_is_not_read(tmp_path: Path, cache: Path) -> None:

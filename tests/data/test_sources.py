@@ -75,9 +75,9 @@ def test_bad_samples_are_named(tmp_path: Path, members: dict[str, bytes], messag
     [
         (b"{", ".json cannot be read"),
         (b"[" * 200_000, ".json cannot be read"),
-        (b"[1]", ".json holds a list; expected an object"),
+        (b"[1]", ".json contains a list; expected an object"),
         (json.dumps({"title": "x"}).encode(), "no caption under 'caption' in the .json; its keys: 'title'"),
-        (json.dumps({"caption": 5}).encode(), "key 'caption' holds a int; expected text"),
+        (json.dumps({"caption": 5}).encode(), "key 'caption' contains a int; expected text"),
     ],
 )
 def test_bad_json_is_named(tmp_path: Path, content: bytes, message: str) -> None:
@@ -197,7 +197,7 @@ def test_wrong_labels(tmp_path: Path, content: bytes) -> None:
     folder = class_folder(tmp_path)
     write_tar(folder / "train" / "0.tar", {"1.jpg": b"", "1.cls": content})
     message = refusal(ClassShardsConfig(path=folder).build().read, 0)
-    assert "sample 1: .cls holds" in message
+    assert "sample 1: .cls contains" in message
     assert message.endswith("expected a class number, 0 to 2")
 
 

@@ -1,9 +1,9 @@
-"""Sidecar index of WebDataset shards: where every sample's members lie, so that any sample is one `pread` away.
+"""Indexes of WebDataset shards: the offset of every sample's members, so that one `pread` reads any of them.
 
-An index is made once for every shard, in the cache folder (shards may be in a read-only one). It is stale when the
-shard's size or modification time differ, and says what the shard contained: its SHA-256 is part of a run's data
-fingerprint. That of a shard at a URL holds until a fetched copy has another hash: nobody asks the server before. It is
-a `.npz` of plain arrays, read without pickle.
+The index of a shard is made once and stored in the cache folder, since shards may be read-only. It is outdated when the
+shard's size or modification time differs. The index of a shard at a URL stays valid until a downloaded copy has another
+checksum; the server is not asked before. The shard's SHA-256 in the index is part of a run's data fingerprint. An index
+is a `.npz` of plain arrays, read without pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import stat
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,25 @@ from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
+from vqclip.io.atomic import write_file
 from vqclip.io.cache import cache_folder
 
-__all__ = ["KINDS", "ShardIndex", "forget_index", "load_index"]
+__all__ = ["KINDS", "ShardIndex", "load_index", "remove_index"]
 
 logger = logging.getLogger("vqclip.data")
 
 KINDS = ("image", "txt", "json", "cls")
-"""What a sample is made of; the columns of `ShardIndex.offsets` and `.sizes`."""
+"""Members of a sample; the columns of `ShardIndex.offsets` and `.sizes`."""
 
 _COLUMNS = {"jpg": 0, "jpeg": 0, "png": 0, "webp": 0, "txt": 1, "json": 2, "cls": 3}
-"""The extensions that are read at all. Anything else in a shard is left alone."""
+"""Extension → column. Members with other extensions are never read."""
 _VERSION = 1
 _KEY = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where the samples of one shard lie."""
+    """The offsets of one shard's samples."""
 
     path: Shard
     length: int
@@ -51,74 +51,65 @@ class ShardIndex:
     modified_ns: int
     """Modification time of the shard when it was indexed."""
     sha256: str
-    """Hash of the whole shard."""
+    """SHA-256 of the whole shard."""
     offsets: np.ndarray
-    """``(samples, 4)`` int64: first byte of each of `KINDS`; -1 where the sample has none."""
+    """``(samples, 4)`` int64: offset of each of `KINDS`; -1 where the sample has none."""
     sizes: np.ndarray
     """``(samples, 4)`` int64: bytes of each of `KINDS`."""
     keys: bytes
-    """The samples' names, UTF-8, one after the other."""
+    """The samples' names, UTF-8, concatenated."""
     key_ends: np.ndarray
-    """``(samples,)`` int64: where each name ends in `keys`."""
-    ignored: int
-    """Members with other extensions."""
+    """``(samples,)`` int64: end of each name in `keys`."""
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def key(self, index: int) -> str:
-        """Name of a sample, as WebDataset has it: the member's path up to the first dot of its last part."""
+        """Return a sample's name as in WebDataset: the members' path up to the first dot of its last part."""
         start = int(self.key_ends[index - 1]) if index else 0
         return self.keys[start : int(self.key_ends[index])].decode("utf-8", "replace")
 
 
 def load_index(path: Shard, cache: Path | None = None) -> ShardIndex:
-    """The index of one shard, from the cache if it is there and fits, else made and stored.
+    """Return the index of one shard: the stored one if it is up to date, otherwise a new one, which is stored.
 
-    A shard at a URL is fetched where its index is made.
+    A shard at a URL is downloaded to be indexed.
 
     Raises:
         DataError: the shard is missing, truncated, compressed, ... or the cache cannot be written.
     """
     path = path if isinstance(path, RemoteShard) else Path(path).absolute()
     cached = _cache_file(path, cache)
-    if not isinstance(path, RemoteShard):
-        _require_file(path)
+    status = None if isinstance(path, RemoteShard) else _stat_file(path)
     index = _read(cached, path)
-    if index is not None and _is_current(index):
-        return index
-    index = _make(path)
-    _write(cached, index)
+    if index is None or not (status is None or _is_current(index, status)):
+        index = _make(path)
+        _write(cached, index)
     return index
 
 
-def _require_file(path: Path) -> None:
+def _stat_file(path: Path) -> os.stat_result:
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
     except OSError as error:
-        raise _cannot_open(path, error) from None
-    if not stat.S_ISREG(mode):  # to open a pipe is to wait for who writes into it
+        raise _open_error(path, error) from None
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
         kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
-        raise DataError(f"{path}: is a {kinds.get(stat.S_IFMT(mode), 'device')}; expected a tar file")
+        raise DataError(f"{path}: is a {kinds.get(stat.S_IFMT(status.st_mode), 'device')}; expected a tar file")
+    return status
 
 
-def forget_index(path: Shard, cache: Path | None = None) -> None:
-    """Removes the stored index of a shard that is known to have changed."""
-    with contextlib.suppress(OSError):  # in a folder that is only read, somebody else has to
-        _cache_file(path, cache).unlink()
-
-
-def _is_current(index: ShardIndex) -> bool:
-    if isinstance(index.path, RemoteShard):
-        return True
-    try:
-        status = index.path.stat()
-    except OSError as error:
-        raise _cannot_open(index.path, error) from None
+def _is_current(index: ShardIndex, status: os.stat_result) -> bool:
     return (index.length, index.modified_ns) == (status.st_size, status.st_mtime_ns)
 
 
-def _cannot_open(path: Shard, error: OSError) -> DataError:
+def remove_index(path: Shard, cache: Path | None = None) -> None:
+    """Remove the stored index of a shard that has changed."""
+    with contextlib.suppress(OSError):  # a read-only cache is left to its owner
+        _cache_file(path, cache).unlink()
+
+
+def _open_error(path: Shard, error: OSError) -> DataError:
     return DataError(f"{path}: shard cannot be opened: {error.strerror}")
 
 
@@ -129,7 +120,7 @@ def _make(path: Shard) -> ShardIndex:
         raise
     except DataError:
         if isinstance(path, RemoteShard):
-            path.discard()  # or the next start would find the same damage, whatever the server has by then
+            path.discard()  # otherwise the next start would find the same damage, whatever the server has by then
         raise
 
 
@@ -137,10 +128,10 @@ def _index(path: Shard) -> ShardIndex:
     try:
         file = path.open() if isinstance(path, RemoteShard) else os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise _cannot_open(path, error) from None
+        raise _open_error(path, error) from None
     try:
         status = os.fstat(file)
-        rows, ignored = _group(path, file, status.st_size)
+        rows, ignored = _group_members(path, file, status.st_size)
         sha256 = _hash(file)
         after = os.fstat(file)
     except OSError as error:
@@ -149,7 +140,7 @@ def _index(path: Shard) -> ShardIndex:
         os.close(file)
     if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
-    if not rows and ignored:  # an empty tar is in order: none of what a download asked for may have come
+    if not rows and ignored:  # an empty tar is valid: all downloads of img2dataset may have failed
         raise DataError(
             f"{path}: no samples; expected members such as 000000000.jpg and 000000000.txt "
             f"(extensions: {', '.join(_COLUMNS)}; {ignored} members have others)"
@@ -166,12 +157,11 @@ def _index(path: Shard) -> ShardIndex:
         sizes=np.ascontiguousarray(table[:, :, 1]),
         keys=b"".join(keys),
         key_ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
-        ignored=ignored,
     )
 
 
-def _group(path: Shard, file: int, length: int) -> tuple[dict[str, list[list[int]]], int]:
-    """Members by sample name, in order of first appearance; and the number of members left alone."""
+def _group_members(path: Shard, file: int, length: int) -> tuple[dict[str, list[list[int]]], int]:
+    """Return the members by sample name, in order of first appearance, and the number of ignored members."""
     rows: dict[str, list[list[int]]] = {}
     ignored = 0
     for name, offset, size in walk(path, file, length):
@@ -204,32 +194,24 @@ def _cache_file(path: Shard, cache: Path | None) -> Path:
 
 
 def _write(cached: Path, index: ShardIndex) -> None:
-    aside = cached.with_name(f".{cached.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     facts = {
         "version": _VERSION,
         "path": str(index.path),
         "length": index.length,
         "modified_ns": index.modified_ns,
         "sha256": index.sha256,
-        "ignored": index.ignored,
+    }
+    arrays: dict[str, Any] = {
+        "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        "offsets": index.offsets,
+        "sizes": index.sizes,
+        "keys": np.frombuffer(index.keys, np.uint8),
+        "key_ends": index.key_ends,
     }
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "wb") as file:
-            np.savez(
-                file,
-                facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-                offsets=index.offsets,
-                sizes=index.sizes,
-                keys=np.frombuffer(index.keys, np.uint8),
-                key_ends=index.key_ends,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, cached)
+        write_file(cached, lambda file: np.savez(file, **arrays))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         raise DataError(
             f"{cached.parent}: the index of {index.path} cannot be written ({error.strerror}); "
             "set VQCLIP_CACHE to a folder with room"
@@ -237,7 +219,7 @@ def _write(cached: Path, index: ShardIndex) -> None:
 
 
 def _read(cached: Path, path: Shard) -> ShardIndex | None:
-    """The stored index; None if there is none, or it is damaged or of another version."""
+    """Return the stored index; None if it is missing, damaged or of another version."""
     try:
         with np.load(cached, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
@@ -252,29 +234,28 @@ def _read(cached: Path, path: Shard) -> ShardIndex | None:
                 sizes=arrays["sizes"],
                 keys=arrays["keys"].tobytes(),
                 key_ends=arrays["key_ends"],
-                ignored=facts["ignored"],
             )
         _require_consistent(index)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
-        logger.warning("%s: damaged index of %s is made anew (%s)", cached, path, error)
+        logger.warning("%s: damaged index of %s is made again (%s)", cached, path, error)
         return None
     return index
 
 
 def _require_consistent(index: ShardIndex) -> None:
-    """Raises ValueError for arrays that no index of ours has; numpy hands out as bytes what is not an array at all."""
+    """Check an untrusted index: shapes, types (numpy returns bytes for a member that is not an array), and ranges."""
     samples = len(index.key_ends)
-    table, column = (samples, len(KINDS)), (samples,)
+    table = (samples, len(KINDS))
     arrays: list[tuple[Any, tuple[int, ...]]] = [
         (index.offsets, table),
         (index.sizes, table),
-        (index.key_ends, column),
+        (index.key_ends, (samples,)),
     ]
     for array, shape in arrays:
         if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.int64:
-            raise ValueError("it does not hold what it should")
+            raise ValueError("it contains other arrays than expected")
     inside = (index.offsets >= -1).all() and (index.sizes >= 0).all()
     inside &= (index.offsets <= index.length).all() and (index.sizes <= index.length - index.offsets).all()
     ends = np.concatenate(([0], index.key_ends))

@@ -1,4 +1,4 @@
-"""Where samples come from: one kind of source a file, its config class beside it, one line here."""
+"""Sources of samples: one file for each kind, with its config class, and a line here."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ SourceConfig = Annotated[
     CaptionShardsConfig | ClassShardsConfig | ScenesSourceConfig,
     Field(discriminator="kind"),
 ]
-"""Any kind of source."""
+"""Configuration of any kind of source."""
 
 __all__ = [
     "CaptionShards",

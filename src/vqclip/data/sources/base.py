@@ -1,4 +1,4 @@
-"""What every source of samples offers."""
+"""The contract of sources of samples."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["RawSample", "ShardedSource", "Source"]
 
 
 class RawSample(NamedTuple):
-    """One sample as it lies in its shard: nothing decoded yet."""
+    """One sample as it is stored, not decoded."""
 
     image: bytes
     """The image file."""
     captions: tuple[str, ...]
-    """At least one; a draw keyed by (seed, epoch, sample id) chooses among several."""
+    """At least one; among several a draw keyed by (seed, epoch, sample id) chooses."""
     label: int = -1
-    """Class number, or -1 where there is none."""
+    """Class number; -1 without one."""
 
 
 class Source(Protocol):
@@ -27,11 +27,11 @@ class Source(Protocol):
     """Zero-shot prompts with ``{c}`` for the class name; empty without labels."""
 
     def __len__(self) -> int:
-        """Number of samples, unusable ones included."""
+        """Return the number of samples, unusable ones included."""
         ...
 
     def read(self, index: int) -> RawSample:
-        """Reads one sample.
+        """Read one sample.
 
         Raises:
             DataError: it has no image or no caption, or cannot be read; the message names shard and sample.
@@ -39,23 +39,23 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Shard and sample, for messages: ``/data/train/00003.tar: sample 000031415``."""
+        """Return shard and sample, for messages: ``/data/train/00003.tar: sample 000031415``."""
         ...
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the source contains, JSON-able: equal exactly if the same samples stand in the same order."""
+        """JSON-able description of the content; equal exactly if sources have the same samples in the same order."""
         ...
 
 
 class ShardedSource(Source, Protocol):
-    """A source whose samples lie in shards, one shard after the other."""
+    """A source whose samples are stored in shards and ordered by shard."""
 
     def key(self, index: int) -> str:
-        """Name of the sample in its shard, as WebDataset has it."""
+        """Return the sample's name in its shard, as in WebDataset."""
         ...
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
-        """Every shard in order: its file's ``name``, its ``bytes``, its ``samples`` and its ``sha256``."""
+        """Every shard in order: file ``name``, ``bytes``, ``samples`` and ``sha256``."""
         ...

@@ -1,4 +1,4 @@
-"""Captions of one sample from its .txt or .json."""
+"""Read the captions of a sample from its .txt or .json."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vqclip.errors import DataError
 __all__ = ["MAX_CAPTION", "json_captions", "txt_captions"]
 
 MAX_CAPTION = 65_536
-"""Characters of a caption. All are split into byte pairs before those beyond the context are cut off, so that a few
-gigantic captions would hold up every process."""
+"""Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
+gigantic captions would delay every process."""
 
 
 def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[str, ...]:
-    """The .txt as one caption, or every line as one.
+    """Return the .txt as one caption, or every line as one.
 
     Raises:
         DataError: there is no .txt, or it is empty.
@@ -25,16 +25,16 @@ def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[s
     captions = tuple(line.strip() for line in lines if line.strip())
     if not captions:
         raise DataError(f"{reader.name(index)}: the caption (.txt) is empty", "no caption")
-    return _usable(captions, reader.name(index))
+    return _require_usable(captions, reader.name(index))
 
 
 def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of some keys of the .json: strings, or lists of strings.
+    """Return the captions under some keys of the .json: strings, or lists of strings.
 
-    A key that is absent, null or empty is passed over, as long as another one gives a caption.
+    Missing, null and empty values are skipped if another key has a caption.
 
     Raises:
-        DataError: there is no .json, it cannot be read, or it holds no caption under these keys.
+        DataError: there is no .json, it cannot be read, or it has no caption under these keys.
     """
     text = reader.text(index, "json")
     try:
@@ -43,7 +43,7 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
         raise DataError(f"{reader.name(index)}: .json cannot be read: {error}", "damaged JSON") from None
     if not isinstance(facts, dict):
         raise DataError(
-            f"{reader.name(index)}: .json holds a {type(facts).__name__}; expected an object", "damaged JSON"
+            f"{reader.name(index)}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON"
         )
     captions: list[str] = []
     for key in keys:
@@ -52,7 +52,7 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
         for caption in values:
             if not isinstance(caption, str):
                 raise DataError(
-                    f"{reader.name(index)}: .json key {key!r} holds a {type(caption).__name__}; expected text or a "
+                    f"{reader.name(index)}: .json key {key!r} contains a {type(caption).__name__}; expected text or a "
                     "list of texts",
                     "damaged JSON",
                 )
@@ -63,10 +63,10 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
             f"its keys: {', '.join(map(repr, list(facts)[:20]))}",
             "no caption",
         )
-    return _usable(tuple(captions), reader.name(index))
+    return _require_usable(tuple(captions), reader.name(index))
 
 
-def _usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
+def _require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
     for caption in captions:
         if len(caption) > MAX_CAPTION:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Where clip_benchmark's layout lies: a folder on this machine, or one at a URL."""
+"""Folders in clip_benchmark's layout, on this machine or at a URL."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ __all__ = [
 
 CLASSNAMES = "classnames.txt"
 SPLIT_HELP = "its folder of tars; needed where there are several, since none is the default"
-"""What commands say of the option that `choose_split` takes."""
+"""Help text of the command line option for `choose_split`."""
 TEMPLATES = "zeroshot_classification_templates.txt"
 _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
 _MAX_LINE = 1000
-"""Limits of the two files; ImageNet's classes have 15 kB, and 120 characters at most."""
+"""Limits of the two files; ImageNet's class names take 15 kB, at most 120 characters each."""
 _MAX_COUNT_BYTES = 64
 _MAX_COUNT = 100_000
-"""Limits of the third, which decides how many shards are listed in memory."""
+"""Limits of the third file, which decides how many shards are listed in memory."""
 
 
 class ClassFolder(Protocol):
-    """What both offer."""
+    """A folder in clip_benchmark's layout."""
 
     def name(self, file: str) -> str:
-        """A file or folder in it, for messages."""
+        """Return the path of a file or folder in it, for messages."""
         ...
 
     def read(self, file: str, expected: str) -> str:
-        """A text file; raises DataError where there is none, or it is not UTF-8."""
+        """Read a text file; raises DataError if it is missing or not UTF-8."""
         ...
 
     def shards(self, split: str) -> Sequence[Shard]:
-        """The tars of a split; raises DataError where there are none."""
+        """Return the tars of a split; raises DataError if it has none."""
         ...
 
 
 def open_folder(path: str, remote: RemoteConfig) -> ClassFolder:
-    """The folder at a path or URL.
+    """Open the folder at a path or URL.
 
     Raises:
         DataError: a protocol that is not allowed.
@@ -113,7 +113,7 @@ class RemoteFolder:
         return fetch_text(self._at(file), self._remote, _MAX_BYTES)
 
     def shards(self, split: str) -> Sequence[Shard]:
-        """See `ClassFolder`. Where a protocol cannot list, the shards are ``0.tar``, ``1.tar``, ..."""
+        """See `ClassFolder`. If the protocol cannot list folders, the shards are ``0.tar``, ``1.tar``, ..."""
         if protocol_of(self._url) not in ("http", "https"):
             return find_shards([self._at(split)], self._remote)
         file = f"{split}/{_COUNT}".lstrip("/")
@@ -132,13 +132,14 @@ class RemoteFolder:
 
 
 def choose_split(path: str, split: str | None) -> str:
-    """The split that a command is asked for: the one that is named, else the only one that there is.
+    """Return the split to use: the given one, otherwise the only one in the folder.
 
-    None is the default: who learns from ids of the test split, or measures on the train split, should have said so.
+    With several splits the user must choose: training on the test split, or testing on the train split, must be
+    intended.
 
     Args:
         path: the folder, or its URL.
-        split: as the user named it; None where not.
+        split: the user's choice; None without one.
 
     Raises:
         ConfigError: none is named, and there are several, or it is a URL.
@@ -161,10 +162,10 @@ def choose_split(path: str, split: str | None) -> str:
 
 
 def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]:
-    """The lines of a text file that are not blank at its end, each stripped.
+    """Return the stripped lines of a text file, without blank lines at its end.
 
     Raises:
-        DataError: the file is missing, empty, not UTF-8, or has a blank line in between.
+        DataError: the file is missing, empty, not UTF-8, or has a blank line between others.
     """
     text = folder.read(file, expected).rstrip().replace("\r\n", "\n").replace("\r", "\n")
     lines = tuple(line.strip() for line in text.split("\n"))
@@ -177,10 +178,10 @@ def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]
 
 
 def read_templates(folder: ClassFolder) -> tuple[str, ...]:
-    """The prompts of a folder, one a line.
+    """Return the prompts of a folder, one a line.
 
     Raises:
-        DataError: as `read_lines`, and for a prompt without a place for the class name.
+        DataError: as `read_lines`, and for a prompt without a placeholder for the class name.
     """
     templates = read_lines(folder, TEMPLATES, "one prompt a line, with {c} for the class name")
     for number, template in enumerate(templates, 1):
@@ -194,8 +195,8 @@ def _where_tars_are(folder: Path) -> str:
     if splits:
         return f"splits with tars: {', '.join(splits)}"
     if not any(folder.glob("*.tar")):
-        return "there is no *.tar in it or right below it"
+        return "found no *.tar in it or one level below"
     above = folder.parent
     if not (folder / CLASSNAMES).exists() and (above / CLASSNAMES).exists():
         return f"it is a split itself: expected the folder above, {above}, and the split {folder.name!r}"
-    return 'its tars lie right in it: expected the split ""'
+    return 'its tars are directly in it: expected the split ""'

@@ -15,7 +15,7 @@ from vqclip.data.shard import Shard
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.class_folder import CLASSNAMES, open_folder, read_lines, read_templates
 from vqclip.data.sources.reader import ShardReader
-from vqclip.data.sources.shards import Weight, require_members
+from vqclip.data.sources.shards import TarSource, Weight, require_members
 from vqclip.errors import DataError
 
 __all__ = ["ClassShards", "ClassShardsConfig", "ClassShardsData"]
@@ -24,21 +24,21 @@ __all__ = ["ClassShards", "ClassShardsConfig", "ClassShardsData"]
 class ClassShardsData(Config):
     """A folder with `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar` of images and .cls.
 
-    This is what clip_benchmark's webdataset export writes. `{c}` in a template stands for the class name, and .cls
-    holds a line number of classnames.txt, from 0.
+    clip_benchmark's webdataset export writes this layout. `{c}` in a template stands for the class name, and .cls
+    contains a line number of classnames.txt, from 0.
     """
 
     kind: Literal["classes"] = "classes"
     """Labelled shards."""
     path: Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
-    """The folder, or its URL. At http and https, `nshards.txt` beside the tars says how many there are."""
+    """The folder, or its URL. With http and https, `nshards.txt` beside the tars gives their number."""
     split: str = "train"
-    """Folder of the split in it; "" if the tars lie beside `classnames.txt`."""
+    """Subfolder of the split; "" if the tars are beside `classnames.txt`."""
     remote: RemoteConfig = RemoteConfig()
-    """How shards at URLs are fetched and kept."""
+    """Download and caching of shards at URLs."""
 
     def shards(self) -> Sequence[Shard]:
-        """The tars, for `vqclip.data.prepare_sources`.
+        """Return the tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none.
@@ -46,7 +46,7 @@ class ClassShardsData(Config):
         return open_folder(self.path, self.remote).shards(self.split)
 
     def build(self, cache: Path | None = None) -> ClassShards:
-        """Opens the shards, indexing those that are not indexed yet."""
+        """Open the shards, after indexing those without an index."""
         return ClassShards(self, cache)
 
 
@@ -54,14 +54,14 @@ class ClassShardsConfig(ClassShardsData):
     """Labelled shards to train on."""
 
     weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
+    """Number of times that each sample appears in an epoch; fractions allowed."""
 
 
-class ClassShards:
+class ClassShards(TarSource):
     """A `Source` of labelled images; every prompt with the class name is a caption.
 
     Args:
-        config: where the folder lies.
+        config: the folder.
         cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
 
     Raises:
@@ -77,36 +77,16 @@ class ClassShards:
         self.templates = read_templates(folder)
         self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
 
-    def __len__(self) -> int:
-        return len(self._reader)
-
     def read(self, index: int) -> RawSample:
-        """Image, prompts and label of one sample; see `Source.read`."""
+        """Return image, prompts and label of one sample; see `Source.read`."""
         text = self._reader.text(index, "cls")
         label = int(text) if text.isascii() and text.isdigit() else -1
         if not 0 <= label < len(self.classnames):
             last = len(self.classnames) - 1
             raise DataError(
-                f"{self.name(index)}: .cls holds {text[:20]!r}; expected a class number, 0 to {last}", "class number"
+                f"{self.name(index)}: .cls contains {text[:20]!r}; expected a class number, 0 to {last}", "class number"
             )
         return RawSample(self._reader.read(index, "image"), self._prompts[label], label)
-
-    def name(self, index: int) -> str:
-        """Shard and sample, for messages."""
-        return self._reader.name(index)
-
-    def key(self, index: int) -> str:
-        """Name of the sample in its shard; see `ShardedSource.key`."""
-        return self._reader.key(index)
-
-    def place(self, index: int) -> str:
-        """Shard and sample; see `vqclip.data.images.ImageSource.place`."""
-        return self._reader.place(index)
-
-    @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """See `ShardedSource.shards`."""
-        return self._reader.shards
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vqclip.data.index import KINDS, ShardIndex, forget_index, load_index
+from vqclip.data.index import KINDS, ShardIndex, load_index, remove_index
 from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
@@ -26,15 +26,15 @@ MAX_IMAGE_BYTES = 64 << 20
 _MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Larger members are refused before they are read."""
 _SHOWN_KEY = 200
-"""Characters of a sample's name in messages, which go to logs, one for every bad sample; a tar allows 65,536."""
+"""Characters of a sample's name in messages; every bad sample is logged, and a tar allows 65,536 characters."""
 
 
 class ShardReader:
     """Reads members of samples by `pread` at the offsets of the shards' indexes.
 
-    Works in any process and after a fork: reading does not move a file position, and descriptors are opened on
-    demand. Arrays, not lists, hold the index, so that forked workers share it. Shards at URLs are open only while they
-    are read, so that the cache can make room.
+    Works in any process and after a fork: reading does not move a file position, and descriptors are opened on demand.
+    Indexes are arrays, whose memory forked workers share. Shards at URLs are open only while they are read, so that the
+    cache can remove them.
 
     Args:
         shards: tar files, here or at URLs.
@@ -45,18 +45,18 @@ class ShardReader:
     """
 
     def __init__(self, shards: Sequence[Shard], cache: Path | None = None):
-        self._files: OrderedDict[int, int] = OrderedDict()  # first: `__del__` looks for it whatever happens here
+        self._files: OrderedDict[int, int] = OrderedDict()  # first, since `__del__` needs it even after an error here
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
-        self._places = _below([str(index.path) for index in self._indexes])
+        self._places = _strip_common_folders([str(index.path) for index in self._indexes])
         self._cache = cache
-        _warn_of_fetching_again(self._indexes)
+        _warn_if_cache_is_small(self._indexes)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def name(self, index: int) -> str:
-        """Shard and sample, for messages."""
+        """Return shard and sample, for messages."""
         shard, row = self._locate(index)
         key = self._indexes[shard].key(row)
         if len(key) > _SHOWN_KEY:
@@ -64,30 +64,30 @@ class ShardReader:
         return printable(f"{self._indexes[shard].path}: sample {key}", one_line=True)
 
     def key(self, index: int) -> str:
-        """Name of the sample in its shard."""
+        """Return the sample's name in its shard."""
         shard, row = self._locate(index)
         return self._indexes[shard].key(row)
 
     def place(self, index: int) -> str:
-        """Shard and sample, ``00003.tar/000031415``, without the folders that all shards have in common."""
+        """Return shard and sample, ``00003.tar/000031415``, without the folders that all shards have in common."""
         shard, row = self._locate(index)
         return f"{self._places[shard]}/{self._indexes[shard].key(row)}"
 
     def count(self, kind: str) -> int:
-        """Number of samples that have a member of this kind (see `vqclip.data.index.KINDS`)."""
+        """Return the number of samples with a member of this kind (see `vqclip.data.index.KINDS`)."""
         return sum(int((index.offsets[:, KINDS.index(kind)] >= 0).sum()) for index in self._indexes)
 
     def read(self, index: int, kind: str) -> bytes:
-        """One member of one sample.
+        """Read one member of one sample.
 
         Raises:
-            DataError: the sample has none, it is too large, or the shard, on this machine, is gone or has changed.
-            StorageError: the shard, at a URL, cannot be fetched or has changed.
+            DataError: the sample lacks it, it is too large, or a shard on this machine is missing or has changed.
+            StorageError: a shard at a URL cannot be downloaded or has changed.
         """
         shard, row = self._locate(index)
         column = KINDS.index(kind)
-        facts = self._indexes[shard]
-        offset, size = int(facts.offsets[row, column]), int(facts.sizes[row, column])
+        shard_index = self._indexes[shard]
+        offset, size = int(shard_index.offsets[row, column]), int(shard_index.sizes[row, column])
         if offset < 0:
             what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
             raise DataError(f"{self.name(index)}: has no {what}", "missing member")
@@ -104,7 +104,7 @@ class ShardReader:
         return data
 
     def text(self, index: int, kind: str) -> str:
-        """One member as UTF-8 text, without white space around it.
+        """Read one member as UTF-8 text, without white space around it.
 
         Raises:
             DataError: as `read`, or it is not UTF-8.
@@ -119,7 +119,7 @@ class ShardReader:
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
-        """File name, size, samples and hash of every shard."""
+        """File name, size, samples and SHA-256 of every shard."""
         return [
             {"name": index.path.name, "bytes": index.length, "samples": len(index), "sha256": index.sha256}
             for index in self._indexes
@@ -127,7 +127,7 @@ class ShardReader:
 
     @property
     def sha256(self) -> str:
-        """Hash of all shards in their order; names and places of the files do not matter."""
+        """Checksum of all shards in their order; names and folders of the files do not matter."""
         return hashlib.sha256("".join(index.sha256 for index in self._indexes).encode()).hexdigest()
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -140,30 +140,29 @@ class ShardReader:
         shard, _ = self._locate(index)
         path = self._indexes[shard].path
         if not isinstance(path, RemoteShard):
-            return os.pread(self._file(shard, path, self.name(index)), size, offset)
-        file = self._fetched(shard, path)
+            return os.pread(self._open_local(shard, path, self.name(index)), size, offset)
+        file = self._open_remote(shard, path)
         try:
             return os.pread(file, size, offset)
         finally:
             os.close(file)
 
-    def _fetched(self, shard: int, path: RemoteShard) -> int:
-        facts = self._indexes[shard]
+    def _open_remote(self, shard: int, path: RemoteShard) -> int:
         try:
-            return path.open(facts.length, facts.sha256)
+            return path.open(self._indexes[shard].length, self._indexes[shard].sha256)
         except StorageError as error:
             if error.kind == "changed shard":
-                forget_index(path, self._cache)
+                remove_index(path, self._cache)
             raise
 
-    def _file(self, shard: int, path: Path, name: str) -> int:
-        facts = self._indexes[shard]
+    def _open_local(self, shard: int, path: Path, name: str) -> int:
+        shard_index = self._indexes[shard]
         file = self._files.pop(shard, None)
         if file is None:
-            # A pipe that has taken the shard's place must not make the run wait.
+            # Non-blocking: a pipe in place of the shard must not make the run wait.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(file)  # at every read: it may be written to while it is open
-        if (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
+        status = os.fstat(file)  # before every read, as the file may change while it is open
+        if (status.st_size, status.st_mtime_ns) != (shard_index.length, shard_index.modified_ns):
             os.close(file)
             raise DataError(f"{name}: the shard has changed since it was indexed; start the run again", "changed shard")
         self._files[shard] = file  # the last one used
@@ -172,7 +171,7 @@ class ShardReader:
         return file
 
     def close(self) -> None:
-        """Closes the open files; they are opened again on demand."""
+        """Close the open files; they are opened again on demand."""
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -180,25 +179,25 @@ class ShardReader:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        # Descriptors mean nothing in a spawned worker.
+        # Descriptors are not valid in a spawned worker.
         return {**self.__dict__, "_files": OrderedDict()}
 
 
-def _below(paths: Sequence[str]) -> list[str]:
-    """Paths without the folders that all have in common."""
+def _strip_common_folders(paths: Sequence[str]) -> list[str]:
+    """Remove the folders that all paths have in common."""
     parts = [path.split("/") for path in paths]
     levels = zip(*(each[:-1] for each in parts), strict=False)
     common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
     return ["/".join(each[common:]) for each in parts]
 
 
-def _warn_of_fetching_again(indexes: Sequence[ShardIndex]) -> None:
+def _warn_if_cache_is_small(indexes: Sequence[ShardIndex]) -> None:
     remote = [(index.path, index.length) for index in indexes if isinstance(index.path, RemoteShard)]
     total = sum(length for _, length in remote)
     if remote and total > remote[0][0].options.cache_bytes:
         logger.warning(
             "%s and %d more: %.2f GiB of shards do not fit in remote.cache_gib=%g; samples come in random order, so "
-            "most reads will fetch a whole shard. Raise it, or put the shards on a disk",
+            "most reads will download a whole shard. Raise it, or copy the shards to a disk",
             remote[0][0],
             len(remote) - 1,
             total / 2**30,

@@ -16,24 +16,24 @@ __all__ = ["ScenesData", "ScenesSourceConfig"]
 
 
 class ScenesData(Config):
-    """Drawn coloured shapes with captions; made on first use, in the cache folder."""
+    """Drawn coloured shapes with captions; drawn on first use, in the cache folder."""
 
     kind: Literal["scenes"] = "scenes"
     """The drawn data set."""
     split: Literal["train", "val", "test", "heldout"] = "train"
     """train and val have captions (of trained and of held-out combinations), test and heldout have classes."""
     drawing: ScenesConfig = ScenesConfig()
-    """What to draw; evaluation may be given another one: held-out combinations are so in every drawing."""
+    """The drawing; evaluation may use another one, since all drawings hold out the same combinations."""
 
     def shards(self) -> Sequence[Shard]:
-        """The tars of the split, drawn if they are not there; for `vqclip.data.prepare_sources`."""
-        return self._ordinary(None).shards()
+        """Return the tars of the split, after drawing missing ones; for `vqclip.data.prepare_sources`."""
+        return self._shards_config(None).shards()
 
     def build(self, cache: Path | None = None) -> CaptionShards | ClassShards:
-        """Opens the shards, drawing and indexing them if that has not been done."""
-        return self._ordinary(cache).build(cache)
+        """Open the shards, after drawing and indexing them if necessary."""
+        return self._shards_config(cache).build(cache)
 
-    def _ordinary(self, cache: Path | None) -> CaptionShardsData | ClassShardsData:
+    def _shards_config(self, cache: Path | None) -> CaptionShardsData | ClassShardsData:
         paths = make_scenes(cache, self.drawing)
         if self.split in ("train", "val"):
             return CaptionShardsData(path=str(getattr(paths, self.split)))
@@ -44,4 +44,4 @@ class ScenesSourceConfig(ScenesData):
     """The drawn data set to train on."""
 
     weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
+    """Number of times that each sample appears in an epoch; fractions allowed."""

@@ -28,14 +28,15 @@ class CaptionShardsData(Config):
     kind: Literal["shards"] = "shards"
     """Caption shards."""
     path: str | tuple[str, ...]
-    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs are
-    fine too: file, s3 and gs just so, http and https with every shard named or in braces."""
+    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs
+    (file, s3, gs, http, https) work the same way; with http and https every shard must be named, or written with
+    braces."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
     json_keys: tuple[str, ...] = ("caption",)
-    """Keys of the .json that hold a caption or a list of captions."""
+    """Keys of the .json with a caption or a list of captions."""
     remote: RemoteConfig = RemoteConfig()
-    """How shards at URLs are fetched and kept."""
+    """Download and caching of shards at URLs."""
 
     @model_validator(mode="after")
     def _has_something_to_read(self) -> CaptionShardsData:
@@ -46,7 +47,7 @@ class CaptionShardsData(Config):
         return self
 
     def shards(self) -> Sequence[Shard]:
-        """The tars, for `vqclip.data.prepare_sources`.
+        """Return the tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none, or one is missing.
@@ -54,7 +55,7 @@ class CaptionShardsData(Config):
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote)
 
     def build(self, cache: Path | None = None) -> CaptionShards:
-        """Opens the shards, indexing those that are not indexed yet."""
+        """Open the shards, after indexing those without an index."""
         return CaptionShards(self, cache)
 
 
@@ -62,14 +63,40 @@ class CaptionShardsConfig(CaptionShardsData):
     """Caption shards to train on."""
 
     weight: Weight = 1.0
-    """How often a sample of this source appears in an epoch; fractions allowed."""
+    """Number of times that each sample appears in an epoch; fractions allowed."""
 
 
-class CaptionShards:
+class TarSource:
+    """Base of sources that read tars: their names, keys and shards come from `_reader`."""
+
+    _reader: ShardReader
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def name(self, index: int) -> str:
+        """Return shard and sample, for messages."""
+        return self._reader.name(index)
+
+    def key(self, index: int) -> str:
+        """Return the sample's name in its shard; see `ShardedSource.key`."""
+        return self._reader.key(index)
+
+    def place(self, index: int) -> str:
+        """Return shard and sample; see `vqclip.data.images.ImageSource.place`."""
+        return self._reader.place(index)
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """See `ShardedSource.shards`."""
+        return self._reader.shards
+
+
+class CaptionShards(TarSource):
     """A `Source` of images with captions.
 
     Args:
-        config: where the shards lie and where their captions are.
+        config: the shards and the place of their captions.
         cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
 
     Raises:
@@ -86,33 +113,13 @@ class CaptionShards:
         where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
         require_members(self._reader, "image", member, where)
 
-    def __len__(self) -> int:
-        return len(self._reader)
-
     def read(self, index: int) -> RawSample:
-        """Image and captions of one sample; see `Source.read`."""
+        """Return image and captions of one sample; see `Source.read`."""
         if self.config.captions == "json":
             captions = json_captions(self._reader, index, self.config.json_keys)
         else:
             captions = txt_captions(self._reader, index, self.config.captions == "txt_lines")
         return RawSample(self._reader.read(index, "image"), captions)
-
-    def name(self, index: int) -> str:
-        """Shard and sample, for messages."""
-        return self._reader.name(index)
-
-    def key(self, index: int) -> str:
-        """Name of the sample in its shard; see `ShardedSource.key`."""
-        return self._reader.key(index)
-
-    def place(self, index: int) -> str:
-        """Shard and sample; see `vqclip.data.images.ImageSource.place`."""
-        return self._reader.place(index)
-
-    @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """See `ShardedSource.shards`."""
-        return self._reader.shards
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -128,7 +135,7 @@ class CaptionShards:
 
 
 def require_members(reader: ShardReader, first: str, second: str, path: object) -> None:
-    """Raises DataError if no sample at all has these members: then it is the wrong layout, not a bad sample."""
+    """Raise DataError if no sample has these members: then the layout is wrong, not a single sample."""
     if not len(reader):
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     for kind in (first, second):
