@@ -1,17 +1,17 @@
-"""One root for every error that a user can cause or meet, so that a caller can catch them all at once."""
+"""Errors that vqclip raises on purpose; `VqclipError` is the root of them all."""
 
 from __future__ import annotations
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    """Text of unknown origin, as it may go to a terminal or a log.
+    """Escape a text of unknown origin, so that it can be written to a terminal or a log.
 
-    Control characters, marks that turn the direction of writing, lone surrogates and the like are spelt out as
-    escapes of Python.
+    Control characters, marks that change the direction of writing, lone surrogates and other unprintable characters
+    become Python escapes.
 
     Args:
-        text: what somebody else wrote.
-        one_line: spell out line breaks too; for names, which could otherwise pass for lines of their own.
+        text: any text.
+        one_line: escape line breaks too; a name with a line break could otherwise look like a line of the program.
     """
     if text.isprintable():
         return text
@@ -22,7 +22,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
 class VqclipError(Exception):
     """Root of all errors raised on purpose by vqclip.
 
-    Messages quote names and values from files that nobody checked: each is made `printable`.
+    Messages quote names and values from unchecked files, so `printable` is applied to each message.
     """
 
     def __init__(self, *args: object):
@@ -30,14 +30,14 @@ class VqclipError(Exception):
 
 
 class ConfigError(VqclipError, ValueError):
-    """A configuration file or override that cannot be used; the message lists every problem found."""
+    """An invalid configuration file, override or option; the message lists every problem."""
 
 
 class DataError(VqclipError, ValueError):
     """A shard, sample or data folder that cannot be used; the message names the file and the sample.
 
     Attributes:
-        kind: what is wrong, in a word or two; bad samples are counted by it.
+        kind: kind of the error in one or two words; bad samples are counted by it.
     """
 
     def __init__(self, message: str, kind: str = "other"):
@@ -46,9 +46,9 @@ class DataError(VqclipError, ValueError):
 
 
 class StorageError(DataError):
-    """Storage that could not be reached, read or written, or holds another thing than it did.
+    """Storage that cannot be reached, read or written, or whose content has changed.
 
-    No sample is to blame, so none is replaced by another.
+    The samples themselves are not bad, so none of them is replaced.
     """
 
 
@@ -65,11 +65,11 @@ class OtherRunError(CheckpointError):
 
 
 class BackendError(VqclipError, RuntimeError):
-    """A runtime of others, such as onnxruntime, that failed at inputs which fit; the message is its own."""
+    """A runtime such as onnxruntime that failed on valid inputs; the message is that of the runtime."""
 
 
 class DistributedError(VqclipError, RuntimeError):
-    """Ranks that cannot work together; the message says which rank and what to change."""
+    """A failure of another rank or of the process group; the message says which rank and what to change."""
 
 
 class NonFiniteError(VqclipError, FloatingPointError):
@@ -77,8 +77,8 @@ class NonFiniteError(VqclipError, FloatingPointError):
 
 
 class ReplayError(VqclipError, RuntimeError):
-    """Two forwards of the same samples that differ, where they must not; the message names the module."""
+    """Two forwards of the same samples that differ but must be equal; the message names the module."""
 
 
 class StopRequested(Exception):
-    """A signal has asked the run to stop, and it is left where it can go on later; on every rank alike."""
+    """A signal asked the run to stop; raised on every rank at a point from which the run can be resumed."""

@@ -1,4 +1,4 @@
-"""The thing that is trained: two tokenizers and a temperature."""
+"""The CLIP model: two tokenizers and a temperature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vqclip.tokenizer.saving import save_folder
 
 
 class BothTowersConfig(Config):
-    """One open_clip model that gives both towers."""
+    """One open_clip model for both towers."""
 
     kind: Literal["open_clip"] = "open_clip"
     model: str
@@ -34,20 +34,20 @@ class ModelConfig(Config):
     """Two tokenizers that share a joint embedding."""
 
     towers: BothTowersConfig | None = None
-    """Both towers at once; `image.tower` and `text.tower` are then left out."""
+    """Both towers from one model; leave `image.tower` and `text.tower` out."""
     embed_dim: EmbedDim = 256
     """E, width of the joint embedding."""
     image: ImageTokenizerConfig
-    """The image tokenizer."""
+    """Image tokenizer."""
     text: TextTokenizerConfig
-    """The text tokenizer."""
+    """Text tokenizer."""
     temperature: TemperatureConfig = TemperatureConfig()
-    """The logits' scale and bias."""
+    """Scale and bias of the logits."""
 
     @model_validator(mode="before")
     @classmethod
-    def _towers_fill_both(cls, data: Any) -> Any:
-        """Copy `towers` to where each tokenizer looks for its tower."""
+    def _copy_towers(cls, data: Any) -> Any:
+        """Copy `towers` to `image.tower` and `text.tower`."""
         if not isinstance(data, dict) or not isinstance(data.get("towers"), dict):
             return data
         towers = {"kind": "open_clip"} | data["towers"]
@@ -59,7 +59,7 @@ class ModelConfig(Config):
         return filled
 
     @model_validator(mode="after")
-    def _one_word_on_the_towers(self) -> ModelConfig:
+    def _check_towers_agree(self) -> ModelConfig:
         for name, part in (("image", self.image), ("text", self.text)):
             if self.towers is not None and part.tower.model_dump() != self.towers.model_dump():
                 raise ValueError(f"got both towers and {name}.tower, which differ; expected one of the two")
@@ -67,12 +67,12 @@ class ModelConfig(Config):
 
     @torch.inference_mode(False)
     def build(self) -> CLIP:
-        """Make the model; weights that are not pretrained come from torch's global generator."""
+        """Build the model; weights that are not pretrained are drawn from torch's global generator."""
         return CLIP(self)
 
 
 class CLIPOutput(NamedTuple):
-    """What the model gives in training."""
+    """Output of the model in training."""
 
     image: TokenizerOutput
     text: TokenizerOutput
@@ -86,8 +86,8 @@ class CLIP(nn.Module):
     """Contrastive language-image pretraining (Radford et al. 2021) through discrete tokens.
 
     Args:
-        config: sizes and kinds of all parts.
-        section: key path of `config`, with which errors begin; "" where it is the root.
+        config: configuration of all parts.
+        section: key path of `config` for error messages; "" if it is the root.
     """
 
     def __init__(self, config: ModelConfig, section: str = "model."):
@@ -102,7 +102,7 @@ class CLIP(nn.Module):
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
 
     def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
-        """Both tokenizers' training paths.
+        """Run the training path of both tokenizers.
 
         Args:
             images: ``(B, 3, H, W)`` uint8.
@@ -111,26 +111,26 @@ class CLIP(nn.Module):
         return CLIPOutput(self.image(images), self.text(tokens), *self.temperature())
 
     def temperature(self) -> tuple[Tensor, Tensor | None]:
-        """The logits' () scale, and their () bias or None."""
-        # `* 1` hands the loss a tensor of this forward: DDP then sees the bias in its graph like all else.
+        """Return the () scale of the logits, and their () bias or None."""
+        # `* 1` makes the bias a part of this forward's graph, where DDP looks for used parameters.
         return self.logit_scale.exp(), None if self.logit_bias is None else self.logit_bias * 1
 
     def quantizers(self) -> dict[str, Quantizer]:
-        """``image`` and ``text``: the two quantizers."""
+        """Return the two quantizers, as ``image`` and ``text``."""
         return {"image": self.image.quantizer, "text": self.text.quantizer}
 
     @torch.no_grad()
     def clamp_temperature(self) -> None:
-        """Hold the scale at or below its maximum; called after an optimizer step."""
+        """Clamp the scale to its maximum; called after an optimizer step."""
         self.logit_scale.clamp_(max=math.log(self.config.temperature.max))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write both tokenizers and the temperature to a folder that `load_tokenizer` and `from_pretrained` read.
 
-        What lies there is replaced in one stroke, with its card.
+        A tokenizer in this folder is replaced atomically, with its card.
 
         Raises:
-            ConfigError: the folder holds another model, or a tokenizer beside other files, which would be lost.
+            ConfigError: the folder contains another model, or a tokenizer beside other files, which would be lost.
         """
         save_folder(folder, self.section(), self.state_dict())
 
@@ -141,20 +141,22 @@ class CLIP(nn.Module):
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
 
     def section(self) -> dict[str, Any]:
-        """What ``config.json`` says of it."""
+        """Return the content of ``config.json``."""
         temperature = self.config.temperature.model_dump(mode="json")
         return {"image": self.image.section(), "text": self.text.section(), "temperature": temperature}
 
     @staticmethod
     def from_pretrained(folder: str | Path, revision: str | None = None) -> CLIP:
-        """Read a folder (or hub name) with both tokenizers, strictly; the model is in evaluation mode.
+        """Load a folder (or hub name) with both tokenizers; a missing or unexpected key is an error.
+
+        The model is in evaluation mode.
 
         Args:
-            folder: what `save_pretrained` wrote, or a hub name ``owner/name``.
+            folder: folder written by `save_pretrained`, or a hub name ``owner/name``.
             revision: branch, tag or commit of a hub name; None for the newest.
 
         Raises:
-            CheckpointError: for a folder that is missing, damaged, or holds one modality alone.
+            CheckpointError: the folder is missing or damaged, or contains only one modality.
         """
         opened = TokenizerFolder.open(find_folder(folder, revision))
         config = ModelConfig(

@@ -9,14 +9,14 @@ import torch
 from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.evaluation.codes import load_ids
-from vqclip.evaluation.encode import Encoder, evaluating
-from vqclip.evaluation.share import Share
+from vqclip.evaluation.encode import Encoder, evaluation_mode
+from vqclip.evaluation.partition import RankPartition
 
 CAPTIONS = ["red", "a small green star", "two words", "", "a long caption that goes on and on beyond the end of it all"]
 
 
 def encoder(folder, precision="fp32"):
-    return Encoder(Share(), precision, folder)
+    return Encoder(RankPartition(), precision, folder)
 
 
 def images(count=13, seed=0):
@@ -25,7 +25,7 @@ def images(count=13, seed=0):
 
 def encode_both(model, folder, batch_size, precision="fp32"):
     run = encoder(folder, precision)
-    with evaluating(model):
+    with evaluation_mode(model):
         image = run(model.image, images().split(batch_size), "image")
         text = run.captions(model.text, CAPTIONS * 3, batch_size, "text")
     return image, text
@@ -115,7 +115,7 @@ def test_unknown_precision(tmp_path):
 
 
 def test_no_samples(tmp_path):
-    with evaluating(model := tiny_clip()):
+    with evaluation_mode(model := tiny_clip()):
         encoded = encoder(tmp_path)(model.image, iter(()), "image")
     assert all(rows.shape == (0, 16) for rows in encoded.embeddings.values())
     assert encoded.usage.tokens == 0
@@ -148,7 +148,7 @@ def test_evaluation_mode_ends_with_an_error_too():
     model = tiny_clip().train()
 
     def fails():
-        with evaluating(model):
+        with evaluation_mode(model):
             assert not model.training
             raise KeyError
 

@@ -131,5 +131,5 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     (images / "green" / "a.gif").touch()
     tasks = [ZeroShotConfig(data=ClassesData(path=folder)), ZeroShotConfig(data=ImageFolderData(path=images), name="f")]
     classes, plain = evaluate(tiny_clip(), tasks)
-    assert classes.notes == ["class names that occur more than once, so that their order is chance: red"]
+    assert classes.notes == ["class names that occur more than once, which the model cannot tell apart: red"]
     assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]

@@ -133,7 +133,7 @@ def test_the_last_collectives_are_remembered(ranks):
 
 def stops_on_one_rank(where):
     from vqclip.errors import StopRequested
-    from vqclip.evaluation.share import Share
+    from vqclip.evaluation.partition import RankPartition
     from vqclip.process import progress
 
     def leave():
@@ -146,7 +146,7 @@ def stops_on_one_rank(where):
                 with dist.raise_on_all_ranks():
                     progress.heartbeat()
             else:
-                with Share(dist.rank(), dist.world_size()).together():
+                with RankPartition(dist.rank(), dist.world_size()).raise_on_all_ranks():
                     progress.heartbeat()
         except StopRequested:
             return dist.gather_json("all are here")

@@ -209,7 +209,7 @@ def _embed_query(options: argparse.Namespace, tokenizer: str) -> Tensor:
 def _read_image(path: Path) -> Tensor:
     data = read_bounded(path, MAX_IMAGE_BYTES)
     if len(data) > MAX_IMAGE_BYTES:
-        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes; expected a smaller file")
+        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read")
     try:
         return decode_image(data)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Evaluation that honestly passes through the codes: zero-shot classification and retrieval, each in three modes.
+"""Zero-shot classification and retrieval, each in three modes. After the model; before training and the commands.
 
 - *continuous*: the quantizers of both towers bypassed.
 - *quantized*: the training path, in evaluation mode.

@@ -1,6 +1,6 @@
-"""Ids on disk, and how much of the codebooks a whole evaluation set uses.
+"""Files of ids, and statistics of the codes that an evaluation set uses.
 
-Shapes: B samples, N tokens, C codebooks, K codes a codebook (DESIGN section 2).
+Shapes: B samples, N tokens, C codebooks, K codes a codebook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME, _SIZES = "ids", "codebook_sizes"
 
 
 def id_dtype(codebook_sizes: Sequence[int]) -> torch.dtype:
-    """The smallest signed integer type that holds every id and -1."""
+    """Return the smallest signed integer type that holds every id and -1."""
     largest = max(codebook_sizes, default=1) - 1
     for dtype in (torch.int8, torch.int16, torch.int32):
         if largest <= torch.iinfo(dtype).max:
@@ -51,20 +51,20 @@ def load_ids(path: Path, codebook_sizes: Sequence[int]) -> Tensor:
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: ids cannot be read: {error}") from error
     if stored != list(codebook_sizes):
-        raise CheckpointError(f"{path}: ids of codebooks of sizes {stored}, expected {list(codebook_sizes)}")
+        raise CheckpointError(f"{path}: got ids of codebooks of sizes {stored}, expected {list(codebook_sizes)}")
     return ids
 
 
 @dataclass(frozen=True)
 class CodeUsage:
-    """What one tokenizer used of its codebooks over a stated number of tokens. JSON-able by `dataclasses.asdict`."""
+    """Use of one tokenizer's codebooks over a stated number of tokens. JSON-able by `dataclasses.asdict`."""
 
     samples: int
     """Samples counted."""
     tokens: int
-    """Tokens counted, padding left out: every other figure is for this number of them."""
+    """Tokens counted, without padding; every other figure is for this number of tokens."""
     codebook_sizes: list[int]
-    """K of each codebook that any token has an id of: a residual's stages that were left out are not counted."""
+    """K of each codebook that occurs; stages of a residual quantizer that were switched off are not counted."""
     codes_used: list[int]
     """Codes seen at least once, of each codebook."""
     usage: list[float]
@@ -72,46 +72,46 @@ class CodeUsage:
     perplexity: list[float]
     """Exponential of the entropy of the code histogram, of each codebook."""
     bits_per_token: float
-    """What a token could hold: Σ log2 K."""
+    """Capacity of a token: Σ log2 K."""
     bits_used_per_token: float
-    """What it holds: the sum of the entropies of the code histograms in bits (an upper bound for several codebooks)."""
+    """Sum of the entropies of the code histograms, in bits; an upper bound on the information in a token."""
     tokens_per_sample: float
-    """Mean over samples."""
+    """Mean number of tokens of a sample."""
     bits_per_sample: float
     """`tokens_per_sample` × `bits_per_token`: the size of a stored sample."""
 
 
 def count_codes(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Exact counts of ids ``(B, N, C)``: for each codebook the distinct ids (sorted, int64) and how often each occurs.
+    """Count ids ``(B, N, C)`` exactly: for each codebook the distinct ids (sorted, int64) and their counts.
 
-    Nothing of a codebook's size is allocated, so the size does not matter. Negative ids are not counted.
+    Memory does not depend on the size of the codebooks. Negative ids are not counted.
     """
     columns = ids.reshape(-1, ids.shape[-1]).unbind(-1)
     return [torch.unique(column[column >= 0].long(), return_counts=True) for column in columns]
 
 
 def merge_counts(codes: Tensor, counts: Tensor) -> Tensor:
-    """Counts ``(U,)`` of the distinct codes among ``codes``, where those of several ranks follow each other."""
+    """Return counts ``(U,)`` of the distinct codes in ``codes``, the concatenated codes of several ranks."""
     distinct, position = torch.unique(codes, return_inverse=True)
     return torch.zeros_like(distinct).index_add_(0, position, counts)
 
 
-def _present(counts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """The codebooks that hold anything; all of them where none does."""
+def _drop_absent_codebooks(counts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Return counts and sizes of the codebooks that occur, or of all if none occurs."""
     both = [(each, size) for each, size in zip(counts, sizes, strict=True) if len(each)]
     return ([each for each, _ in both], [size for _, size in both]) if both else (list(counts), list(sizes))
 
 
 def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples: int) -> CodeUsage:
-    """Figures from the counts ``(U_c,)`` of the codes seen in each codebook.
+    """Return the statistics of counts ``(U_c,)`` of the codes in each codebook.
 
     Args:
-        counts: int64, how often each code that occurs does, one tensor for each codebook.
+        counts: int64, count of each code that occurs, one tensor for each codebook.
         codebook_sizes: K of each.
         samples: number of samples that the tokens come from.
     """
     tokens = int(counts[0].sum())
-    counts, codebook_sizes = _present(counts, codebook_sizes)
+    counts, codebook_sizes = _drop_absent_codebooks(counts, codebook_sizes)
     entropies = [float(torch.special.entr(each.double() / max(1, tokens)).sum()) for each in counts]
     used = [len(each) for each in counts]
     bits = math.fsum(math.log2(size) for size in codebook_sizes)

@@ -1,6 +1,6 @@
-"""The kinds of data that can be evaluated on: a config a kind, each of which builds a `vqclip.data.Source`.
+"""Kinds of evaluation data: one configuration each, which builds a `vqclip.data.Source`.
 
-They are those of training without a weight, and with the splits that evaluation has.
+They are the kinds of training data without a weight, and with the splits of evaluation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from vqclip.evaluation.image_folder import ImageFolder
 
 
 class EvaluationData(HasShards, Protocol):
-    """What each kind offers."""
+    """Protocol of a kind of data."""
 
     def build(self) -> Source:
-        """Open the data; raises DataError naming what is missing or damaged."""
+        """Open the data; raise DataError for missing or damaged files."""
         ...
 
 
@@ -27,7 +27,7 @@ class ClassesData(ClassShardsData):
     """clip_benchmark's layout: `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar`."""
 
     split: str = "test"
-    """Folder of the split in it; "" if the tars lie beside `classnames.txt`."""
+    """Folder of the split in it; "" if the tars are beside `classnames.txt`."""
 
 
 class ImageFolderData(Config):
@@ -38,19 +38,19 @@ class ImageFolderData(Config):
     """The folder. A `zeroshot_classification_templates.txt` in it is read."""
 
     def shards(self) -> list[Path]:
-        """None: nothing is indexed."""
+        """Return an empty list: there is nothing to index."""
         return []
 
     def build(self) -> ImageFolder:
-        """List the images; raises DataError for a folder that is missing or has another layout."""
+        """List the images; raise DataError for a missing folder or another layout."""
         return ImageFolder(self.path.expanduser())
 
 
 class ScenesClassesData(ScenesData):
-    """Labelled pictures of the drawn data set, made on first use in the cache folder."""
+    """Labelled images of the drawn data set, which is made on first use in the cache folder."""
 
     split: Literal["test", "heldout"] = "test"
-    """test: unseen pictures of trained combinations. heldout: of combinations that training never shows."""
+    """test: unseen images of trained combinations. heldout: images of combinations that training never shows."""
 
 
 class CaptionsData(CaptionShardsData):
@@ -58,7 +58,7 @@ class CaptionsData(CaptionShardsData):
 
 
 class ScenesCaptionsData(ScenesData):
-    """Captioned pictures of the drawn data set: every caption is true of its own picture alone."""
+    """Captioned images of the drawn data set: every caption is true of its own image only."""
 
     split: Literal["val"] = "val"
     """val: combinations of colour and shape that training never shows."""

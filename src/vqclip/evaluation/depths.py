@@ -1,4 +1,4 @@
-"""Fewer stages of a residual quantizer: what a model is worth at every number of bits that it can spend."""
+"""Evaluation with 1, 2, ... stages of a residual quantizer: accuracy at every number of bits."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vqclip.quantizers import at_depth, depth_of
 
 
 def evaluate_depths(model: nn.Module, tasks: Sequence[EvaluationConfig], **options: Any) -> dict[int, list[Result]]:
-    """`evaluate` with the first stage of every residual quantizer alone, with the first two, ... and with all.
+    """Run `evaluate` with the first stage of every residual quantizer, with the first two, ... and with all.
 
     Args:
-        model: as for `evaluate`. One without any `Residual` has depth 1.
+        model: as for `evaluate`. A model without `Residual` has depth 1.
         tasks: as for `evaluate`.
-        options: those of `evaluate`.
+        options: other arguments of `evaluate`.
 
     Returns:
-        Number of stages → results. The codes-only figures are those of ids of that many stages, the continuous ones the
-        same at all depths.
+        Number of stages → results. The codes-only figures use the ids of these stages; the continuous figures
+        are equal at all depths.
 
     Raises:
-        DataError, NonFiniteError: as `evaluate`.
+        DataError, NonFiniteError: see `evaluate`.
     """
     whole = dist.unwrap_ddp(model)
     found = {}
@@ -38,7 +38,7 @@ def evaluate_depths(model: nn.Module, tasks: Sequence[EvaluationConfig], **optio
 
 
 def format_depths(results: Mapping[int, Sequence[Result]]) -> str:
-    """One table: bits of an image and of a text against every codes-only figure, in percent."""
+    """Return a table of the codes-only figures, in percent, by the bits of an image and of a text."""
     rows = [row for depth, each in results.items() for result in each for row in _rows(depth, result)]
     rows.sort(key=lambda row: (row[0], row[1]))
     return table(("codes only, %", "", "stages", "bits/image", "bits/text", "rate", "chance"), rows, left=2)

@@ -1,6 +1,6 @@
-"""Samples to embeddings in three modes from one pass of the tower, with the ids going through a file.
+"""Encode samples to embeddings in three modes with one pass of the tower; the ids go through a file.
 
-Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E embedding width (DESIGN section 2).
+Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E embedding width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
-from vqclip.evaluation.share import Share
+from vqclip.evaluation.partition import RankPartition
 from vqclip.nn.precision import Precision, autocast
 from vqclip.process import progress
 from vqclip.tokenizer import TextTokenizer, Tokenizer
@@ -30,34 +30,34 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A whole set in the joint space, the same on every rank."""
+    """Embeddings of a whole set, the same on every rank."""
 
     embeddings: dict[Mode, Tensor]
-    """Mode → ``(n, E)`` unit-norm, in the order of the set; without `codes_only` where the tokenizer has no codes."""
+    """Mode → ``(n, E)`` unit-norm, in the order of the set; without `codes_only` if the tokenizer has no codes."""
     usage: CodeUsage | None
-    """What the set uses of the codebooks; None without codes."""
+    """Use of the codebooks by the set; None without codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """How sets are encoded.
+    """Encoder of whole sets over all ranks.
 
     Args:
-        share: which ranks take part.
-        precision: ``"bf16"`` and ``"fp16"``: autocast type of the towers and of what follows the quantizers, which stay
-            in fp32. ``"fp32"`` and ``"fp64"``: no autocast; the weights' own type counts.
-        folder: where the ids are written to and read from; must exist.
+        partition: assignment of samples to ranks.
+        precision: ``"bf16"`` and ``"fp16"``: autocast type of everything but the quantizers, which stay in fp32.
+            ``"fp32"`` and ``"fp64"``: no autocast; the type of the weights decides.
+        folder: existing folder of the files of ids.
     """
 
-    share: Share
+    partition: RankPartition
     precision: Precision
     folder: Path
 
     def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
-        """Encode ``captions``, which are the same on every rank; each rank takes its share of them."""
-        mine, found = [captions[index] for index in self.share.of(len(captions))], list[int]()
+        """Encode ``captions``, the same on every rank; each rank encodes its part."""
+        mine, found = [captions[index] for index in self.partition.indices(len(captions))], list[int]()
 
         def batches() -> Iterator[Tensor]:
             for start in range(0, len(mine), batch_size):
@@ -66,20 +66,20 @@ class Encoder:
                 yield tokens
 
         encoded = self(tokenizer, batches(), name)
-        told = CaptionLengths(self.share.gather_items(found)).describe_cuts(
+        told = CaptionLengths(self.partition.gather_items(found)).describe_cuts(
             tokenizer.num_tokens, "the text tower's context_length"
         )
         return dataclasses.replace(encoded, notes=[told] if told else [])
 
     def __call__(self, tokenizer: Tokenizer, batches: Iterable[Tensor], name: str) -> Encoded:
-        """Encode this rank's ``batches`` and put the parts of all ranks together.
+        """Encode this rank's ``batches`` and gather the results of all ranks.
 
         The results do not depend on how samples are batched, up to rounding.
 
         Args:
             tokenizer: in evaluation mode.
-            batches: inputs as `tokenizer.preprocess` makes them, those of items `share.of(n)` in this order.
-            name: name of the ids' file.
+            batches: inputs as `tokenizer.preprocess` makes them, for the items `partition.indices(n)` in this order.
+            name: name of the file of ids.
 
         Raises:
             NonFiniteError: an embedding is NaN or infinite; raised on every rank.
@@ -89,7 +89,7 @@ class Encoder:
         sizes = tokenizer.codebook_sizes
         parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (MODES if sizes else MODES[:2])}
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
-        with self.share.together(), torch.no_grad(), autocast(device, self.precision):
+        with self.partition.raise_on_all_ranks(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
                 progress.heartbeat()
                 out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
@@ -97,21 +97,21 @@ class Encoder:
                 parts["quantized"].append(out.embedding)
                 ids.append(out.ids.to("cpu", ids[0].dtype))
             if sizes:
-                path = self.folder / f"{name}-{self.share.rank}.safetensors"
+                path = self.folder / f"{name}-{self.partition.rank}.safetensors"
                 save_ids(path, torch.cat(ids), sizes)
-                # The same batches again, so that both paths run the same kernels and are equal to the last bit.
+                # In the same batches, so that both paths run the same kernels and are equal bit for bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
                     progress.heartbeat()
                     parts["codes_only"].append(tokenizer.embed(batch.to(device, torch.int64)))
         dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
         empty = torch.empty(0, tokenizer.embed_dim, dtype=dtype, device=device)
-        whole = {mode: self.share.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
+        whole = {mode: self.partition.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
         _check_finite(whole, tokenizer)
         return Encoded(whole, self._usage(torch.cat(ids), sizes, device) if sizes else None)
 
     def _usage(self, ids: Tensor, sizes: Sequence[int], device: torch.device) -> CodeUsage:
         def gather(mine: Tensor) -> Tensor:
-            return self.share.gather(mine.to(device))
+            return self.partition.gather(mine.to(device))
 
         counts = [merge_counts(gather(codes), gather(number)) for codes, number in count_codes(ids)]
         samples = int(gather(torch.tensor([len(ids)])).sum())
@@ -119,8 +119,8 @@ class Encoder:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the block; after it, each part is in the mode it was in."""
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set evaluation mode within the block, and restore the mode of each part after it."""
     before = {part: part.training for part in module.modules()}
     module.eval()
     try:
@@ -133,8 +133,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:
     for mode, rows in embeddings.items():
         bad = int((~rows.isfinite()).any(dim=1).sum())
-        if bad:  # comparisons with NaN are false, so a ranking of NaN would come out as perfect
+        if bad:  # comparisons with NaN are false, so NaN would rank as perfect
             raise NonFiniteError(
                 f"evaluation: {bad} of {len(rows)} {mode} {tokenizer.modality} embeddings are NaN or infinite; "
-                "the weights are, or the precision is too low for them"
+                "expected finite ones: check the weights, or use a higher precision"
             )

@@ -1,4 +1,4 @@
-"""Plain folders of images, one subfolder a class, as a source."""
+"""Source of labelled images: a folder with one subfolder of images for each class."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ DEFAULT_TEMPLATE = "a photo of a {c}"
 
 
 class ImageFolder:
-    """A `vqclip.data.Source` of labelled images: classes in the order of their names, "_" in a name read as a blank.
+    """A `vqclip.data.Source` of labelled images: classes in the order of their names, with "_" read as a blank.
 
-    The prompts come from ``zeroshot_classification_templates.txt`` in the folder where there is one, else there is one:
+    The prompts come from ``zeroshot_classification_templates.txt`` in the folder. Without this file the only prompt is
     "a photo of a {c}".
 
     Args:
-        folder: holds one subfolder for each class; hidden ones are passed over.
+        folder: contains one subfolder for each class; hidden ones are skipped.
 
     Attributes:
-        notes: what is left out of the folder.
+        notes: remarks on files that are left out.
 
     Raises:
-        DataError: the folder is missing, has no subfolder, a subfolder holds no image, a prompt no {c}, or two classes
-            have one name.
+        DataError: the folder is missing or has no subfolder, a subfolder has no image, a prompt no {c}, or two classes
+            have the same name.
     """
 
     def __init__(self, folder: Path):
@@ -41,13 +41,13 @@ class ImageFolder:
         has_templates = (folder / TEMPLATES).exists()
         self.templates = read_templates(LocalFolder(folder)) if has_templates else (DEFAULT_TEMPLATE,)
         self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
-        self.notes = _left_out(folder, classes)
+        self.notes = _describe_left_out(folder, classes)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def read(self, index: int) -> RawSample:
-        """One image with its label; its captions are the prompts of its class.
+        """Read one image with its label; its captions are the prompts of its class.
 
         Raises:
             DataError: the file cannot be read.
@@ -63,12 +63,12 @@ class ImageFolder:
         return RawSample(image, tuple(template.replace("{c}", name) for template in self.templates), label)
 
     def name(self, index: int) -> str:
-        """The file, for messages."""
+        """Return the path of the file, for messages."""
         return printable(str(self._files[index][0]), one_line=True)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Names and sizes of all files; their contents are not read."""
+        """Checksum of the names and sizes of all files; their contents are not read."""
         lines = (f"{path.relative_to(self.folder)} {path.stat().st_size}\n" for path, _ in self._files)
         digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
         return {"kind": "folder", "samples": len(self), "names_sha256": digest}
@@ -91,7 +91,7 @@ def _images(folder: Path) -> list[Path]:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(
             f"{folder.absolute()}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
-            "put some there, or take the folder away if it is no class"
+            "add images, or remove the folder if it is not a class"
         )
     return images
 
@@ -101,13 +101,13 @@ def _require_distinct(folder: Path, classes: list[Path], names: tuple[str, ...])
         same = [path.name for path, each in zip(classes, names, strict=True) if each == name]
         if len(same) > 1:
             raise DataError(
-                f'{folder.absolute()}: the folders {", ".join(same)} are all the class {name!r}, for a "_" is read '
-                "as a blank; put their images into one, or name them differently"
+                f'{folder.absolute()}: the folders {", ".join(same)} are all the class {name!r}, because "_" is '
+                "read as a blank; move their images into one folder, or rename the others"
             )
 
 
-def _left_out(folder: Path, classes: list[Path]) -> list[str]:
-    """A note for each kind of file that lies where none is read; hidden ones are passed over in silence."""
+def _describe_left_out(folder: Path, classes: list[Path]) -> list[str]:
+    """Return a note for each kind of file that is not read; hidden files are skipped without a note."""
     others, nested = [], 0
     for path in (path for each in classes for path in each.iterdir() if not path.name.startswith(".")):
         if path.is_dir():

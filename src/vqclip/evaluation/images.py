@@ -1,4 +1,4 @@
-"""What the tasks have in common: a set of images, how it is read, and what is done about images that cannot be."""
+"""Shared part of the tasks: configuration and encoding of a set of images."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class ImagesConfig(Config):
     """A task on a set of images."""
 
     figures: ClassVar[tuple[str, ...]]
-    """Names of the figures that it finds in each mode."""
+    """Names of the figures in each mode."""
 
     kind: str
     """Kind of the task."""
     name: str
-    """How results are titled."""
+    """Title of the results."""
     data: Any
     """The images."""
     batch_size: int = Field(256, ge=1, le=2**16)
-    """Images, or texts, at once on each rank. The figures do not depend on it, up to rounding."""
+    """Images or texts in a batch on each rank. The figures do not depend on it, up to rounding."""
     workers: int = Field(0, ge=0, le=512)
-    """Processes per rank that decode images; 0 does it in the evaluating process."""
+    """Worker processes per rank that decode images; 0 decodes in the evaluating process."""
     timeout_s: float = Field(240.0, ge=0, le=604_800)
-    """Longest wait for a worker, in seconds; 0 waits for ever."""
+    """Longest wait for a worker, in seconds; 0: no limit."""
     limit: int | None = Field(None, ge=1)
-    """Use only so many images, evenly spread over the set; null uses all."""
+    """Number of images to use, evenly spread over the set; null uses all."""
     max_bad_fraction: float = Field(0.01, ge=0, lt=1)
-    """Images that cannot be used are left out, named in the log and counted in the results' notes; more than this share
-    of them is an error."""
+    """Largest share of unusable images; they are left out, named in the log and counted in the results' notes. A larger
+    share is an error."""
 
 
 def encode_images(
@@ -48,31 +48,31 @@ def encode_images(
     tokenizer: ImageTokenizer,
     encoder: Encoder,
     name: str,
-    facts: Callable[[EvalBatch], list[T]],
+    annotations: Callable[[EvalBatch], list[T]],
 ) -> tuple[Encoded, list[T], list[str]]:
-    """Encode the images of a task, every rank its share.
+    """Encode the images of a task; every rank encodes its part.
 
     Args:
-        config: which images, and how they are read.
-        source: what `config.data` built.
+        config: configuration of the task.
+        source: the opened `config.data`.
         tokenizer: in evaluation mode.
-        encoder: how; every rank of its share must call this.
+        encoder: encoder; every rank of its partition must call this.
         name: names the file of ids.
-        facts: a batch → one thing for each image that JSON can hold, such as its label.
+        annotations: function of a batch that returns a JSON-able value for each image, such as its label.
 
     Returns:
-        The images of all ranks, the facts in the same order, and notes for the reader.
+        The images of all ranks, their annotations in the same order, and notes for the reader.
 
     Raises:
         DataError: too many images cannot be used; on every rank.
     """
-    share = encoder.share
+    partition = encoder.partition
     images = EvalSet(
         source,
         tokenizer.transform,
         config.batch_size,
-        share.rank,
-        share.world_size,
+        partition.rank,
+        partition.world_size,
         config.workers,
         config.limit,
         config.max_bad_fraction,
@@ -83,14 +83,14 @@ def encode_images(
 
     def pixels() -> Iterator[Tensor]:
         for batch in images:
-            found.extend(facts(batch))
+            found.extend(annotations(batch))
             reasons.extend(sample.reason for sample in batch.bad)
             if len(batch):
                 yield batch.images
 
     encoded = encoder(tokenizer, pixels(), name)
-    found, reasons = share.gather_items(found), share.gather_items(reasons)
-    if len(reasons) > images.allowed:  # no rank has too many, but all together have
+    found, reasons = partition.gather_items(found), partition.gather_items(reasons)
+    if len(reasons) > images.allowed:  # no single rank has too many
         shown = "\n".join(f"  {reason}" for reason in reasons[:5])
         raise DataError(f"{len(reasons)} of {images.size} evaluation samples cannot be used:\n{shown}")
     notes = [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []

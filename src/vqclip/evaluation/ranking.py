@@ -1,8 +1,12 @@
-"""Top-k hits from embeddings, a block of rows at a time and with honest ties.
+"""Top-k hits from embeddings, in blocks of rows, with ties counted as a random order.
 
-A tie is broken at random, and what is counted is the expectation over that draw, in closed form. So a model that
-embeds everything alike scores exactly chance, never 100 %. Scores that differ by rounding alone are ties too: equal
-codes are common, and which of them comes out a last bit higher depends on how samples were batched.
+    for each query: best   = score of its best right candidate
+                    above  = candidates with a higher score (all of them wrong)
+                    ties   = right and wrong candidates at this score
+                    hits  += probability that a right one is among the first k, if the ties are in random order
+
+A model with equal embeddings for all inputs therefore scores exactly chance, not 100 %. Scores that differ only by
+rounding are ties too: equal codes are common, and their last bits depend on the batch.
 
 Shapes: Q queries, M candidates, E embedding width.
 """
@@ -17,15 +21,15 @@ from torch import Tensor
 from vqclip.process import progress
 
 BLOCK = 2**24
-"""Most scores held at once: 64 MiB in fp32."""
+"""Most scores in memory: 64 MiB in fp32."""
 SAME = 5e-6
-"""Cosine similarities that differ by no more than this are a tie."""
+"""Largest difference of cosine similarities that is a tie."""
 
 
 def hit_rates(
     queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]
 ) -> list[float]:
-    """Share of queries with a right candidate among their k nearest (top-k accuracy, recall at k).
+    """Return the share of queries with a right candidate among their k nearest (top-k accuracy, recall at k).
 
     A candidate is right for the queries of its own group: a class for its images, an image for its captions, all
     captions of an image for that image.
@@ -33,7 +37,7 @@ def hit_rates(
     Args:
         queries: ``(Q, E)`` unit-norm.
         candidates: ``(M, E)`` unit-norm.
-        query_group: ``(Q,)`` int64, the group of each query; every one must occur in ``group``.
+        query_group: ``(Q,)`` int64, the group of each query; each must occur in ``group``.
         group: ``(M,)`` int64, the group of each candidate.
         ks: the depths k.
 
@@ -57,12 +61,12 @@ def hit_rates(
 
 
 def hit_chance(above: Tensor, right: Tensor, wrong: Tensor, k: int) -> Tensor:
-    """Chance that one of the first k is right, when the candidates at one score stand in random order.
+    """Return the probability that one of the first k is right, if candidates of equal score are in random order.
 
-    1 - C(wrong, j) / C(right + wrong, j), where j = k - above places are left for those at that score.
+    1 - C(wrong, j) / C(right + wrong, j), where j = k - above of the first k places are left for the tied candidates.
 
     Args:
-        above: candidates of higher score, none of them right.
+        above: candidates of higher score, all wrong.
         right: right candidates at that score, at least 1.
         wrong: wrong candidates at that score.
         k: depth.

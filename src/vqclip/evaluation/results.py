@@ -1,4 +1,4 @@
-"""What an evaluation finds, in a form that JSON can hold."""
+"""Results of an evaluation, which JSON can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vqclip.io.atomic import write_text
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The figures of one task. Rates are in [0, 1]."""
+    """Figures of one task. Rates are in [0, 1]."""
 
     name: str
     """Name of the task."""
@@ -25,20 +25,20 @@ class Result:
     figures: dict[str, dict[str, float] | None]
     """Mode (`continuous`, `quantized`, `codes_only`) → figure (`top1`, `i2t_r5`, ...) → rate; None: see `notes`."""
     chance: dict[str, float]
-    """Figure → its expectation for a model that knows nothing."""
+    """Figure → its expectation for random embeddings."""
     samples: int
-    """Images."""
+    """Number of images."""
     classes: int | None
-    """Classes, or None where there are none."""
+    """Number of classes; None for retrieval."""
     captions: int
-    """Texts encoded: captions, or class prompts."""
+    """Number of texts: captions, or class prompts."""
     usage: dict[str, CodeUsage | None]
-    """Modality (`image`, `text`) → use of its codebooks over this whole set; None where it has no codes."""
+    """Modality (`image`, `text`) → use of its codebooks over the whole set; None if it has no codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader, such as why a mode is missing."""
 
     def scalars(self) -> dict[str, float]:
-        """Every rate by a path such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
+        """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
         return {
             f"{self.name}/{mode}/{figure}": rate
             for mode, figures in self.figures.items()
@@ -46,7 +46,7 @@ class Result:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return dataclasses.asdict(self)
 
 
@@ -58,8 +58,8 @@ def write_json(path: Path, results: Sequence[Result]) -> None:
     )
 
 
-def three_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:
-    """The modes that both modalities have, and a note for a missing one."""
+def common_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:
+    """Return the modes that both modalities have, and a note if one is missing."""
     modes: list[Mode] = [mode for mode in MODES if mode in image.embeddings and mode in text.embeddings]
     lacking = [name for name, side in (("image", image), ("text", text)) if side.usage is None]
     if not lacking:
@@ -67,6 +67,6 @@ def three_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:
     return modes, [f"no codes-only figures: the {' and the '.join(lacking)} quantizer has no codebook (Identity)"]
 
 
-def all_modes(found: Mapping[Mode, dict[str, float]]) -> dict[str, dict[str, float] | None]:
-    """Every mode, None where nothing was found."""
+def fill_modes(found: Mapping[Mode, dict[str, float]]) -> dict[str, dict[str, float] | None]:
+    """Return the figures of every mode, None for a missing one."""
     return {mode: found.get(mode) for mode in MODES}

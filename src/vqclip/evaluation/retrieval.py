@@ -1,4 +1,4 @@
-"""Retrieval: from an image to its captions, and from a caption to its image; R@1, R@5 and R@10."""
+"""Retrieval of captions by images and of images by captions: R@1, R@5 and R@10."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from vqclip.evaluation.datasets import CaptionedData
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_chance, hit_rates
-from vqclip.evaluation.results import Result, all_modes, three_modes
+from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
 
 _DEPTHS = (1, 5, 10)
 
 
 class RetrievalConfig(ImagesConfig):
-    """R@1, R@5 and R@10 of retrieval, both ways."""
+    """R@1, R@5 and R@10 of retrieval, in both directions."""
 
     figures: ClassVar[tuple[str, ...]] = tuple(f"{direction}_r{k}" for direction in ("i2t", "t2i") for k in _DEPTHS)
 
     kind: Literal["retrieval"] = "retrieval"
     name: str = "retrieval"
-    """How results are titled."""
+    """Title of the results."""
     data: CaptionedData
     """The captioned images."""
 
@@ -36,32 +36,32 @@ class RetrievalConfig(ImagesConfig):
 def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
     """Rank all captions for every image and all images for every caption, in each of the three modes.
 
-    All captions of an image count: to find one of them is a hit, and each is a query. Of equal captions of different
-    images only the image's own is right; the tie is broken at random (`vqclip.evaluation.ranking`).
+    An image with several captions is hit if one of them is found, and each caption is a query. If images share equal
+    captions, only an image's own caption is right; such ties count as a random order (`vqclip.evaluation.ranking`).
 
     Args:
-        config: what to evaluate on.
+        config: configuration of the task.
         model: in evaluation mode.
-        encoder: how; every rank of its share must call this.
-        name: names the files of ids.
+        encoder: encoder; every rank of its partition must call this.
+        name: prefix of the names of the files of ids.
 
     Raises:
-        DataError: data that cannot be used, on every rank; the message names file and sample.
+        DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
-    source = encoder.share.open(config.data)
+    source = encoder.partition.open(config.data)
     image, captions, left_out = encode_images(
         config, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
     )
     text = encoder.captions(model.text, [each for one in captions for each in one], config.batch_size, f"{name}-text")
     counts = torch.tensor([len(one) for one in captions])
 
-    modes, notes = three_modes(image, text)
-    with encoder.share.together():  # as one rank may be asked to stop
+    modes, notes = common_modes(image, text)
+    with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
         found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
     return Result(
         name=config.name,
         kind=config.kind,
-        figures=all_modes(found),
+        figures=fill_modes(found),
         chance=chance(counts),
         samples=len(captions),
         classes=None,
@@ -72,7 +72,7 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
 
 
 def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float]:
-    """``i2t_r1`` ... ``t2i_r10`` in [0, 1].
+    """Return the recalls ``i2t_r1`` ... ``t2i_r10`` in [0, 1].
 
     Args:
         images: ``(n, E)`` unit-norm.
@@ -83,15 +83,15 @@ def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float
     owner = each.repeat_interleave(counts.to(images.device))
     to_text = hit_rates(images, captions, each, owner, _DEPTHS)
     to_image = hit_rates(captions, images, owner, each, _DEPTHS)
-    return _named(to_text, to_image)
+    return _by_figure(to_text, to_image)
 
 
 def chance(counts: Tensor) -> dict[str, float]:
-    """What `recalls` gives on average for embeddings that know nothing."""
+    """Return the expectation of `recalls` for random embeddings."""
     none = torch.zeros_like(counts)
     to_text = [float(hit_chance(none, counts, counts.sum() - counts, k).mean()) for k in _DEPTHS]
-    return _named(to_text, [min(k, len(counts)) / len(counts) for k in _DEPTHS])
+    return _by_figure(to_text, [min(k, len(counts)) / len(counts) for k in _DEPTHS])
 
 
-def _named(to_text: list[float], to_image: list[float]) -> dict[str, float]:
+def _by_figure(to_text: list[float], to_image: list[float]) -> dict[str, float]:
     return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))

@@ -1,4 +1,4 @@
-"""Several evaluations of one model, by all ranks together or by one alone."""
+"""Evaluation of one model on several tasks, by all ranks together or by one alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import nn
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import VqclipError
-from vqclip.evaluation.encode import MODES, Encoder, evaluating
+from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
+from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.share import Share
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision
@@ -27,52 +27,52 @@ from vqclip.nn.precision import Precision
 logger = logging.getLogger(__name__)
 
 EvaluationConfig = Annotated[ZeroShotConfig | RetrievalConfig, Field(discriminator="kind")]
-"""Any kind of evaluation."""
+"""Any kind of task."""
 
 
 def _distinct(tasks: tuple[EvaluationConfig, ...]) -> tuple[EvaluationConfig, ...]:
     names = [(task.kind, task.name) for task in tasks]
     for kind, name in names:
         if names.count((kind, name)) > 1:
-            raise ValueError(f"got two of kind {kind!r} named {name!r}; give each a name of its own")
+            raise ValueError(f"got two of kind {kind!r} named {name!r}; give each another name")
     return tasks
 
 
 Evaluations = Annotated[tuple[EvaluationConfig, ...], AfterValidator(_distinct)]
-"""Several evaluations, told apart by their names."""
+"""Several tasks with distinct names."""
 
 
 def scalar_names(tasks: Sequence[EvaluationConfig], *, codes: bool = True) -> list[str]:
-    """The keys of `Result.scalars` of all tasks, without those of codes where ``codes`` is False."""
+    """Return the keys of `Result.scalars` of all tasks; without the codes-only figures if ``codes`` is False."""
     modes = MODES if codes else MODES[:2]
     return [f"{task.name}/{mode}/{figure}" for task in tasks for mode in modes for figure in task.figures]
 
 
 def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> None:
-    """Open the data of every task, drawing and indexing what is not there yet; `evaluate` then finds it.
+    """Open the data of every task; draw and index data that is not prepared yet.
 
-    Called before training, it finds a wrong path then, and not when all the work is done.
+    Training calls this first, so that a wrong path is reported before the work and not after it.
 
     Args:
         tasks: as for `evaluate`.
         distributed: as for `evaluate`.
 
     Raises:
-        DataError: data that cannot be used.
+        DataError: the data cannot be used.
     """
-    share = Share.of_this_process(distributed)
+    partition = RankPartition.create(distributed)
     for task in tasks:
-        share.open(task.data)
+        partition.open(task.data)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOutcome:
-    """What came of several evaluations."""
+    """Results of several tasks, and the failure if there was one."""
 
     results: list[Result]
-    """Those that succeeded."""
+    """Results of the tasks that succeeded."""
     failure: VqclipError | None
-    """Names those that failed; of the kind of the first."""
+    """Error that names the tasks that failed, of the kind of the first; None if none failed."""
 
 
 def evaluate(
@@ -85,26 +85,26 @@ def evaluate(
 ) -> list[Result]:
     """Evaluate a model in three modes: continuous, quantized, codes only.
 
-    Every image and text passes its tower once. Evaluation mode and ``no_grad`` are set within, and each part of the
-    model is left in the mode it was in; no global random generator is touched. The figures do not depend on the number
-    of ranks or on the batch size, up to rounding.
+    Every image and text passes its tower once. Evaluation mode and ``no_grad`` are set inside, and the mode of each
+    part is restored. No global random generator is used. The figures do not depend on the number of ranks or on the
+    batch size, up to rounding.
 
     Args:
         model: a `CLIP`, or one wrapped by `vqclip.dist.wrap_ddp`.
-        tasks: what to evaluate.
+        tasks: data and settings of each evaluation.
         precision: ``"bf16"`` or ``"fp16"`` for autocast; ``"fp32"`` and ``"fp64"`` compute in the weights' own type, in
             which codes-only equals quantized bit for bit.
-        distributed: True: all ranks share the work, must all call this, and all get the results; an error on one is
-            raised on all. False: this process does everything alone, and no collective is entered.
-        codes_folder: keep the ids in this folder, as ``<number of the task>-image-<rank>.safetensors`` and the like;
-            None: a temporary one.
+        distributed: True: all ranks must call this; they share the work, all get the results, and an error on one is
+            raised on all. False: this process does all the work and enters no collective.
+        codes_folder: folder for the ids, in files ``<number of the task>-image-<rank>.safetensors`` and the like;
+            None: a temporary folder.
 
     Returns:
         One `Result` for each task.
 
     Raises:
-        DataError: data that cannot be used; the message names file and sample.
-        NonFiniteError: the model gives NaN or infinite embeddings.
+        DataError: the data cannot be used; the message names file and sample.
+        NonFiniteError: an embedding is NaN or infinite.
     """
     outcome = try_all(model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder)
     if outcome.failure is not None:
@@ -120,28 +120,28 @@ def try_all(
     distributed: bool = True,
     codes_folder: str | Path | None = None,
 ) -> EvaluationOutcome:
-    """`evaluate`, in which a task that fails takes nothing from the others: its error is returned beside their results.
+    """Run `evaluate`, but continue after a task that fails: its error is returned with the results of the others.
 
-    An error that is no `VqclipError` is raised at once.
+    Errors other than `VqclipError` are raised at once.
     """
     whole = dist.unwrap_ddp(model)
-    share = Share.of_this_process(distributed)
+    partition = RankPartition.create(distributed)
     results, failures = [], []
-    with evaluating(whole), _folder(codes_folder) as folder:
-        encoder = Encoder(share, precision, folder)
+    with evaluation_mode(whole), _folder(codes_folder) as folder:
+        encoder = Encoder(partition, precision, folder)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
             try:
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]
             except VqclipError as error:
-                share.require_all_here(error)
+                partition.require_all_ranks(error)
                 failures.append((task.name, error))
-    return EvaluationOutcome(results, _joined(failures))
+    return EvaluationOutcome(results, _join_errors(failures))
 
 
-def _joined(failures: Sequence[tuple[str, VqclipError]]) -> VqclipError | None:
-    """One error that tells of all, caused by the first."""
+def _join_errors(failures: Sequence[tuple[str, VqclipError]]) -> VqclipError | None:
+    """Return one error with the messages of all, of the kind of the first."""
     if not failures:
         return None
     _, first = failures[0]

@@ -1,4 +1,4 @@
-"""Results as aligned plain text, every figure beside chance."""
+"""Tables of results as plain text, with chance beside every figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """One table of the figures and one of the codes, with the notes below; rates in percent."""
+    """Return a table of the figures in percent and a table of the codes, with the notes below."""
     figures = [row for result in results for row in _figure_rows(result)]
     text = table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
     codes = [row for result in results for row in _code_rows(result)]
@@ -28,7 +28,7 @@ def format_results(results: Sequence[Result]) -> str:
 
 
 def format_line(result: Result) -> str:
-    """The figures of one result on a line: of the codes, or of the quantized path where there are none."""
+    """Return the codes-only figures of a result in one line, or the quantized ones if it has no codes."""
     mode = max(number for number, mode in enumerate(MODES) if result.figures[mode] is not None)
     figures = result.figures[MODES[mode]] or {}
     shown = (
@@ -53,7 +53,7 @@ def _title(result: Result) -> str:
 
 
 def figure_title(figure: str) -> str:
-    """``i2t_r5`` → ``image to text R@5``; ``top1`` → ``top-1``."""
+    """Return a readable title: ``image to text R@5`` for ``i2t_r5``, ``top-1`` for ``top1``."""
     direction, _, depth = figure.partition("_r")
     return f"{_DIRECTIONS[direction]} R@{depth}" if depth else figure.replace("top", "top-")
 
@@ -73,12 +73,12 @@ def _code_cells(usage: CodeUsage) -> tuple[str, ...]:
 
 
 def percent(rate: float) -> str:
-    """0.5 → ``50.0``."""
+    """Format a rate in percent: ``50.0`` for 0.5."""
     return f"{100 * rate:.1f}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns two spaces apart, the first ``left`` of them flush left, the others flush right."""
+    """Format columns two spaces apart; the first ``left`` are aligned left, the others right."""
     head, *body = [[printable(cell, one_line=True) for cell in row] for row in (heads, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(head, *body, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification: the class whose prompts lie nearest to the image (Radford et al. 2021)."""
+"""Zero-shot classification: the class whose prompts are nearest to the image (Radford et al. 2021)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import hit_rates
-from vqclip.evaluation.results import Result, all_modes, three_modes
+from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
 
 _DEPTHS = (1, 5)
@@ -35,11 +35,11 @@ class ZeroShotConfig(ImagesConfig):
 
     kind: Literal["zero_shot"] = "zero_shot"
     name: str = "zero-shot"
-    """How results are titled."""
+    """Title of the results."""
     data: LabelledData
     """The labelled images."""
     templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] = ()
-    """Prompts with {c} for the class name; none takes those of the data."""
+    """Prompts with {c} for the class name; empty: the prompts of the data."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
@@ -47,18 +47,18 @@ class ZeroShotConfig(ImagesConfig):
 
 
 def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Classify every image in each of the three modes; images and prompts of one figure are in the same mode.
+    """Classify every image in each of the three modes; a figure uses the same mode for images and prompts.
 
     Args:
-        config: what to evaluate on.
+        config: configuration of the task.
         model: in evaluation mode.
-        encoder: how; every rank of its share must call this.
-        name: names the files of ids.
+        encoder: encoder; every rank of its partition must call this.
+        name: prefix of the names of the files of ids.
 
     Raises:
-        DataError: data that cannot be used, on every rank; the message names file and sample.
+        DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
-    source = encoder.share.open(config.data)
+    source = encoder.partition.open(config.data)
     templates = config.templates or source.templates
     image, labels, left_out = encode_images(
         config, source, model.image, encoder, f"{name}-image", lambda batch: batch.labels.tolist()
@@ -66,10 +66,10 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     prompts = [template.replace("{c}", each) for each in source.classnames for template in templates]
     text = encoder.captions(model.text, prompts, config.batch_size, f"{name}-text")
 
-    modes, notes = three_modes(image, text)
+    modes, notes = common_modes(image, text)
     right = torch.tensor(labels, dtype=torch.int64)
     found: dict[Mode, dict[str, float]] = {}
-    with encoder.share.together():  # as one rank may be asked to stop
+    with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
         for mode in modes:
             classes = class_embeddings(text.embeddings[mode], len(templates))
             rows = image.embeddings[mode]
@@ -79,7 +79,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     return Result(
         name=config.name,
         kind=config.kind,
-        figures=all_modes(found),
+        figures=fill_modes(found),
         chance={f"top{k}": min(k, count) / count for k in _DEPTHS},
         samples=len(labels),
         classes=count,
@@ -90,12 +90,12 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
 
 
 def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
-    """Prompt embeddings ``(K · templates, E)``, class by class → ``(K, E)``: their mean, made unit-norm."""
+    """Average prompt embeddings ``(K · templates, E)``, class by class, to unit-norm ``(K, E)``."""
     return F.normalize(prompts.unflatten(0, (-1, templates)).mean(dim=1), dim=-1)
 
 
 def _notes(source: Source) -> list[str]:
-    """Remarks on the data for the reader."""
+    """Return remarks on the data for the reader."""
     twice = [name for name, count in Counter(source.classnames).items() if count > 1]
-    known = [f"class names that occur more than once, so that their order is chance: {', '.join(twice)}"]
+    known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(twice)}"]
     return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])

@@ -6,14 +6,14 @@ import torch
 from tests.evaluation.made import image_folder
 from vqclip.errors import DataError, DistributedError
 from vqclip.evaluation import ImageFolderData
-from vqclip.evaluation.share import Share
+from vqclip.evaluation.partition import RankPartition
 
 
 def parts_come_together(count):
-    share = Share.of_this_process(distributed=True)
-    mine = list(share.of(count))
-    rows = share.gather_rows(torch.tensor(mine, dtype=torch.float32)[:, None].expand(-1, 2))
-    return rows[:, 0].tolist(), share.gather_items([str(item) for item in mine])
+    partition = RankPartition.create(distributed=True)
+    mine = list(partition.indices(count))
+    rows = partition.gather_rows(torch.tensor(mine, dtype=torch.float32)[:, None].expand(-1, 2))
+    return rows[:, 0].tolist(), partition.gather_items([str(item) for item in mine])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
@@ -24,10 +24,10 @@ def test_parts_come_together_in_order(ranks, count):
 
 
 def fails_on_rank_one():
-    share = Share.of_this_process(distributed=True)
+    partition = RankPartition.create(distributed=True)
     try:
-        with share.together():
-            if share.rank == 1:
+        with partition.raise_on_all_ranks():
+            if partition.rank == 1:
                 raise DataError("shard 7 is broken")
     except (DataError, DistributedError) as error:
         return type(error).__name__, str(error)
@@ -40,10 +40,10 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
 
 
 def some_left_out(left_out):
-    share = Share.of_this_process(distributed=True)
-    mine = [item for item in share.of(9) if item not in left_out]
-    rows = share.gather_rows(torch.tensor(mine, dtype=torch.float32)[:, None])
-    return rows[:, 0].tolist(), share.gather_items(mine)
+    partition = RankPartition.create(distributed=True)
+    mine = [item for item in partition.indices(9) if item not in left_out]
+    rows = partition.gather_rows(torch.tensor(mine, dtype=torch.float32)[:, None])
+    return rows[:, 0].tolist(), partition.gather_items(mine)
 
 
 @pytest.mark.parametrize("left_out", [(0,), (1, 4), (0, 3, 6), (8,), tuple(range(9))])
@@ -54,11 +54,11 @@ def test_rows_and_items_agree_where_some_are_left_out(ranks, left_out):
 
 
 def only_rank_zero(folder):
-    share = Share.of_this_process(distributed=False)
-    if Share.of_this_process(distributed=True).rank == 0:
-        with share.together():
-            rows, items = share.gather_rows(torch.ones(2, 1)).tolist(), share.gather_items([1])
-        return rows, items, len(share.open(ImageFolderData(path=image_folder(folder / "images"))))
+    partition = RankPartition.create(distributed=False)
+    if RankPartition.create(distributed=True).rank == 0:
+        with partition.raise_on_all_ranks():
+            rows, items = partition.gather_rows(torch.ones(2, 1)).tolist(), partition.gather_items([1])
+        return rows, items, len(partition.open(ImageFolderData(path=image_folder(folder / "images"))))
     return None
 
 

@@ -1,4 +1,4 @@
-"""One evaluation over many ranks, or on one rank alone: which samples are whose, and how the parts come together."""
+"""Partition of the samples of an evaluation over ranks, and collection of the results on all ranks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Rank ``rank`` takes items ``rank::world_size``. Alone (rank 0 of 1) nothing here is a collective."""
+class RankPartition:
+    """Assignment of items ``rank::world_size`` to rank ``rank``; rank 0 of 1 enters no collective."""
 
     rank: int = 0
     world_size: int = 1
 
     @classmethod
-    def of_this_process(cls, distributed: bool) -> Share:
-        """All ranks together (every rank must evaluate), or this process alone."""
+    def create(cls, distributed: bool) -> RankPartition:
+        """Return the partition over all ranks (each must evaluate), or over this process alone."""
         return cls(dist.rank(), dist.world_size()) if distributed else cls()
 
-    def of(self, count: int) -> range:
-        """This rank's items of ``count``."""
+    def indices(self, count: int) -> range:
+        """Return the indices of this rank's items out of ``count``."""
         return range(self.rank, count, self.world_size)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Every rank's rows, one rank after the other, on every rank."""
+        """Gather every rank's rows on every rank, in rank order."""
         return mine if self.world_size == 1 else dist.all_gather(mine)
 
     def gather_rows(self, mine: Tensor) -> Tensor:
-        """Every rank's rows on every rank, in the order of the items that `of` dealt out.
+        """Gather every rank's rows on every rank, in the order of `indices`.
 
-        A rank may have left some of its items out: the later ones of it then move up, as in `gather_items`.
+        If a rank has left out some of its items, its later ones move up, as in `gather_items`.
         """
         if self.world_size == 1:
             return mine
@@ -52,32 +52,33 @@ class Share:
         return rows[torch.tensor(order, dtype=torch.int64, device=rows.device)]
 
     def gather_items(self, mine: list[T]) -> list[T]:
-        """Every rank's values (what JSON can hold) on every rank, in the order of `gather_rows`."""
+        """Gather every rank's JSON-able values on every rank, in the order of `gather_rows`."""
         if self.world_size == 1:
             return mine
         parts = dist.gather_json(mine)
         return [part[row] for row in range(max(map(len, parts))) for part in parts if row < len(part)]
 
     def open(self, data: EvaluationData) -> Source:
-        """Open data on every rank, drawing and indexing together what is not there yet.
+        """Open data on every rank; all ranks together draw and index data that is not prepared yet.
 
         Raises:
-            DataError: data that cannot be used; `DistributedError` where only another rank cannot use them.
+            DataError: the data cannot be used on this rank.
+            DistributedError: the data cannot be used on another rank.
         """
         if self.world_size > 1:
             prepare_sources([data])
-        with self.together():
+        with self.raise_on_all_ranks():
             return data.build()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Run the block on every rank; when it fails on one, it fails on all, instead of leaving the others waiting.
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Run the block on every rank; if it fails on one rank, raise an error on all of them.
 
-        The block must not hold a collective.
+        The block must not contain a collective. Without this, the other ranks would wait for the failed one.
 
         Raises:
-            StopRequested: on every rank, when one has been asked to stop, whatever the others met.
-            DistributedError: where only another rank failed; else what failed here.
+            StopRequested: a rank has been asked to stop; raised on every rank, before any other error.
+            DistributedError: another rank failed, and this one did not. An error of this rank is raised as it is.
         """
         failure: Exception | None = None
         try:
@@ -95,8 +96,8 @@ class Share:
         if failure is not None:
             raise failure
 
-    def require_all_here(self, error: Exception) -> None:
-        """Go on after `error` if it was met on all ranks, as those of `together` are; raise it if a rank is lost."""
+    def require_all_ranks(self, error: Exception) -> None:
+        """Return if all ranks are here, as after an error of `raise_on_all_ranks`; raise `error` if one is lost."""
         if self.world_size > 1:
             try:
                 dist.barrier()
