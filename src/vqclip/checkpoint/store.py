@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +45,24 @@ class Checkpoint:
         """The folder that ``write_model`` filled."""
         return self.path / _MODEL
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Read the tensors of the caller's state; none in checkpoints of older versions.
+    def tensors(self, most: int) -> dict[str, Tensor]:
+        """Read the tensors of the caller's state, if it has any.
+
+        Args:
+            most: largest number of elements in all of them together, which is checked before memory is taken.
 
         Raises:
-            CheckpointError: The file is damaged.
+            CheckpointError: The file is damaged or contains more.
         """
-        if not (self.path / _TENSORS).exists():
+        path = self.path / _TENSORS
+        if not path.exists():
             return {}
-        with open_tensors(self.path / _TENSORS) as file:
-            return {name: file.get_tensor(name) for name in read_shapes(file)}
+        with open_tensors(path) as file:
+            shapes = read_shapes(file)
+            total = sum(math.prod(shape) for shape in shapes.values())
+            if total > most:
+                raise CheckpointError(f"{path}: contains {total} numbers; expected at most {most} for this model")
+            return {name: file.get_tensor(name) for name in shapes}
 
     def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
         """Put the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.

@@ -102,7 +102,7 @@ def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
             raise DataError(
                 f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
             )
-    is_text = b"\0" not in start and len(start.decode(errors="ignore").encode()) > len(start) - 4
+    is_text = b"\0" not in start or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
     if is_text or start.startswith(b"PAR1"):
         kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
         raise DataError(

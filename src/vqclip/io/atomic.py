@@ -9,6 +9,8 @@ temporary file is a leftover of a killed process. A folder has one writer at a t
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import os
 import shutil
 import uuid
@@ -28,21 +30,32 @@ REPLACED = ".replaced-"
 
 
 def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
-    """Write a file atomically.
+    """Write a file atomically. A device or a pipe, which cannot be replaced, is written to directly.
 
     Args:
-        path: the file; replaced if it exists.
+        path: the file; replaced if it exists. A link stays, and what it points to is replaced.
         content: its bytes, or a function that writes them to an open file.
 
     Returns:
         Its digest, read back before the file gets its name.
     """
+    if path.exists() and not path.is_file():
+        return _write_directly(path, content)
+    path = path.resolve() if path.is_symlink() else path
     _remove_leftovers(path.parent, f"{TEMPORARY}{path.name}-*")
     with _temporary_file(path, content) as temporary:
         digest = digest_file(temporary)
         os.replace(temporary, path)
     sync_folder(path.parent)
     return digest
+
+
+def _write_directly(path: Path, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
+    buffer = io.BytesIO()
+    buffer.write(content) if isinstance(content, bytes) else content(buffer)
+    with name_file_in_errors(path):
+        path.write_bytes(buffer.getvalue())
+    return FileDigest(size=len(buffer.getvalue()), sha256=hashlib.sha256(buffer.getvalue()).hexdigest())
 
 
 def write_text(path: Path, text: str) -> None:

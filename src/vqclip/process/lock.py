@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -90,4 +91,5 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         while self._held:
-            self._held.popitem()[1].close()
+            with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
+                self._held.popitem()[1].close()

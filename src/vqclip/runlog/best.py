@@ -66,7 +66,10 @@ def read_best(folder: Path) -> int:
         CheckpointError: the run names none.
     """
     try:
-        return int(json.loads((folder / _FILE).read_text(encoding="utf-8"))["step"])
+        step = json.loads((folder / _FILE).read_text(encoding="utf-8"))["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: got {step!r}, expected an integer")
+        return step
     except FileNotFoundError:
         raise CheckpointError(f"{folder / _FILE}: no such file; runs with train.keep_best write it") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

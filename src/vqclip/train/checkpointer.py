@@ -41,7 +41,7 @@ class RetentionPolicy:
         return step == best or (self.every is not None and step % self.every == 0)
 
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class _Best(Strict):

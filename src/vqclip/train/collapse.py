@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
@@ -43,26 +43,36 @@ class CollapseConfig(Config):
         return CollapseWatch(self)
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Number = Annotated[float, Field(ge=0, lt=2**53)]
+
+
 class _Codebook(Strict):
     name: str
-    codes: int
-    tokens: float
-    usage_if_uniform: float
-    usage: float
-    perplexity: float
+    codes: Annotated[int, Field(ge=1)]
+    tokens: _Number
+    usage_if_uniform: _Number
+    usage: _Number
+    perplexity: _Number
 
 
 class _Warning(Strict):
-    step: int
-    text: str
+    step: _Count
+    text: Annotated[str, Field(max_length=10_000)]
 
 
 class _State(Strict):
-    last: int
-    since: dict[str, int]
+    last: _Count
+    since: dict[str, _Count]
     told: dict[str, str]
-    warnings: list[_Warning]
+    warnings: Annotated[list[_Warning], Field(max_length=100_000)]
     codebooks: list[_Codebook]
+
+    @model_validator(mode="after")
+    def _told_has_a_beginning(self) -> _State:
+        if unknown := self.told.keys() - self.since.keys():
+            raise ValueError(f"told: {sorted(unknown)[0]!r} is not in since")
+        return self
 
 
 class CollapseWatch:
@@ -94,6 +104,7 @@ class CollapseWatch:
         Args:
             stats: by modality, over the global batch.
         """
+        windows = {}
         for modality, name in ((modality, name) for modality, each in stats.items() for name in _counted(each)):
             codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
             new = torch.cat((tokens.view(1), codes.flatten()))
@@ -103,7 +114,8 @@ class CollapseWatch:
             older, newer = window.to(new.device)
             full = newer[0] >= TOKENS_PER_CODE * codes.shape[-1]
             parts = torch.where(full, newer, older), torch.where(full, new, newer + new)
-            self._windows[f"{modality}/{name}"] = torch.stack(parts)
+            windows[f"{modality}/{name}"] = torch.stack(parts)
+        self._windows = windows
 
     def window(self, modality: str, stats: Stats) -> Stats:
         """The statistics of a step with the codes and tokens of the window in place of its own."""
@@ -199,13 +211,11 @@ class CollapseWatch:
         return dict(self._windows)
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `state_dict` and `tensors` gave; checkpoints of older versions have nothing of it.
+        """Continue from what `state_dict` and `tensors` returned.
 
         Raises:
             ValueError: they could not have given this.
         """
-        if "last" not in state:
-            return
         for name, window in tensors.items():
             fits = window.dtype == torch.int64 and window.dim() == 2 and len(window) == 2 and window.numel() > 2
             if not fits or window.min() < 0 or window.max() > 2**53:

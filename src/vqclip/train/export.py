@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError, printable
-from vqclip.io.atomic import replace_folder, write_text
+from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.metrics import read_metrics
 from vqclip.tokenizer.card import card
-from vqclip.tokenizer.folder import CARD_FILE, WEIGHTS_FILE
+from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from vqclip.train.summary import RunSummary, model_card
 
 if TYPE_CHECKING:
@@ -73,8 +73,11 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> P
     step = max(found) if step is None else step
     if step not in found:
         raise ConfigError(f"{run}: no checkpoint of step {step}; expected one of {', '.join(map(str, found))}")
-    model = CLIP.from_pretrained(checkpoint.load(found[step]).model_folder)
     out = out or run / f"tokenizer-step-{step}"
+    require_replaceable(out, CONFIG_FILE)
+    if out.resolve().is_relative_to((run / "checkpoints").resolve()):
+        raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
+    model = CLIP.from_pretrained(checkpoint.load(found[step]).model_folder)
     metrics = run / "metrics.jsonl"
     lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
     rates = [f"- {name}: {rate:.1%}" for line in lines for name, rate in line.items() if name.startswith(PREFIX)]

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue
 from torch import Tensor
@@ -64,7 +64,7 @@ class Event(NamedTuple):
 
 
 class _State(Strict):
-    skipped: int
+    skipped: Annotated[int, Field(ge=0, lt=2**53)]
     losses: list[float]
     collapse: dict[str, JsonValue] | None = None
 

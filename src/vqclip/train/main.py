@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from vqclip import checkpoint, dist
 from vqclip.config import to_yaml
 from vqclip.data import TrainData, mask_credentials
-from vqclip.errors import ConfigError, DataError, StopRequested
+from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, prepare, try_all
 from vqclip.io.atomic import write_text
 from vqclip.model import CLIP
@@ -37,6 +38,8 @@ from vqclip.train.loop import train
 from vqclip.train.resume import load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import RunSummary, caption_facts, render, summarise
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary | None:
@@ -191,7 +194,14 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int]:
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
         return outcome, training.done
-    load_model(training.checkpointer, best["step"])
+    try:
+        load_model(training.checkpointer, best["step"])
+    except CheckpointError as error:
+        if dist.is_main():
+            logger.warning(
+                "train.export: the best checkpoint cannot be used, so step %d stays: %s", training.done, error
+            )
+        return outcome, training.done
     outcome = try_all(model, config.evaluation, precision=config.train.precision)
     if dist.is_main():
         export_tokenizer(model, folder)

@@ -20,6 +20,7 @@ from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.differences import describe_differences, flatten
 from vqclip.io.json_files import validate
+from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import load_weights
 from vqclip.train.checkpointer import Checkpointer, RunState
 from vqclip.train.step import TrainStep, broadcast_module
@@ -112,7 +113,7 @@ def _restore(
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     load_weights(saved.model_folder, step.model)
-    optimizer, windows = saved.restore_optimizer(step.optimizer), saved.tensors()
+    optimizer, windows = saved.restore_optimizer(step.optimizer), saved.tensors(_most_window_numbers(step))
     try:
         _restore_state(step, state, windows)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -127,6 +128,12 @@ def _restore_state(step: TrainStep, state: RunState, windows: Mapping[str, Tenso
     step.scaler.load_state_dict(dict(state.scaler))
     step.skipped = state.skipped
     step.guards.load_state_dict(state.guards, windows)
+
+
+def _most_window_numbers(step: TrainStep) -> int:
+    """Return a bound for the codebook windows of this model, or of one with other codebooks where the run allows it."""
+    sizes = [size for quantizer in step.model.quantizers().values() for size in quantizer.codebook_sizes]
+    return 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
 
 
 def _outline(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
