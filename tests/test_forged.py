@@ -151,6 +151,46 @@ def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path
     assert refused > EACH // 2
 
 
+def collapse(state: dict[str, Any], **changes: Any) -> None:
+    state["state"]["guards"]["collapse"].update(changes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: collapse(state, told={"image/0": ""}, since={}),
+        lambda state: collapse(state, last=10**30),
+        lambda state: collapse(state, warnings=[{"step": 1, "text": "x" * 20_000}]),
+        lambda state: state["state"]["replaced"].update({"x": 10**400}),
+        lambda state: state["state"]["guards"].update(skipped=-5),
+        lambda state: state["state"]["caption_lengths"].update({"12": 10**30}),
+    ],
+    ids=["told", "last", "warnings", "replaced", "skipped", "caption lengths"],
+)
+def test_forged_counts_end_in_checkpoint_errors(tmp_path: Path, saved: Path, change: Callable[[Any], None]) -> None:
+    path = tmp_path / "step-00000002"
+    shutil.copytree(saved / path.name, path)
+    state = json.loads((path / "state.json").read_text())
+    change(state if "state" in state else {"state": state})
+    (path / "state.json").write_text(json.dumps(state))
+    resealed(path)
+    with pytest.raises(CheckpointError, match=r"state.json"):
+        resume(checkpointer(tmp_path, training_step()))
+
+
+def test_tensors_of_absurd_size_are_refused_from_the_header(tmp_path: Path, saved: Path) -> None:
+    path = tmp_path / "step-00000002"
+    shutil.copytree(saved / path.name, path)
+    rows = 2**28
+    header = json.dumps({"zzz/codes": {"dtype": "I64", "shape": [2, rows], "data_offsets": [0, 16 * rows]}}).encode()
+    with (path / "state.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 16 * rows)  # sparse
+    resealed(path)
+    with pytest.raises(CheckpointError, match=r"state.safetensors: contains 536870912 numbers; expected at most"):
+        resume(checkpointer(tmp_path, training_step()))
+
+
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_poisoned_checkpoint_is_set_aside_on_resume(

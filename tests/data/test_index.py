@@ -163,11 +163,13 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
     assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
     for table, kind in (
-        ("url,caption\nx,é\n" * 100, "text"),
-        ("url\tcaption\n", "text"),
-        ("PAR1\0", "a Parquet table"),
+        (("url,caption\nx,é\n" * 100).encode(), "text"),
+        (("url,caption\nx,é\n" * 100).encode("latin-1"), "text"),
+        ("url,caption\n".encode("utf-16"), "text"),
+        (b"url\tcaption\n", "text"),
+        (b"PAR1\0", "a Parquet table"),
     ):
-        (tmp_path / "table.csv").write_text(table)
+        (tmp_path / "table.csv").write_bytes(table)
         assert f"table.csv: is {kind}" in refusal(tmp_path / "table.csv")
     (tmp_path / "folder.tar").mkdir()
     assert "is a folder; expected a tar file" in refusal(tmp_path / "folder.tar")

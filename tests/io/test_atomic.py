@@ -133,3 +133,19 @@ def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         write_text(tmp_path / "page.html", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_links_pipes_and_devices_are_written_through(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_text(tmp_path / "link.json", "new")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE, text=True)
+    write_text(tmp_path / "pipe", "through")
+    assert reader.communicate(timeout=30)[0] == "through"
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*/full"):
+        write_text(tmp_path / "full", "text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -98,6 +99,29 @@ def test_a_job_whose_lock_another_has_taken_says_so(tmp_path, holder):
 def test_every_rank_is_refused(tmp_path, ranks, holder):
     for message in ranks(2, take, tmp_path / "run"):
         assert f"process {holder.pid}" in message
+
+
+class FullFile:
+    """A file on a full disk: what is buffered cannot be written, when it is closed either."""
+
+    def __init__(self, *args, **kwargs):
+        self.file = open(*args, **kwargs)  # noqa: SIM115
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        self.file.close()
+        self.flush()
+
+
+def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("vqclip.process.lock.open", FullFile, raising=False)
+    with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
+        lock.take()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -266,7 +266,6 @@ def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_a
         said += [(number + 1, message) for message in watched.step(x)]
     assert [step for step, _ in said] == [3, 12]  # the window holds the step before
     assert all("codebooks 0, 1 of 2 have collapsed" in message for _, message in said)
-    watched.watch.load_state_dict({"since": {"image": 20}, "told": ["image"]}, {})  # of an older version
 
 
 @pytest.mark.parametrize(

@@ -416,6 +416,18 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     )
     assert all_equal(load_file(tmp_path / "newest" / "model.safetensors"), weights(tmp_path, 4))
     assert f"- {FIGURE}: 100.0%" in (folder / "tokenizer-step-2" / "README.md").read_text()
+    for out, reason in (
+        (folder, "would be replaced, and contains no config.json"),
+        (folder / "checkpoints" / "step-00000002", "contains no config.json"),
+        (folder / "checkpoints" / "step-00000099", "is among the checkpoints"),
+    ):
+        assert main(["export-tokenizer", str(folder), "--out", str(out)]) == 2
+        assert reason in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("precious")
+    assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "mine")]) == 2
+    assert (tmp_path / "mine" / "README.md").read_text() == "precious"
+    assert "contains no config.json but README.md" in capsys.readouterr().err
     assert main(["export-tokenizer", str(folder), "--step", "1"]) == 2
     assert "no checkpoint of step 1; expected one of 2, 3, 4" in capsys.readouterr().err
     assert main(["export-tokenizer", str(tmp_path / "newest")]) == 2
@@ -426,6 +438,13 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     assert main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]) == 2
     assert str(damaged) in capsys.readouterr().err
     assert (exported / "model.safetensors").read_bytes() == before
+    caplog.clear()
+    assert train(TrainConfig.model_validate(tree)).step == 4  # of the finished run, whose best step is damaged
+    assert "the best checkpoint cannot be used, so step 4 stays" in caplog.text
+    for step in ("1e400", "1.7", '"2"'):
+        (folder / "best.json").write_text(f'{{"step": {step}}}')
+        assert main(["export-tokenizer", str(folder), "--best"]) == 2
+        assert "best.json: cannot be read (step: got" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):

@@ -8,6 +8,7 @@ end-of-archive mark, data after it. What this parser accepts, every byte of it i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ __all__ = ["Member", "walk"]
 _BLOCK = 512
 _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
+"""Bytes that are in no text, whether UTF-8 or Latin-1."""
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -102,7 +105,7 @@ def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
             raise DataError(
                 f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
             )
-    is_text = b"\0" not in start or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
+    is_text = not _CONTROL.search(start) or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
     if is_text or start.startswith(b"PAR1"):
         kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
         raise DataError(
