@@ -8,11 +8,14 @@ import torch
 from PIL import Image
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
+
+
 QUANTIZERS = [FSQ, LFQ, PRODUCT, VQ, RESIDUAL]
 
 
@@ -119,12 +122,6 @@ def test_a_token_is_absent_when_all_of_its_ids_are(modality):
     assert torch.equal(torch.compile(tokenizer.decode, backend="eager", fullgraph=True)(ids), vectors)
 
 
-def test_an_exclamation_mark_inside_a_word_is_no_padding():
-    tokenizer = built().text.eval()
-    ids = tokenizer.encode(["#!/bin a", "a"])
-    assert (ids[..., 0] >= 0).sum(1).tolist() == [7, 3]
-
-
 def test_a_row_without_tokens_is_no_nan():
     model = built().train()
     tokens = model.text.preprocess(CAPTIONS)
@@ -137,31 +134,10 @@ def test_a_row_without_tokens_is_no_nan():
     assert all(p.grad.isfinite().all() for p in model.text.parameters() if p.grad is not None)
 
 
-def test_images_come_as_pictures_or_tensors():
-    tokenizer = built().image.eval()
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
-    tensor = tokenizer.preprocess(picture)
-    assert tensor.dtype == torch.uint8
-    ids = tokenizer.encode(picture)
-    assert torch.equal(ids, tokenizer.encode(tensor[None]))
-    assert torch.equal(ids, tokenizer.encode([picture]))
-    assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
-
-
 def test_an_empty_list_is_an_empty_batch():
     model = built(PRODUCT)
     assert model.image.encode([]).shape == (0, 4, 2)
     assert model.text.encode([]).shape == (0, 12, 2)
-
-
-@pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, float("nan")])
-def test_floats_that_are_no_pixels_are_refused(value):
-    tokenizer = built().image.eval()
-    images = torch.rand(2, 3, 16, 16)
-    tokenizer.encode(images)
-    images[1, 2, 3, 4] = value
-    with pytest.raises(ShapeError, match=r"images: got floating point from .*, expected 0 to 1: neither 0..255"):
-        tokenizer.encode(images)
 
 
 def test_sizes_and_bits():
@@ -190,56 +166,6 @@ def test_wrong_ids_are_refused():
 
 
 PICTURE = Image.new("RGB", (16, 16))
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ("cat.jpg", r"^images: got 'cat.jpg' \(str\), expected a PIL image; PIL.Image.open reads a file"),
-        (["cat.jpg"], r"^images\[0\]: got 'cat.jpg' \(str\)"),
-        (None, "^images: got None, expected a PIL image"),
-        ([PICTURE, None], r"^images\[1\]: got None"),
-        ([3], r"^images\[0\]: got 3 \(int\)"),
-        (np.zeros((16, 16, 3), np.uint8), r"^images: got a ndarray of shape \(16, 16, 3\) and dtype uint8.*fromarray"),
-        ([torch.zeros(3, 16, 16)], r"^images\[0\]: got a Tensor of shape.*torch.stack"),
-        (
-            (picture for picture in [PICTURE]),
-            r"^images: got <generator.*a list of PIL images or a \(B, 3, H, W\) tensor",
-        ),
-    ],
-)
-def test_what_is_no_picture_is_refused(images, message):
-    tokenizer = built().image
-    with pytest.raises(ShapeError, match=message):
-        tokenizer.encode(images)
-    if not isinstance(images, list):
-        with pytest.raises(ShapeError, match=message.replace("images", "image", 1)):
-            tokenizer.preprocess(images)
-
-
-@pytest.mark.parametrize(
-    ("captions", "message"),
-    [
-        ("a cat", r"^captions: got 'a cat' \(str\), expected a list of str with one caption: \[caption\]"),
-        (b"a cat", r"^captions: got b'a cat' \(bytes\), expected a list of str$"),
-        (None, "^captions: got None"),
-        (["a", 3], r"^captions\[1\]: got 3 \(int\), expected a str"),
-        ([None], r"^captions\[0\]: got None"),
-        ([b"a"], r"^captions\[0\]: got b'a' \(bytes\), expected a str; bytes become one by .decode"),
-        (np.zeros((1, 12), np.int64), r"^captions: got a ndarray of shape \(1, 12\) and dtype int64"),
-        ((caption for caption in ["a"]), "^captions: got <generator"),
-        (torch.full((1, 12), 49408), r"^tokens: got the number 49408, expected 0 to 49407"),
-        (torch.full((1, 12), -1), r"^tokens: got the number -1"),
-        (
-            torch.tensor([[49406, 49407] + [0] * 10, [49406] + [5] * 11]),
-            r"^tokens\[1\]: got a row without the end mark",
-        ),
-        (torch.zeros(1, 12), r"^tokens: got shape \(1, 12\) and dtype torch.float32, expected \(B, 1 to 12\) int64"),
-    ],
-)
-def test_what_is_no_caption_is_refused(captions, message):
-    with pytest.raises(ShapeError, match=message):
-        built().text.encode(captions)
 
 
 @pytest.mark.parametrize(
@@ -317,3 +243,36 @@ def test_what_are_no_ids_is_refused(ids):
     for use in (image.embed, image.decode, image.to_vocabulary):
         with pytest.raises(ShapeError, match=r"^ids: got .*expected (integers|ids that fit int64)"):
             use(ids)
+
+
+def test_parameters_stand_in_the_order_of_the_data():
+    names = [
+        name.split(".")[0] for name, _ in tiny_model(VQ | {"learning": "gradient"}).build().image.named_parameters()
+    ]
+    assert list(dict.fromkeys(names)) == ["tower", "project_in", "quantizer", "project_out", "pool"]
+
+
+def test_a_class_loads_its_own_modality(saved, tmp_path):
+    model, folder = saved
+    for kind, whole in ((ImageTokenizer, model.image), (TextTokenizer, model.text)):
+        loaded = kind.from_pretrained(folder)
+        assert type(loaded) is kind
+        assert not loaded.training
+        theirs = whole.state_dict()
+        assert all(torch.equal(theirs[name], value) for name, value in loaded.state_dict().items())
+    model.text.save_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
+        ImageTokenizer.from_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="got revision 'v1' of a local folder"):
+        TextTokenizer.from_pretrained(folder, revision="v1")
+
+
+def test_a_class_that_no_folder_holds_loads_none(saved):
+    class Mine(TextTokenizer):
+        pass
+
+    for kind in (Tokenizer, Mine):
+        with pytest.raises(
+            ConfigError, match=rf"^{kind.__name__}.from_pretrained: .* expected ImageTokenizer.from_pre"
+        ):
+            kind.from_pretrained(saved[1])

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.making import caption_shards, class_folder
+from tests.search.making import built, pictures
+from vqclip.cli.search import build, main
+from vqclip.data.images import ImageFiles, open_images
+from vqclip.errors import DataError
+from vqclip.search import CodeIndex
+
+
+def test_a_folder_of_pictures_is_a_source(tmp_path):
+    source = ImageFiles(pictures(tmp_path))
+    assert len(source) == 12
+    assert [str(path) for path in source.files] == sorted(str(path) for path in source.files)
+    assert source.read(11).captions == ("<i>9 &",)
+    with pytest.raises(DataError, match="no image"):
+        ImageFiles(tmp_path / "none")
+
+
+def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
+    (pictures(tmp_path) / "03a.png").write_bytes(b"no picture")
+    source, tokenizer = ImageFiles(tmp_path), built().image
+    with pytest.raises(DataError, match="1 of 13"):
+        build(tokenizer, source)
+    index = build(tokenizer, source, batch_size=5, bad_fraction=0.1)
+    bad = [path.name for path in source.files].index("03a.png")
+    assert index.places.tolist() == [place for place in range(13) if place != bad]
+
+
+@pytest.fixture
+def shown(tmp_path, capsys):
+    """The page that the two commands make, and what they print."""
+    built().save_pretrained(tmp_path / "tokenizer")
+    given = ["--tokenizer", str(tmp_path / "tokenizer")]
+    images, index, target = pictures(tmp_path / "pictures"), str(tmp_path / "index"), tmp_path / "page.html"
+    assert main(["build", *given, "--images", str(images), "--out", index]) == 0
+    assert (
+        main(["query", "--index", index, "a <red> apple", "-k", "5", "--images", str(images), "--html", str(target)])
+        == 0
+    )
+    return target, capsys.readouterr().out
+
+
+def test_the_commands_make_a_page(shown):
+    target, printed = shown
+    text = target.read_text(encoding="utf-8")
+    assert "12 items of 48 bits, 12 of them distinct; 72 bytes, 6.0 an item; float32 embeddings: 64 an item" in printed
+    assert text.count("data:image/png;base64,") == 5
+    assert "<h1>a &lt;red&gt; apple</h1>" in text
+    assert "<i>" not in text
+    assert "<script" not in text
+
+
+def test_pictures_that_changed_are_not_shown(tmp_path, shown, capsys):
+    Image.new("RGB", (9, 9)).save(tmp_path / "pictures" / "new.png")
+    given, here = ["--index", str(tmp_path / "index")], ["--images", str(tmp_path / "pictures")]
+    assert main(["query", *given, "x", *here, "--html", str(tmp_path / "other.html")]) == 2
+    assert (
+        "the index was built from other data; expected the same images, or a rebuilt index" in capsys.readouterr().err
+    )
+    picture = str(tmp_path / "pictures" / "00.png")
+    assert main(["query", *given, "--image", picture, "-k", "1"]) == 0
+    assert capsys.readouterr().out.split()[2] == "00.png"  # a picture finds itself
+    (tmp_path / "pictures" / "new.png").unlink()
+    moved = (tmp_path / "pictures").rename(tmp_path / "moved")
+    assert main(["query", *given, "x", "--images", str(moved), "--html", str(tmp_path / "other.html")]) == 0
+    assert main(["query", *given]) == 2
+    assert "expected one of them" in capsys.readouterr().err
+
+
+def test_no_picture_is_read_because_an_index_says_so(tmp_path, shown, capsys):
+    assert main(["query", "--index", str(tmp_path / "index"), "x", "--html", str(tmp_path / "other.html")]) == 2
+    message = f"--images: missing, expected the images for --html; the index was built from {tmp_path / 'pictures'}"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "other.html").exists()
+
+
+def test_places_beyond_the_pictures_are_refused(tmp_path, shown, capsys):
+    index = CodeIndex.load(tmp_path / "index")
+    replace(index, places=torch.arange(12) + 10**9).save(tmp_path / "index")
+    given = ["--images", str(tmp_path / "pictures"), "--html", str(tmp_path / "other.html")]
+    assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 2
+    assert "expected less than 12, the images of" in capsys.readouterr().err
+
+
+def test_one_unreadable_picture_does_not_hide_the_others(tmp_path, shown, capsys):
+    path = tmp_path / "pictures" / "04.png"
+    path.write_bytes(bytes(path.stat().st_size))  # of the size that the index knows
+    given = ["--images", str(tmp_path / "pictures"), "--html", str(tmp_path / "other.html"), "-k", "12"]
+    assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"vqclip search: left out of the page: {path}: not a JPEG, PNG or WebP image")
+    text = (tmp_path / "other.html").read_text()
+    assert text.count("data:image/png;base64,") == 11
+    assert text.count('<span class="none">cannot be shown</span>04.png') == 1
+
+
+def test_names_tell_pictures_apart(tmp_path):
+    for name in ("a/cat.png", "b/cat.jpg"):
+        (tmp_path / "pictures" / name).parent.mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(tmp_path / "pictures" / name)
+    for folder in ("x", "y"):
+        caption_shards(tmp_path / "shards" / folder, counts=(2,))
+    class_folder(tmp_path / "classes")
+    model = built()
+    assert build(model.image, ImageFiles(tmp_path / "pictures")).names == ["a/cat.png", "b/cat.jpg"]
+    shards = open_images(str(tmp_path / "shards" / "*" / "*.tar"))
+    captions = [shards.read(number).captions[0] for number in range(4)]
+    places = [f"{folder}/00000.tar/{number:09d}" for folder in "xy" for number in range(2)]
+    expected = [f"{place}: {caption}" for place, caption in zip(places, captions, strict=True)]
+    assert build(model.image, shards).names == build(model.text, shards).names == expected
+    labelled = build(model.image, open_images(str(tmp_path / "classes")))
+    assert labelled.names[5] == "0.tar/s0000005: red panda"
+    assert len(set(labelled.names)) == len(labelled)
+
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+def test_a_browser_shows_the_pictures(shown, tmp_path):
+    """python -m pytest -m slow tests/search: the colours of the pictures are on the screen."""
+    tmp, target = tmp_path / "shot.png", shown[0]
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet, f"--screenshot={tmp}"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,600", target.as_uri()]
+    subprocess.run([CHROMIUM, *options], check=True, timeout=120, capture_output=True)
+    pixels = np.asarray(Image.open(tmp).convert("RGB")).astype(int)
+    colourful = (pixels.max(-1) - pixels.min(-1)) > 60
+    assert colourful.mean() > 0.05

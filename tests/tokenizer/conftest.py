@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models import FSQ, RESIDUAL, tiny_model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    model = tiny_model(RESIDUAL, FSQ).build().eval()
+    model.save_pretrained(tmp_path / "tokenizer")
+    return model, tmp_path / "tokenizer"
