@@ -7,7 +7,7 @@ Both modalities get the same quantizer; all else is the configuration's, with th
 run is a process of its own with one thread, under runs/families/CONFIG/; one that is done is not run again (delete its
 folder after a change of code), so that the command can be stopped and repeated. Prints a Markdown table of the first
 evaluation: means over the seeds, and the range of the codes-only figure. Usage and perplexity are those of the
-pictures' codes over the evaluation set, means over codebooks.
+images' codes over the evaluation set, means over codebooks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/search.py --tokenizer runs/captions/tokenizer --data data/captions_noto_emoji/val
     python benchmarks/search.py --tokenizer runs/captions/tokenizer --data data/captions_noto_emoji/{train,val}
 
-Both directions: captions look for pictures, pictures for captions. A query is embedded in two ways, continuous and from
+Both directions: captions look for images, images for captions. A query is embedded in two ways, continuous and from
 its own codes. The first table has R@10 (share of queries whose own partner is among the ten found) of the float search,
 where nothing is quantized, and of the search by codes; and how many of the ten items of the float search the search by
 codes finds, too. The second has bytes an item and CPU time a query, one thread, median of the rounds. faiss is measured
@@ -42,7 +42,7 @@ class Side:
 
 
 def read(model: CLIP, data: list[str]) -> tuple[Side, Side]:
-    """Pictures and their first captions."""
+    """Images and their first captions."""
     source = CaptionShardsData(path=tuple(data)).build()
     batches = list(EvalSet(source, model.image.transform, batch_size=64))
     captions = [model.text.preprocess([each[0] for each in batch.captions]) for batch in batches]
@@ -122,7 +122,7 @@ def main() -> None:
     model = CLIP.from_pretrained(options.tokenizer)
     image, text = read(model, options.data)
     indexes = {side: CodeIndex.build(side.tokenizer, side.ids) for side in (image, text)}
-    for name, side in (("pictures", image), ("captions", text)):
+    for name, side in (("images", image), ("captions", text)):
         index, floats = indexes[side], 4 * side.tokenizer.embed_dim
         print(
             f"{len(index):,} {name} of {index.packing.bits} bits, {index.nbytes / len(index):.0f} bytes; float32: "
@@ -132,10 +132,10 @@ def main() -> None:
         "\n| direction | query | R@10 float | R@10 codes | codes / float | of the float search's ten | of embed's ten |"
     )
     print("|---|---|---|---|---|---|---|")
-    for title, queries, items in (("captions → pictures", text, image), ("pictures → captions", image, text)):
+    for title, queries, items in (("captions → images", text, image), ("images → captions", image, text)):
         found_rows(title, queries, items, CodeSearch(indexes[items], items.tokenizer, "float32"))
     print(
-        "\n| pictures as | bytes an item | float32 / it | µs a query, alone (× faiss Flat) | of 100 together | "
+        "\n| images as | bytes an item | float32 / it | µs a query, alone (× faiss Flat) | of 100 together | "
         "of the exact ten |\n|---|---|---|---|---|---|"
     )
     cost_rows(image, indexes[image], text.coded[:100], options.rounds)

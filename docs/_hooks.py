@@ -1,4 +1,4 @@
-"""What mkdocs.yml leaves to a few lines: every decision gets into the navigation without being listed there."""
+"""Hook of mkdocs: adds every decision record to the navigation."""
 
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,14 @@
-"""One small transformer that captions pictures and draws them, and never sees a pixel: picture ids in, picture ids out.
+"""One small transformer that captions images and draws them, and never sees a pixel: image ids in, image ids out.
 
     python examples/caption_and_draw.py runs/captions/tokenizer data/captions_noto_emoji
 
 It reads an image's ids and continues with words, or reads words and continues with the image's ids, one step of the
 delayed pattern after another (`vqclip.lm_vocabulary.DelayedCodes`: all codebooks at once, each a step after the one
 before). An id is read as its vector in the codebook, and written as a distribution over the codebook's vectors, so that
-a few thousand pictures are enough.
+a few thousand images are enough.
 
 It is trained on the train split alone and judged on the val split by the frozen tokenizer's joint embedding: are the
-captions that it gives nearer to their own pictures than to those of others (*shuffled*), and so the ids that it draws
+captions that it gives nearer to their own images than to those of others (*shuffled*), and so the ids that it draws
 to their own captions? Both are the likeliest continuations, so nothing is drawn at random after training. `--seed` keys
 the first weights, the order of training, the shuffles and the bootstrap over samples.
 
@@ -36,7 +36,7 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 TRAINED_STEPS = 6
-"""Steps of a picture that the drawing loss looks at in one update: all of them would cost most of the time."""
+"""Steps of an image that the drawing loss looks at in one update: all of them would cost most of the time."""
 COORDINATES = 8
 """Most coordinates that are kept of a codebook's vectors."""
 
@@ -51,7 +51,7 @@ class Pairs(NamedTuple):
 
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> Pairs:
-    """Pictures to ids, every one once, with their first captions."""
+    """Images to ids, every one once, with their first captions."""
     batches = list(
         EvalSet(CaptionShardsData(path=str(shards)).build(), tokenizer.transform, batch_size=256, limit=limit)
     )
@@ -100,7 +100,7 @@ def coordinates(tokenizer: ImageTokenizer) -> Tensor:
 
 
 class CaptionAndDraw(nn.Module):
-    """A causal transformer over a picture and then words, or words and then a picture.
+    """A causal transformer over an image and then words, or words and then an image.
 
     Args:
         vectors: ``(C, K, r)``, what the ids stand for.
@@ -118,8 +118,8 @@ class CaptionAndDraw(nn.Module):
         # code can lie anywhere in the codebook, and not only at its rim.
         self.register_buffer("read", F.pad(vectors, (0, 0, 0, 1)))
         self.register_buffer("written", torch.cat([vectors, vectors.square() - 1], dim=-1))
-        self.picture_in = nn.Linear(codebooks * axes, width)
-        self.picture_out = nn.Linear(width, codebooks * 2 * axes)
+        self.image_in = nn.Linear(codebooks * axes, width)
+        self.image_out = nn.Linear(width, codebooks * 2 * axes)
         self.word = nn.Embedding(words, width)
         self.place = nn.Parameter(0.02 * torch.randn(2, max(steps, length) + 1, width))
         block = nn.TransformerEncoderLayer(
@@ -129,10 +129,10 @@ class CaptionAndDraw(nn.Module):
         nn.init.normal_(self.word.weight, std=0.1)
 
     def see(self, streams: Tensor) -> Tensor:
-        """Steps of a picture ``(B, s, C)`` → ``(B, s, width)``."""
+        """Steps of an image ``(B, s, C)`` → ``(B, s, width)``."""
         codebook = torch.arange(streams.shape[2])
         vectors = self.read[codebook, streams].flatten(2)
-        return self.picture_in(vectors) + self.place[0, 1 : streams.shape[1] + 1]
+        return self.image_in(vectors) + self.place[0, 1 : streams.shape[1] + 1]
 
     def hear(self, words: Tensor) -> Tensor:
         """Words ``(B, t)`` → ``(B, t, width)``."""
@@ -149,10 +149,10 @@ class CaptionAndDraw(nn.Module):
         return self.run(self.see(streams), self.hear(words)) @ self.word.weight.T
 
     def draw(self, words: Tensor, streams: Tensor, steps: Tensor) -> Tensor:
-        """Logits ``(B, M, C, K)`` of steps ``(M,)`` of a picture, of which ``(B, s, C)`` are known."""
+        """Logits ``(B, M, C, K)`` of steps ``(M,)`` of an image, of which ``(B, s, C)`` are known."""
         begin = self.place[0, :1].expand(len(words), 1, -1)
         hidden = self.run(self.hear(words), torch.cat([begin, self.see(streams)], dim=1))[:, steps]
-        towards = self.picture_out(hidden).unflatten(-1, (self.written.shape[0], -1))
+        towards = self.image_out(hidden).unflatten(-1, (self.written.shape[0], -1))
         return torch.einsum("bmcr,ckr->bmck", towards, self.written)
 
 
@@ -185,7 +185,7 @@ def train(model: CaptionAndDraw, streams: Tensor, words: Tensor, updates: int, s
 
 @torch.no_grad()
 def write_captions(model: CaptionAndDraw, streams: Tensor) -> Tensor:
-    """The likeliest words ``(B, T)`` after pictures ``(B, S, C)``, one after another."""
+    """The likeliest words ``(B, T)`` after images ``(B, S, C)``, one after another."""
     words = torch.full((len(streams), 1), BEGIN)
     for _ in range(model.length - 1):
         logits = model.caption(streams, words)[:, -1]
@@ -195,7 +195,7 @@ def write_captions(model: CaptionAndDraw, streams: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def draw_pictures(model: CaptionAndDraw, words: Tensor, codes: DelayedCodes) -> Tensor:
+def draw_images(model: CaptionAndDraw, words: Tensor, codes: DelayedCodes) -> Tensor:
     """The likeliest ids ``(B, N, C)`` after words ``(B, T)``, one step after another."""
     codebooks = len(codes.codebook_sizes)
     blank = codes.to_vocabulary(torch.zeros(1, model.steps - codebooks + 1, codebooks, dtype=torch.int64))
@@ -267,11 +267,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     train(model, streams, words.encode(trained.captions), options.updates, options.seed)
 
     captions = words.decode(write_captions(model, codes.to_vocabulary(held.ids)))
-    pictures = draw_pictures(model, words.encode(held.captions), codes)
+    images = draw_images(model, words.encode(held.captions), codes)
     for true, written in list(zip(held.captions, captions, strict=True))[:8]:
         print(f"  {true!r} was captioned {written!r}")
     with torch.no_grad():
-        true_images, drawn = image.embed(held.ids), image.embed(pictures)
+        true_images, drawn = image.embed(held.ids), image.embed(images)
     true_texts, written = embed_texts(text, held.captions), embed_texts(text, captions)
     judge("captions", written, true_images, true_texts, options.seed)
     judge("drawings", drawn, true_texts, true_images, options.seed + 1)

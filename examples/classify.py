@@ -1,18 +1,18 @@
-"""Classifiers that see nothing of a picture but its ids, beside the tokenizer's own zero-shot answers.
+"""Classifiers that see nothing of an image but its ids, beside the tokenizer's own zero-shot answers.
 
     python examples/classify.py runs/eurosat/tokenizer data/cls_eurosat
 
 - *zero-shot, codes only*: the class whose prompts lie nearest, `embed(ids)` on both sides. Nothing is trained.
-- *linear probe*: logistic regression on the mean and deviation of a picture's vectors, `decode(ids)`, and on its
+- *linear probe*: logistic regression on the mean and deviation of an image's vectors, `decode(ids)`, and on its
   embedding, `embed(ids)`.
 - *transformer*: learned embeddings of the ids and a few blocks of attention. The embeddings begin at random, or as the
   vectors of the tokenizer's codebooks.
 
-All are trained on the ids of the train split, of every picture and its quarter turns (seen from above there is no left
-and no up); the probe's penalty is chosen by cross-validation inside it. The test pictures come as they are. `--seed`
+All are trained on the ids of the train split, of every image and its quarter turns (seen from above there is no left
+and no up); the probe's penalty is chosen by cross-validation inside it. The test images come as they are. `--seed`
 keys the folds, the transformers and the bootstrap.
 
-Shapes: B pictures, N tokens, C codebooks, D and E widths of the tokenizer's vectors and embedding, L classes.
+Shapes: B images, N tokens, C codebooks, D and E widths of the tokenizer's vectors and embedding, L classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 FOLDS = 5
 TURNS = 4
-"""Quarter turns of each training picture."""
+"""Quarter turns of each training image."""
 
 
 class Tokens(NamedTuple):
@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, turns: int = 1) -> Tokens:
-    """Pictures to ids; with ``turns`` every picture that often, all upright ones first."""
+    """Images to ids; with ``turns`` every image that often, all upright ones first."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     ids = [tokenizer.encode(batch.images.rot90(turn, (2, 3))) for turn in range(turns) for batch in batches]
     return Tokens(torch.cat(ids), torch.cat([batch.labels for batch in batches]).repeat(turns))
@@ -56,7 +56,7 @@ def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, 
 
 @torch.no_grad()
 def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: ClassShards, ids: Tensor) -> Tensor:
-    """``(B,)`` classes by the nearest prompts; pictures and prompts both from their codes alone."""
+    """``(B,)`` classes by the nearest prompts; images and prompts both from their codes alone."""
     prompts = [template.replace("{c}", name) for name in source.classnames for template in source.templates]
     classes = text.embed(text.encode(prompts)).unflatten(0, (-1, len(source.templates))).mean(dim=1)
     return (image.embed(ids) @ F.normalize(classes, dim=-1).T).argmax(dim=1)
@@ -64,7 +64,7 @@ def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: ClassShards, i
 
 @torch.no_grad()
 def features(tokenizer: ImageTokenizer, ids: Tensor) -> Tensor:
-    """``(B, 2 D + E)``: mean and deviation of each picture's vectors, and its embedding."""
+    """``(B, 2 D + E)``: mean and deviation of each image's vectors, and its embedding."""
     rows = []
     for part in ids.split(256):
         vectors = tokenizer.decode(part)
@@ -93,10 +93,10 @@ def fit_linear(inputs: Tensor, labels: Tensor, classes: int, penalty: float) -> 
 def choose_penalty(inputs: Tensor, labels: Tensor, classes: int, seed: int) -> float:
     """The penalty with the most right answers in cross-validation; of equals the strongest.
 
-    All turns of a picture are in one fold.
+    All turns of an image are in one fold.
     """
-    pictures = len(labels) // TURNS
-    fold = (torch.randperm(pictures, generator=torch.Generator().manual_seed(seed)) % FOLDS).repeat(TURNS)
+    images = len(labels) // TURNS
+    fold = (torch.randperm(images, generator=torch.Generator().manual_seed(seed)) % FOLDS).repeat(TURNS)
 
     def right(penalty: float) -> int:
         answers = torch.empty_like(labels)
@@ -146,7 +146,7 @@ def fit_transformer(
     tokenizer: ImageTokenizer, train: Tokens, classes: int, steps: int, seed: int, from_codebooks: bool
 ) -> nn.Module:
     """Train it with AdamW and a rate that rises and falls."""
-    torch.manual_seed(seed)  # first weights, order of the pictures, dropout
+    torch.manual_seed(seed)  # first weights, order of the images, dropout
     model = TransformerClassifier(tokenizer, classes, from_codebooks)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=max(2, steps), pct_start=0.1)
@@ -167,7 +167,7 @@ def answers(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def interval(differences: Tensor, seed: int, draws: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the mean of ``(B,)`` differences, by a bootstrap over pictures."""
+    """95 % interval of the mean of ``(B,)`` differences, by a bootstrap over images."""
     generator = torch.Generator().manual_seed(seed)
     means = [
         differences[torch.randint(len(differences), (draws // 10, len(differences)), generator=generator)].mean(dim=1)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", help="labelled shards: classnames.txt, train/*.tar, test/*.tar")
     parser.add_argument("--steps", type=int, default=400, help="training steps of a transformer")
-    parser.add_argument("--limit", type=int, help="use only so many pictures of each split")
+    parser.add_argument("--limit", type=int, help="use only so many images of each split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
 
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     right = {name: (each == test.labels).double() for name, each in right.items()}
     reference = right["zero-shot, codes only"]
     print(
-        f"{len(train.labels) // TURNS} training pictures, {len(test.labels)} test pictures, "
+        f"{len(train.labels) // TURNS} training images, {len(test.labels)} test images, "
         f"{image.bits_per_sample:g} bits each"
     )
     for name, each in right.items():

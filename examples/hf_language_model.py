@@ -1,13 +1,13 @@
-"""Picture ids in a causal language model of Hugging Face's transformers: train a little, let it go on from captions.
+"""Image ids in a causal language model of Hugging Face's transformers: train a little, let it go on from captions.
 
     pip install 'vqclip[examples]'
     python examples/hf_language_model.py runs/captions/tokenizer data/captions_noto_emoji
 
 The language model stands for any that is there already: a Llama of two layers with random weights, whose own 256 ids
-are the bytes of text. `vqclip.lm_vocabulary.Vocabulary` puts the codes of pictures behind them, with marks of begin and
+are the bytes of text. `vqclip.lm_vocabulary.Vocabulary` puts the codes of images behind them, with marks of begin and
 end; `resize` makes room in the model's table, and the new rows begin as projections of the codebooks' vectors, so that
 codes that are alike begin alike. A sample is `caption, begin_image, N·C codes, end_image`. Generation is held to the
-codebook of each place, so every picture that comes out can be decoded.
+codebook of each place, so every image that comes out can be decoded.
 
 A few steps teach it which codes are frequent, not how to draw: `caption_and_draw.py` does that. `--seed` keys the first
 weights, the new rows, the order of training and the sampling.
@@ -38,7 +38,7 @@ BATCH = 2
 
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tuple[Tensor, list[str]]:
-    """Pictures to ids ``(B, N, C)``, with their captions."""
+    """Images to ids ``(B, N, C)``, with their captions."""
     source = CaptionShardsData(path=str(shards)).build()
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
@@ -46,7 +46,7 @@ def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tupl
 
 
 def language_model(vocabulary: Vocabulary, tokenizer: ImageTokenizer, seed: int) -> LlamaForCausalLM:
-    """A small model that knows bytes, with room made for pictures."""
+    """A small model that knows bytes, with room made for images."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=BYTES,
@@ -80,7 +80,7 @@ def prompts(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Te
 def train(
     model: LlamaForCausalLM, vocabulary: Vocabulary, ids: Tensor, captions: Sequence[str], steps: int, seed: int
 ) -> list[float]:
-    """Teach it to go on from captions with pictures; gives the loss of every step, in nats an id."""
+    """Teach it to go on from captions with images; gives the loss of every step, in nats an id."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     model.train()
@@ -88,11 +88,11 @@ def train(
     for _ in range(steps):
         some = torch.randint(len(ids), (BATCH,), generator=draws)
         asked, mask = prompts([captions[number] for number in some.tolist()], vocabulary)
-        pictures = vocabulary.to_vocabulary(ids[some], "image")
+        images = vocabulary.to_vocabulary(ids[some], "image")
         loss = model(
-            input_ids=torch.cat([asked, pictures], dim=1),
-            attention_mask=torch.cat([mask, torch.ones_like(pictures)], dim=1),
-            labels=torch.cat([torch.full_like(asked, -100), pictures], dim=1),  # -100: not learned
+            input_ids=torch.cat([asked, images], dim=1),
+            attention_mask=torch.cat([mask, torch.ones_like(images)], dim=1),
+            labels=torch.cat([torch.full_like(asked, -100), images], dim=1),  # -100: not learned
         ).loss
         optimizer.zero_grad()
         loss.backward()
@@ -105,7 +105,7 @@ def train(
 def generate(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tokenizer: ImageTokenizer, captions: Sequence[str], seed: int
 ) -> Tensor:
-    """Picture ids ``(B, N, C)`` that the model draws at random for captions."""
+    """Image ids ``(B, N, C)`` that the model draws at random for captions."""
     codes = vocabulary.codes("image")
     spans = [list(range(start, start + size)) for start, size in zip(codes.starts, codes.codebook_sizes, strict=True)]
     length = tokenizer.num_tokens * len(spans)
@@ -131,14 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path, help="folder of caption shards: train/*.tar, val/*.tar")
     parser.add_argument("--steps", type=int, default=40, help="training steps")
     parser.add_argument("--limit", type=int, default=400, help="use only so many training samples")
-    parser.add_argument("--pictures", type=int, default=4, help="pictures to generate, of captions of the val split")
+    parser.add_argument("--images", type=int, default=4, help="images to generate, of captions of the val split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
     ids, captions = tokenize(image, options.data / "train", options.limit)
-    _, asked = tokenize(image, options.data / "val", options.pictures)
+    _, asked = tokenize(image, options.data / "val", options.images)
 
     vocabulary = Vocabulary(image=image.codebook_sizes, offset=BYTES)
     model = language_model(vocabulary, image, options.seed)

@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def captions(tmp_path_factory):
-    """Pictures of four colours and their captions, 24 to train with and 8 that are held out."""
+    """Images of four colours and their captions, 24 to train with and 8 that are held out."""
     folder = tmp_path_factory.mktemp("captions")
     for split, count in (("train", 24), ("val", 8)):
         caption_shards(folder / split, [[CAPTIONS[number % 4]] for number in range(count)])
@@ -67,7 +67,7 @@ def test_classify_tells_three_figures_and_their_differences(example, tokenizer, 
     command = "classify", tokenizer, folder, "--steps", 3
     lines = example(*command)
     assert lines == example(*command)  # the seed decides everything
-    assert lines[0].startswith("30 training pictures, 12 test pictures, 48 bits each")
+    assert lines[0].startswith("30 training images, 12 test images, 48 bits each")
     assert [line.split("  ")[0].split(", penalty")[0] for line in lines[1:]] == [
         "zero-shot, codes only",
         "linear probe",
@@ -101,8 +101,8 @@ def test_caption_and_draw_judges_both_directions(example, tokenizer, captions):
         )
 
 
-def test_caption_and_draw_learns_four_pictures_by_heart():
-    """Four pictures of one token each and four captions: each is found from the other."""
+def test_caption_and_draw_learns_four_images_by_heart():
+    """Four images of one token each and four captions: each is found from the other."""
     module = load("caption_and_draw")
     torch.manual_seed(0)
     vectors = torch.randn(2, 8, 3)
@@ -113,7 +113,7 @@ def test_caption_and_draw_learns_four_pictures_by_heart():
     model = module.CaptionAndDraw(vectors, codes, streams.shape[1], len(words.names), words.length, width=32)
     module.train(model, streams, said, updates=150, seed=0)
     assert words.decode(module.write_captions(model, streams)) == CAPTIONS
-    assert torch.equal(module.draw_pictures(model, said, codes), ids)
+    assert torch.equal(module.draw_images(model, said, codes), ids)
 
 
 def test_words_give_captions_back_and_name_the_unknown():
@@ -131,7 +131,7 @@ def test_judge_shuffles_every_one_and_finds_the_margin(capsys):
 
 def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, captions):
     pytest.importorskip("transformers", reason="pip install 'vqclip[examples]'")
-    command = "hf_language_model", tokenizer, captions, "--steps", 30, "--pictures", 3
+    command = "hf_language_model", tokenizer, captions, "--steps", 30, "--images", 3
     lines = example(*command)
     assert lines[0].startswith("256 ids of its own, 133 new ones")
     first, last = map(float, re.findall(r"(\d+\.\d+) (?:nats|in)", lines[1]))
@@ -140,11 +140,9 @@ def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, cap
 
 
 def test_search_writes_a_page_a_query(example, tokenizer, tmp_path):
-    folder = image_folder(tmp_path / "pictures", per_class=3)
-    lines = example(
-        "search_pictures", tokenizer, folder, "red", "a <b>green</b> one", "-k", 4, "--out", tmp_path / "out"
-    )
-    assert lines[0].startswith("6 pictures, 6 bytes each (64 as a float32 embedding)")
+    folder = image_folder(tmp_path / "images", per_class=3)
+    lines = example("search_images", tokenizer, folder, "red", "a <b>green</b> one", "-k", 4, "--out", tmp_path / "out")
+    assert lines[0].startswith("6 images, 6 bytes each (64 as a float32 embedding)")
     pages = [(tmp_path / "out" / f"{number}.html").read_text() for number in range(2)]
     assert all(page.count('<img src="data:image/png;base64,') == 4 for page in pages)
     assert "<b>" not in pages[1]

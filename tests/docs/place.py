@@ -18,8 +18,8 @@ def make_place(folder: Path) -> Path:
     """Make what `README.md` and the guides find in their working folder.
 
     - ``configs``, ``scripts``, ``benchmarks``, ``examples``: those of the checkout.
-    - ``shards/{00000,00001}.tar``: 24 captioned pictures. ``classes``: three classes in clip_benchmark's layout.
-    - ``pictures/<class>/*.png``: two classes of two pictures.
+    - ``shards/{00000,00001}.tar``: 24 captioned images. ``classes``: three classes in clip_benchmark's layout.
+    - ``images/<class>/*.png``: two classes of two images.
     - ``runs/base``: a finished run of a tiny model, two steps on those shards, with an evaluation.
     """
     for name in ("configs", "scripts", "benchmarks", "examples"):
@@ -30,7 +30,7 @@ def make_place(folder: Path) -> Path:
     class_folder(folder / "classes")
     class_folder(folder / "classes", split="test")
     for number in range(4):
-        path = folder / "pictures" / ("cat", "dog")[number % 2] / f"{number}.png"
+        path = folder / "images" / ("cat", "dog")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(number)).save(path)
     tree = run_tree(
@@ -53,6 +53,6 @@ def names(page: str) -> dict[str, object]:
     """What the blocks of a page take for granted: that of a few pages which would otherwise be mostly preparation."""
     given: dict[str, object] = {"__name__": "__main__"}
     if page in ("README.md", "page.md"):
-        pictures = [Image.fromarray(pixels(number)) for number in range(4)]
-        given |= {"pictures": pictures, "x": torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))}
+        images = [Image.fromarray(pixels(number)) for number in range(4)]
+        given |= {"images": images, "x": torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))}
     return given

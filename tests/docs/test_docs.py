@@ -99,7 +99,7 @@ def fence(language: str, source: str, above: str = "") -> str:
 
 
 BROKEN = {
-    "python": (fence("python", "assert pictures == []"), "page.md:3: AssertionError"),
+    "python": (fence("python", "assert images == []"), "page.md:3: AssertionError"),
     "later python": (fence("python", "y = 1") + fence("python", "assert y == 2"), "page.md:7: AssertionError"),
     "override": (fence("bash", "python -m vqclip.train --config configs/base.yaml optim.warmup_step=1"), "unknown key"),
     "configuration": (fence("bash", "vqclip train --config configs/bose.yaml"), "configs/bose.yaml"),

@@ -13,7 +13,7 @@ LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 
 def links_of(text: str) -> list[str]:
-    """Where the links and pictures of a page lead, as they are written."""
+    """Where the links and images of a page lead, as they are written."""
     inline = (token for block in MarkdownIt().parse(text) for token in block.children or ())
     return [str(target) for token in inline if (target := token.attrs.get("href") or token.attrs.get("src"))]
 

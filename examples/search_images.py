@@ -1,10 +1,10 @@
-"""Search a folder of pictures with words, in an index that holds the pictures' ids and nothing else.
+"""Search a folder of images with words, in an index that holds the images' ids and nothing else.
 
-    python examples/search_pictures.py runs/captions/tokenizer data/captions_noto_emoji/val "hamster" "family"
-    python examples/search_pictures.py runs/captions/tokenizer ~/pictures "a boat" --out boats
+    python examples/search_images.py runs/captions/tokenizer data/captions_noto_emoji/val "hamster" "family"
+    python examples/search_images.py runs/captions/tokenizer ~/images "a boat" --out boats
 
-The pictures are a folder of files (in subfolders too), or shards. Every query gets a page of HTML in the folder
-`--out`, best picture first, and `index/` beside the pages can be loaded again. `vqclip search` is the same as
+The images are a folder of files (in subfolders too), or shards. Every query gets a page of HTML in the folder
+`--out`, best image first, and `index/` beside the pages can be loaded again. `vqclip search` is the same as
 a command; here is what it does. Nothing is drawn at random.
 """
 
@@ -27,7 +27,7 @@ from vqclip.tokenizer import ImageTokenizer
 
 
 def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
-    """Pictures to an index of their ids; each is called by its place, and by its caption."""
+    """Images to an index of their ids; each is called by its place, and by its caption."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=64))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
     captions = [captions[0] for batch in batches for captions in batch.captions]
@@ -36,7 +36,7 @@ def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
 
 
 def hits(index: CodeIndex, found: SearchResult, query: int, source: ImageSource) -> list[Hit]:
-    """What was found for one query, with the pictures."""
+    """What was found for one query, with the images."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]
 
@@ -45,27 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Index, search, write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
-    parser.add_argument("pictures", help="folder of pictures, or of shards")
+    parser.add_argument("images", help="folder of images, or of shards")
     parser.add_argument("queries", nargs="+", help="what to look for")
-    parser.add_argument("-k", type=int, default=12, help="pictures a page")
+    parser.add_argument("-k", type=int, default=12, help="images a page")
     parser.add_argument("--out", type=Path, default=Path("search"), help="folder of the index and the pages")
     options = parser.parse_args(arguments)
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
-    source = open_images(options.pictures)
+    source = open_images(options.images)
 
     make_index(image, source).save(options.out / "index")
     index = CodeIndex.load(options.out / "index")
     floats = 4 * image.embed_dim
-    print(f"{len(index)} pictures, {index.nbytes / len(index):.0f} bytes each ({floats} as a float32 embedding)")
+    print(f"{len(index)} images, {index.nbytes / len(index):.0f} bytes each ({floats} as a float32 embedding)")
 
     queries = text.embed(text.encode(options.queries)).detach()
     found = CodeSearch(index, image).search(queries, options.k)
     for number, query in enumerate(options.queries):
         best = hits(index, found, number, source)
         path = options.out / f"{number}.html"
-        path.write_text(page(query, best, f"{len(index)} pictures, searched by their ids alone"), encoding="utf-8")
+        path.write_text(page(query, best, f"{len(index)} images, searched by their ids alone"), encoding="utf-8")
         print(f"{path}: {query!r}: {best[0].name} ({best[0].score:.2f}), {best[-1].name} ({best[-1].score:.2f}) last")
 
 
