@@ -185,7 +185,7 @@ def test_mismatches_are_refused_by_name_and_change_nothing():
     with pytest.raises(CheckpointError) as caught:
         checkpoint.restore_optimizer(resumed, packed)
     message = str(caught.value)
-    assert "parameters that the checkpoint lacks: 3.weight, 3.bias" in message
+    assert "parameters that are not in the checkpoint: 3.weight, 3.bias" in message
     assert "parameters that only the checkpoint has: 0.bias" in message
     assert "parameter '2.weight': shape [2, 4] in the checkpoint, [2, 5] here" in message
     assert "parameter '2.weight': in group 0 of the checkpoint, in group 1 here" in message

@@ -59,7 +59,7 @@ def test_a_hung_rank_ends_the_job_in_time_with_stacks_of_every_rank(tmp_path, sh
         assert re.search(rf"rank 1: no progress .*{stands}", running.output)
         assert re.search(r"#\d+ \w.* started [\d.]+ s ago, finished after", rank_1)
     if fault != "enter_another_collective":  # whose number is that of the right one
-        assert "the others wait for rank 1" in running.output
+        assert "the other ranks wait for rank 1" in running.output
     assert f"stacks and collectives: {running.run}/stacks/rank-*.txt" in running.output
     if stands is not None:
         assert re.search(r"exitcode +: 3 ", running.output)

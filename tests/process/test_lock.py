@@ -23,7 +23,7 @@ from pathlib import Path
 from vqclip.process.lock import RunLock
 
 with RunLock(Path(sys.argv[1])) as lock:
-    lock.take()
+    lock.acquire()
     worker = get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
     worker.start()
     print(worker.pid, flush=True)
@@ -45,7 +45,7 @@ def holder(tmp_path):
 
 def test_a_second_job_is_told_who_holds_the_folder(tmp_path, holder):
     with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError) as error:
-        lock.take()
+        lock.acquire()
     assert f"in use by another job (process {holder.pid} on {socket.gethostname()})" in str(error.value)
     assert "run.name" in str(error.value)
 
@@ -54,14 +54,14 @@ def test_a_killed_holder_holds_nothing_though_its_workers_live(tmp_path, holder)
     holder.kill()
     holder.wait()
     with RunLock(tmp_path / "run") as lock:
-        lock.take()
+        lock.acquire()
         assert str(os.getpid()) in (tmp_path / "run" / LOCK_FILE).read_text()
 
 
 def take(folder):
     try:
         with RunLock(folder) as lock:
-            lock.take()
+            lock.acquire()
     except ConfigError as error:
         return str(error)
 
@@ -69,7 +69,7 @@ def take(folder):
 def test_the_end_of_the_context_frees_the_folder(tmp_path):
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         with RunLock(tmp_path) as lock:
-            lock.take()
+            lock.acquire()
             assert "in use" in pool.apply(take, (tmp_path,))
         assert pool.apply(take, (tmp_path,)) is None
 
@@ -77,11 +77,11 @@ def test_the_end_of_the_context_frees_the_folder(tmp_path):
 def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, caplog):
     (tmp_path / "run" / LOCK_FILE).unlink()
     with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError, match=f"process {holder.pid}"):
-        lock.take()
+        lock.acquire()
     with RunLock(tmp_path / "own") as lock:
-        lock.take()
+        lock.acquire()
         (tmp_path / "own" / LOCK_FILE).unlink()
-        lock.take()
+        lock.acquire()
         assert f"{LOCK_FILE} was deleted or replaced while this job held it" in caplog.text
         assert str(os.getpid()) in (tmp_path / "own" / LOCK_FILE).read_text()
 
@@ -89,11 +89,11 @@ def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, cap
 def test_a_job_whose_lock_another_has_taken_says_so(tmp_path, holder):
     """As after the whole folder was deleted and another job began in it."""
     with RunLock(tmp_path / "mine") as lock:
-        lock.take()
+        lock.acquire()
         shutil.rmtree(tmp_path / "mine")
         (tmp_path / "run").rename(tmp_path / "mine")
         with pytest.raises(ConfigError, match=f"in use by another job .process {holder.pid}"):
-            lock.take()
+            lock.acquire()
 
 
 def test_every_rank_is_refused(tmp_path, ranks, holder):
@@ -130,5 +130,5 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setattr("fcntl.lockf", refuse)
     with RunLock(tmp_path) as lock:
-        lock.take()
+        lock.acquire()
     assert "No locks available" in caplog.text

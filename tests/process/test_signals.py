@@ -32,7 +32,7 @@ def test_signal_sets_the_flag(number, capfd):
             stop.raise_if_requested()
         os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat it
     assert stop.requested
-    assert capfd.readouterr().err.count(f"{number.name}: stopping, to go on another time") == 1
+    assert capfd.readouterr().err.count(f"{number.name}: stopping; the run can be resumed") == 1
 
 
 def test_second_interrupt_is_the_usual_one(capfd):

@@ -19,7 +19,7 @@ def ended(monkeypatch):
     statuses = []
     monkeypatch.setattr("vqclip.process.watchdog.os._exit", statuses.append)
     monkeypatch.setattr("vqclip.process.watchdog._GRACE_S", 5.0)
-    monkeypatch.setattr("vqclip.process.watchdog._LOOK_S", 0.05)
+    monkeypatch.setattr("vqclip.process.watchdog._CHECK_S", 0.05)
     monkeypatch.setattr(StackFile, "dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
     return statuses
 
@@ -59,7 +59,7 @@ def test_a_run_that_stands_still_is_ended_and_says_where(tmp_path, ended, capfd)
     assert ended == [STATUS] == [3]
     error = capfd.readouterr().err
     assert "rank 0: no progress for 0.2 s (run.step_timeout_s): 6 steps done, waiting for the next batch" in error
-    assert "the job hangs and is ended with status 3:\n  rank 0: no progress" in error
+    assert "the job hangs and ends with status 3:\n  rank 0: no progress" in error
     assert f"{tmp_path}/stacks/rank-*.txt" in error
     written = (tmp_path / "stacks" / "rank-0.txt").read_text()
     assert "in stand_here" in written

@@ -90,7 +90,7 @@ def test_deleted_files_end_no_run(tmp_path, caplog):
                 log.path.unlink()
     assert steps(log.path) == list(range(21, 40))
     assert caplog.text.count("tensorboard: cannot be written") == 1
-    assert caplog.text.count("metrics.jsonl: was deleted; a new one is begun with step 21") == 1
+    assert caplog.text.count("metrics.jsonl: was deleted; a new file begins with step 21") == 1
 
 
 def test_steps_never_go_back(tmp_path):

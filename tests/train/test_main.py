@@ -735,7 +735,7 @@ def test_an_evaluation_that_fails_takes_nothing_from_the_others(tmp_path, shards
 def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
     tree = run_tree(tmp_path, shards, train__steps=4)
     with RunLock(tmp_path / "tiny") as lock:
-        lock.take()
+        lock.acquire()
         with pytest.raises(RankError, match=f"in use by another job .process {os.getpid()} on"):
             ranks(1, run, tree, str(tmp_path / "cache"), init=False)
     assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == [".run.lock", "run.lock"]

@@ -1,15 +1,16 @@
-"""Checkpoints: written aside, hashed, synced and renamed; read back bit for bit, or refused. No pickle anywhere.
+"""Checkpoints: written to a temporary folder, hashed, synced and renamed; read back bit for bit or refused. No pickle.
+
+After `vqclip.io`, which writes the files; before `vqclip.train`, which decides what a checkpoint contains.
 
     checkpoints/step-00001000/
-      model/                   whatever ``write_model`` puts there, e.g. a tokenizer folder that loads by itself
+      model/                   what ``write_model`` writes, such as a tokenizer folder
       optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
       state.json               the caller's JSON-able state
-      state.safetensors        the tensors of it, if it has any
+      state.safetensors        its tensors
       manifest.json            size and SHA-256 of each file, and of itself
 
-One process writes (the caller decides which), in a thread of its own where it has better things to do; any number may
-read.
+One process writes, if it likes in a background thread; any number may read.
 """
 
 from vqclip.checkpoint.background import Staging, Writer

@@ -1,4 +1,4 @@
-"""Writing beside the training: host memory to copy to, and a thread that writes what was copied."""
+"""Background writing: host memory for copies of tensors, and a thread that writes them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ logger = logging.getLogger(__name__)
 
 
 class Staging:
-    """Memory of the host for copies of tensors, kept from one copy to the next: fresh memory costs more than copying.
+    """Staging buffers in host memory, reused by the next copy because new memory costs more than the copy.
 
-    (The idea of a staging buffer is that of torch's asynchronous distributed checkpoints.)
+    The idea is that of torch's asynchronous distributed checkpoints.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Contiguous copies on the CPU, bit for bit; they stay as they are until the next call, which overwrites them.
+        """Return contiguous copies on the CPU, bit for bit; the next call overwrites them.
 
         Waits for the device, once.
         """
-        self._held = {name: self._room(name, tensor) for name, tensor in tensors.items()}
+        self._held = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._held[name].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return dict(self._held)
 
-    def _room(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         held = self._held.get(name)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
             return held
@@ -42,9 +42,9 @@ class Staging:
 
 
 class Writer:
-    """A thread that does one piece of work at a time, so that the training need not wait for the disk.
+    """Thread that runs one job at a time, so that the training does not wait for the disk.
 
-    What goes wrong in it is raised by the next `write`, `raise_if_failed` or `wait`.
+    Its errors are raised by the next `write`, `raise_if_failed` or `wait`.
     """
 
     def __init__(self) -> None:
@@ -52,47 +52,47 @@ class Writer:
         self._running: Future[None] | None = None
 
     def write(self, work: Callable[[], object]) -> None:
-        """Begin; `wait` must have been called since the last time.
+        """Start a job; `wait` for the previous one first.
 
         Args:
-            work: may use no collective, and nothing that the training changes.
+            work: the job. It must not use collectives or anything that the training changes.
         """
-        assert self._running is None, "the former work may still run"
+        assert self._running is None, "the previous job may still run"
 
-        def timed() -> None:
+        def run_and_log() -> None:
             begun = time.perf_counter()
             work()
             logger.debug("checkpoint written in %.2f s", time.perf_counter() - begun)
 
-        self._running = self._thread.submit(timed)
+        self._running = self._thread.submit(run_and_log)
 
     def raise_if_failed(self) -> None:
-        """Raise the error of failed work, without waiting for work that still runs.
+        """Raise the error of a failed job, without waiting for one that is still running.
 
         Raises:
-            CheckpointError: the work has failed.
+            CheckpointError: the job has failed.
         """
         if self._running is not None and self._running.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the end of what was begun, if anything.
+        """Wait for the end of the job, if there is one.
 
         Raises:
-            CheckpointError: the work has failed.
+            CheckpointError: the job has failed.
         """
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self, failed: bool) -> None:
-        """Wait, and end the thread.
+        """Wait for the job, and end the thread.
 
         Args:
-            failed: another error is on its way: one of the work is only logged.
+            failed: another error is being raised; an error of the job is only logged.
 
         Raises:
-            CheckpointError: the work has failed.
+            CheckpointError: the job has failed.
         """
         try:
             self.wait()

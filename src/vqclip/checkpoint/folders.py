@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: made whole or not at all, found again, and the old ones removed."""
+"""Checkpoint folders on disk: written atomically, listed, verified, removed."""
 
 from __future__ import annotations
 
@@ -22,66 +22,60 @@ _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, whole or damaged, oldest first. Nothing is opened."""
+    """List the checkpoints in ``folder``, intact or damaged, oldest first. Opens no file."""
     if not folder.is_dir():
         return []
     # A save that was killed while it replaced a checkpoint of the same step leaves the old one under ".replaced-";
-    # it sorts before ("." < "s") a folder of the same step, so it is looked at last.
+    # it sorts before ("." < "s") a folder of the same step, so it is tried last.
     found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the folder of the checkpoint after ``step`` steps."""
+    """Return the folder name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint folder."""
+    """Return the step in the name of a checkpoint folder."""
     match = _STEP.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path}: not a checkpoint folder; expected a name like step-00001000")
     return int(match.group(1))
 
 
-def verify(path: Path) -> None:
-    """Read the whole checkpoint ``path`` and compare it with its manifest.
+def verify(path: Path) -> Path:
+    """Read the whole checkpoint ``path``, compare it with its manifest, and return the path.
 
     Raises:
-        CheckpointError: A file is missing, added or damaged; the message names it.
+        CheckpointError: a file is missing, added or damaged; the message names it.
     """
     step = manifest.verify(path)
     if step != step_of(path):
         raise CheckpointError(f"{path}: the manifest is of step {step}: the folder was renamed")
+    return path
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole, or None where there is none at all.
-
-    Every candidate is read and verified. A damaged one is reported as an error and the one before it is tried.
+    """Return the newest intact checkpoint in ``folder``; None without any checkpoint. See `use_latest`.
 
     Raises:
-        CheckpointError: There are checkpoints, but not one is usable. (To start over, name another folder.)
+        CheckpointError: there are checkpoints, but none is intact.
     """
-
-    def verified(path: Path) -> Path:
-        verify(path)
-        return path
-
-    return use_latest(folder, verified)
+    return use_latest(folder, verify)
 
 
 def use_latest(folder: Path, use: Callable[[Path], T]) -> T | None:
     """Return the result of ``use`` on the newest checkpoint in ``folder`` that it accepts; None if there is none.
 
     Args:
-        folder: Where the checkpoints are.
-        use: Raises CheckpointError for a checkpoint that cannot be used, which is logged before the next older one is
-            tried; an OtherRunError is raised at once.
+        folder: of the checkpoints.
+        use: raises CheckpointError for a checkpoint that cannot be used; the error is logged, and the next older one
+            is tried. An OtherRunError is raised at once.
 
     Raises:
-        CheckpointError: There are checkpoints, but none can be used. (To start over, name another folder.)
-        OtherRunError: Raised by ``use``.
+        CheckpointError: there are checkpoints, but none can be used. (To start over, use another folder.)
+        OtherRunError: raised by ``use``.
     """
     problems: list[str] = []
     for path in reversed(checkpoints(folder)):
@@ -104,7 +98,7 @@ def use_latest(folder: Path, use: Callable[[Path], T]) -> T | None:
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
     """Rename checkpoints newer than ``step`` to ``set-aside-step-...``, so that nothing resumes from them later.
 
-    To be called on resume from ``step``: what is newer is damaged or belongs to a future that will not happen again.
+    Call it on resume from ``step``: newer checkpoints are damaged, or of steps that the run will repeat.
 
     Returns:
         The new paths.
@@ -118,7 +112,7 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
             number += 1
             name = f"set-aside-{path.name.lstrip('.')}-{number}"
         path.rename(target)
-        logger.warning("%s is newer than step %d, from which the run goes on: renamed to %s", path, step, target.name)
+        logger.warning("%s is newer than step %d, from which the run resumes: renamed to %s", path, step, target.name)
         moved.append(target)
     if moved:
         sync_folder(folder)
@@ -126,12 +120,12 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
 
 
 def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
-    """Make ``folder/step-<step>`` from what ``fill`` writes into an empty folder: all of it, or nothing.
+    """Write ``folder/step-<step>`` atomically; ``fill`` writes its files into an empty folder.
 
-    A checkpoint of the same step is replaced; until the new one is in place, the old one is found by ``latest``.
+    A checkpoint of the same step is replaced; until then, the old one is found.
 
     Raises:
-        CheckpointError: The folder could not be written (disk full, ...). Older checkpoints are untouched.
+        CheckpointError: the folder could not be written (disk full, ...). Older checkpoints are untouched.
     """
     target = folder / checkpoint_name(step)
 
@@ -151,12 +145,12 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
 
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int], bool]) -> None:
-    """Remove the checkpoints before the last ``keep_last`` up to ``newest``, but those whose step is to be kept."""
+    """Remove the checkpoints before the last ``keep_last`` up to ``newest``, unless ``keep`` is true for their step."""
     older = [path for path in checkpoints(folder) if step_of(path) <= step_of(newest)]
     for path in older[: max(0, len(older) - keep_last)]:
         if keep(step_of(path)):
             continue
-        # Renamed first: a removal that is cut short must not leave half a checkpoint under its old name.
+        # Renamed first: an interrupted removal must not leave half a checkpoint under its old name.
         doomed = folder / f"{TEMPORARY}removed-{path.name}"
         try:
             path.rename(doomed)
@@ -166,7 +160,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int],
 
 
 def _clean_up(folder: Path) -> None:
-    """Finish what a killed save left, of whichever step."""
+    """Restore or remove what a killed save of any step has left."""
     for path in list(folder.iterdir()):
         for prefix in (TEMPORARY, REPLACED):
             if path.name.startswith(prefix):

@@ -1,4 +1,4 @@
-"""The manifest of a folder: size and SHA-256 of each file in it, so that any flipped byte is noticed."""
+"""Manifest of a folder: size and SHA-256 of each file in it, which detect any flipped byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Manifest(Strict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Describe every file now in ``folder`` in its ``manifest.json``."""
+    """Write the size and hash of every file in ``folder`` to its ``manifest.json``."""
     files = {name: digest_file(path).model_dump() for name, path in _files(folder).items()}
     body = {**VERSIONS, "step": step, "files": files}
     (folder / MANIFEST).write_bytes(add_checksum(body))
@@ -29,10 +29,10 @@ def verify(folder: Path) -> int:
     """Read the whole checkpoint ``folder`` and compare it with its manifest.
 
     Returns:
-        The step the manifest gives.
+        The step in the manifest.
 
     Raises:
-        CheckpointError: A file is missing, added, of another size, or differs in a single bit; it is named.
+        CheckpointError: a file is missing, added, of another size, or differs in a bit; the message names it.
     """
     step, expected = _read_manifest(folder)
     found = _files(folder)
@@ -58,13 +58,13 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, FileDigest]]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Every file under ``folder`` but the manifest, by its relative name; anything that is no plain file is refused."""
+    """Return every file under ``folder`` but the manifest, by relative name; refuse links, sockets and the like."""
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode) or path == folder / MANIFEST:
             continue
         if not stat.S_ISREG(mode):
-            raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint holds nothing else")
+            raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint contains nothing else")
         found[path.relative_to(folder).as_posix()] = path
     return found

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 _TENSORS = "optimizer.safetensors"
 _LAYOUT = "optimizer.json"
-# Options that say how a step is computed, not what it computes: the running optimizer's own are kept.
+# Options for how a step is computed, not for its result: the running optimizer's own are kept.
 _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-# Set anew before every step by the schedule: taken over without comparison.
+# Set by the schedule before every step: restored without comparison.
 _SCHEDULED = frozenset({"lr"})
 _SHOWN = 5
-# What the step of an optimizer expects of the state of a parameter, where it has any.
+# Keys that an optimizer's step expects in the state of a parameter.
 _SLOTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}}
 
 
@@ -51,29 +51,29 @@ class _Layout(Strict):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """A copy of an optimizer's state that no longer changes with the optimizer.
+    """Copy of an optimizer's state, independent of the optimizer.
 
-    A parameter is known by the name it was given to the optimizer with (``AdamW(model.named_parameters())``), or by
-    its number, counted over all groups, where no names were given.
+    A parameter has the name it was given to the optimizer with (``AdamW(model.named_parameters())``), or without
+    names its number, counted over all groups.
     """
 
     kind: str
     """Class name of the optimizer."""
     groups: list[dict[str, Any]]
-    """One entry a parameter group: ``options`` (JSON-able) and ``parameters``, name to shape, dtype and scalars."""
+    """One entry for each parameter group: ``options`` and ``parameters``, name to shape, dtype and scalars; JSON values."""
     tensors: dict[str, Tensor]
-    """``<parameter>/<key>`` to a contiguous tensor on the CPU."""
+    """``<parameter>/<key>`` → contiguous tensor on the CPU."""
 
 
 def pack_optimizer(optimizer: Optimizer, staging: Staging | None = None) -> OptimizerState:
     """Copy the state of ``optimizer`` to the CPU.
 
     Args:
-        optimizer: Its state is copied exactly.
-        staging: Memory to copy to; it belongs to the result until its next use. By default fresh memory.
+        optimizer: its state is copied exactly.
+        staging: memory to copy to, which the result uses until the next copy. Default: new memory.
 
     Raises:
-        CheckpointError: A part of the state is neither a tensor nor JSON-able.
+        CheckpointError: a part of the state is neither a tensor nor a JSON value.
     """
     groups: list[dict[str, Any]] = []
     for group, named in _named_groups(optimizer):
@@ -88,7 +88,7 @@ def pack_optimizer(optimizer: Optimizer, staging: Staging | None = None) -> Opti
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor in the state of ``optimizer`` itself, by ``<parameter>/<key>``."""
+    """Return every tensor in the state of ``optimizer`` itself, by ``<parameter>/<key>``."""
     return {
         f"{name}/{key}": value
         for _, named in _named_groups(optimizer)
@@ -102,7 +102,7 @@ def write_optimizer(state: OptimizerState, folder: Path) -> None:
     """Write ``state`` into ``folder`` as ``optimizer.json`` and ``optimizer.safetensors``.
 
     Raises:
-        NonFiniteError: A tensor contains NaN or infinity, and nothing is written.
+        NonFiniteError: a tensor contains NaN or infinity; nothing is written.
     """
     if bad := nonfinite_names(state.tensors):
         raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {first_names(bad)}")
@@ -111,14 +111,14 @@ def write_optimizer(state: OptimizerState, folder: Path) -> None:
 
 
 def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> OptimizerState:
-    """Read what ``write_optimizer`` wrote.
+    """Read the files of ``write_optimizer``.
 
     Args:
-        folder: The checkpoint.
-        optimizer: Whose state it is to become: its sizes are compared before memory is taken.
+        folder: of the checkpoint.
+        optimizer: the running optimizer; its sizes are compared before memory is allocated.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or its tensors do not fit or contain NaN or infinity.
+        CheckpointError: a file is missing or damaged, or its tensors do not fit or contain NaN or infinity.
     """
     layout, path = read_plain(folder / _LAYOUT, _Layout), folder / _TENSORS
     with open_tensors(path) as file:
@@ -132,18 +132,18 @@ def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> Optimize
 
 
 def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
-    """Put ``state`` into ``optimizer``; nothing is changed unless everything fits.
+    """Load ``state`` into ``optimizer``; nothing changes unless everything fits.
 
     Tensors keep their dtype bit for bit (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the
-    device on which the running optimizer wants them, in the memory layout of the parameter. The learning rate is taken
+    device that the running optimizer needs them on, in the memory layout of the parameter. The learning rate is taken
     from ``state``; ``fused``, ``foreach`` and the like stay as they are in ``optimizer``.
 
     Args:
-        optimizer: An optimizer over the same named parameters, in the same groups.
-        state: What ``pack_optimizer`` made.
+        optimizer: over the same named parameters, in the same groups.
+        state: result of ``pack_optimizer``.
 
     Raises:
-        CheckpointError: Another kind of optimizer, or parameters or options that differ: the message says which.
+        CheckpointError: another kind of optimizer, or parameters or options that differ; the message names them.
     """
     if type(optimizer).__name__ != state.kind:
         raise CheckpointError(f"the checkpoint is of {state.kind}, the running optimizer is {type(optimizer).__name__}")
@@ -167,7 +167,7 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
             values = dict(saved["parameters"][name]["scalars"])
             for key, tensor in slots.get(name, {}).items():
                 stays = key == "step" and not on_device  # torch keeps the step counter on the CPU unless told otherwise
-                values[key] = _placed(tensor, parameter, torch.device("cpu") if stays else parameter.device)
+                values[key] = _place(tensor, parameter, torch.device("cpu") if stays else parameter.device)
             if values:
                 optimizer.state[parameter] = values
 
@@ -212,10 +212,10 @@ def _slots(state: OptimizerState) -> dict[str, dict[str, Tensor]]:
     return slots
 
 
-def _placed(tensor: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+def _place(tensor: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
     if tensor.shape != parameter.shape:
         return tensor.to(device, copy=True)
-    # Fused kernels walk through memory: the state needs the strides that torch gave it, those of the parameter.
+    # Fused kernels iterate over memory: the state needs the strides of the parameter, as torch made it.
     return torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
 
 
@@ -235,7 +235,7 @@ def _parameter_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]],
     }
     problems = []
     if missing := [name for name in here if name not in there]:
-        problems.append(f"parameters that the checkpoint lacks: {first_names(missing)}")
+        problems.append(f"parameters that are not in the checkpoint: {first_names(missing)}")
     if added := [name for name in there if name not in here]:
         problems.append(f"parameters that only the checkpoint has: {first_names(added)}")
     if len(running) != len(state.groups):
@@ -268,7 +268,7 @@ def _option_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], st
 
 
 def _shape_problems(optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Differences in size: a state's tensor is a scalar or has the shape of its parameter."""
+    """Yield the tensors that are neither scalars nor have the shape of their parameter."""
     running = {name: tuple(tensor.shape) for _, named in _named_groups(optimizer) for name, tensor in named.items()}
     for full_name, shape in shapes.items():
         name = full_name.rpartition("/")[0]
@@ -279,7 +279,7 @@ def _shape_problems(optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _slot_problems(running: list[tuple[dict[str, Any], dict[str, Tensor]]], state: OptimizerState) -> Iterator[str]:
-    """Parts of the state that the optimizer's step would stumble over, for a kind whose parts are known."""
+    """Yield the tensors that the optimizer's step could not use, for known kinds of optimizers."""
     expected = _SLOTS.get(state.kind)
     if expected is None:
         return

@@ -1,4 +1,4 @@
-"""Values that survive JSON exactly."""
+"""Check of values that JSON stores exactly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from vqclip.errors import CheckpointError
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Refuse whatever JSON would change or lose; tuples are allowed and come back as lists.
+    """Refuse values that JSON would change or lose; tuples are allowed and become lists.
 
     Raises:
-        CheckpointError: A key that is no string, a NaN or infinite number, or any other type; ``where`` is named.
+        CheckpointError: a key that is not a string, NaN, infinity, or any other type; the message has ``where``.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -25,4 +25,4 @@ def check_plain(value: Any, where: str) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise CheckpointError(f"{where}: {value} cannot be stored; JSON has finite numbers only")
     elif value is not None and not isinstance(value, (str, bool, int, float)):
-        raise CheckpointError(f"{where}: {type(value).__name__} cannot be stored; expected what JSON can hold")
+        raise CheckpointError(f"{where}: {type(value).__name__} cannot be stored; expected a JSON value")

@@ -31,28 +31,28 @@ class _Content(Strict):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint opened for reading."""
+    """Checkpoint opened for reading."""
 
     path: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     step: int
     """Number of optimizer steps done when it was saved."""
     state: dict[str, Any]
-    """The caller's state, as given to ``save`` (tuples have become lists)."""
+    """The caller's state, as given to ``save``, with tuples as lists."""
 
     @property
     def model_folder(self) -> Path:
-        """The folder that ``write_model`` filled."""
+        """Folder that ``write_model`` has written."""
         return self.path / _MODEL
 
     def tensors(self, most: int) -> dict[str, Tensor]:
         """Read the tensors of the caller's state, if it has any.
 
         Args:
-            most: largest number of elements in all of them together, which is checked before memory is taken.
+            most: maximum number of elements of all of them together; checked before memory is allocated.
 
         Raises:
-            CheckpointError: The file is damaged or contains more.
+            CheckpointError: the file is damaged or contains more.
         """
         path = self.path / _TENSORS
         if not path.exists():
@@ -65,10 +65,10 @@ class Checkpoint:
             return {name: file.get_tensor(name) for name in shapes}
 
     def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
-        """Put the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
+        """Load the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
 
         Raises:
-            CheckpointError: The state does not fit; the message names the checkpoint and says what differs.
+            CheckpointError: the state does not fit; the message has the checkpoint and the differences.
         """
         state = read_optimizer(self.path, optimizer)
         try:
@@ -91,24 +91,24 @@ def save(
 ) -> Path:
     """Save a checkpoint of ``step``, then remove old ones.
 
-    Returns when the checkpoint is on the disk, not merely in the page cache. A process that dies at any moment
-    leaves either the new checkpoint whole or none of it, and never harms an older one.
+    Returns when the checkpoint is on the disk, not only in the page cache. A process that dies at any moment leaves
+    either the complete new checkpoint or nothing of it, and all older ones intact.
 
     Args:
-        folder: Where the checkpoints of one run lie; made if it is missing. One process at a time may write to it.
-        step: Number of optimizer steps done.
-        write_model: Called with an empty folder to write the model into, e.g. ``model.save_pretrained``.
-        optimizer: What `pack_optimizer` made.
-        state: Anything JSON can hold exactly: data position, fingerprints, gradient scaler, configuration.
-        tensors: Those of the state, contiguous and on the CPU.
-        keep_last: How many checkpoints up to this one stay, at least 1.
-        keep: By step, which of those before them stay too.
+        folder: of the checkpoints of one run; made if necessary. One process at a time may write to it.
+        step: optimizer steps done.
+        write_model: called with an empty folder for the model, e.g. ``model.save_pretrained``.
+        optimizer: result of `pack_optimizer`.
+        state: JSON values, such as data position, fingerprints, gradient scaler, configuration.
+        tensors: of the state, contiguous and on the CPU.
+        keep_last: number of checkpoints to keep, this one included; at least 1.
+        keep: whether to keep an older checkpoint, by its step.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: It could not be written (disk full, ...); older checkpoints are untouched.
+        CheckpointError: it could not be written (disk full, ...); older checkpoints are untouched.
     """
     assert step >= 0, step
     assert keep_last >= 1, keep_last
@@ -131,10 +131,10 @@ def load(path: Path) -> Checkpoint:
     """Open the checkpoint ``path``, after comparing every byte with its manifest.
 
     Args:
-        path: A folder ``step-...``, from ``latest`` or named by the user.
+        path: a folder ``step-...``.
 
     Raises:
-        CheckpointError: Missing, incomplete or damaged; the message names the file.
+        CheckpointError: missing, incomplete or damaged; the message names the file.
     """
     path = Path(path)
     verify(path)

@@ -1,4 +1,4 @@
-"""Staying alive: signals, the watchdog, stack dumps, progress, the lock of a run, malloc settings.
+"""Long-running processes: stop signals, watchdog, stack dumps, heartbeat, run lock, malloc settings.
 
-After `vqclip.dist`, whose collectives the watchdog reports; before everything that runs for long.
+After `vqclip.dist`, whose collectives the watchdog reports; before `vqclip.data` and every other long computation.
 """

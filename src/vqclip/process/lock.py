@@ -1,4 +1,4 @@
-"""A run folder that one job at a time may write to."""
+"""Lock of a run folder, so that one job at a time writes to it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 _FILES = (LOCK_FILE, f".{LOCK_FILE}")
-"""Two, so that a job that loses one to an ``rm`` still holds the folder."""
+"""Two files: a job that loses one to an ``rm`` still holds the folder."""
 
 
 class RunLock:
-    """Rank 0's lock on a run folder, held until the context ends or the process does, however it does.
+    """Rank 0's lock on a run folder, held until the context or the process ends, even by SIGKILL.
 
         with RunLock(folder) as lock:
             ...
-            lock.take()
+            lock.acquire()
             ...
 
-    The files stay behind; what they say counts only while they are locked. `take` again restores a deleted one.
+    The files stay in the folder; an unlocked one means nothing. Another `acquire` restores a deleted one.
 
     Args:
         folder: the run's.
@@ -42,26 +42,26 @@ class RunLock:
         self._folder = folder
         self._held: dict[str, TextIO] = {}
 
-    def take(self) -> None:
-        """Lock the folder, making it if need be, or check that it is still locked. A collective.
+    def acquire(self) -> None:
+        """Lock the folder, making it if necessary, or check that it is still locked. A collective.
 
         Raises:
             ConfigError: another job holds the lock; on every rank.
         """
 
-        def take() -> str | None:
+        def acquire() -> str | None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return next((holder for name in _FILES if (holder := self._take(self._folder / name))), None)
+            return next((holder for name in _FILES if (holder := self._acquire(self._folder / name))), None)
 
-        holder = dist.run_on_main(take)
+        holder = dist.run_on_main(acquire)
         if holder is not None:
             raise ConfigError(
-                f"run.name: {self._folder} is in use by another job ({holder}); wait for its end or stop it, or give "
+                f"run.name: {self._folder} is in use by another job ({holder}); wait for its end, stop it, or give "
                 "this run another name"
             )
 
-    def _take(self, path: Path) -> str | None:
-        """None, or who holds the lock."""
+    def _acquire(self, path: Path) -> str | None:
+        """Lock one file; return its holder if that is another job."""
         held = self._held.get(path.name)
         if held is not None:
             if is_at(held.fileno(), path):
@@ -75,8 +75,10 @@ class RunLock:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
-                return file.read(200).strip() or "which has not said who it is"
-            logger.warning("%s cannot be locked (%s): see to it that one job uses it", self._folder, error.strerror)
+                return file.read(200).strip() or "its name is not in the file"
+            logger.warning(
+                "%s cannot be locked (%s): make sure that only one job uses it", self._folder, error.strerror
+            )
             return None
         with name_file_in_errors(path):
             file.truncate(0)

@@ -1,10 +1,10 @@
-"""Points in long work at which it shows that it goes on, and at which it can be left.
+"""Heartbeats of long work: they reset the hang timer, and they are the points at which a signal stops the work.
 
     for batch in batches:
         progress.heartbeat()
         ...
 
-A point stands where an error on one rank is raised on all of them, as a listener may raise one.
+A listener may raise an error, so a heartbeat belongs where an error of one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _listeners: list[Callable[[], object]] = []
 
 
 def heartbeat() -> None:
-    """Tell whoever listens that the work has come this far.
+    """Call all listeners.
 
     Raises:
-        StopRequested: a listener has been asked to stop.
+        StopRequested: a signal has asked for a stop.
     """
     for listener in _listeners:
         listener()
@@ -27,7 +27,7 @@ def heartbeat() -> None:
 
 @contextlib.contextmanager
 def report_to(listener: Callable[[], object]) -> Iterator[None]:
-    """Within the block, `heartbeat` calls ``listener``."""
+    """Make `heartbeat` call ``listener`` within the block."""
     _listeners.append(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, turned into a flag that the training loop reads between steps."""
+"""Stop signals, turned into a flag that the training loop reads between steps."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignals:
-    """While this context is open, SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag instead of ending the process.
+    """Context in which SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag instead of ending the process.
 
         with StopSignals() as stop:
             for batch in loader:
                 train_step(batch)
-                if dist.any_rank(stop.requested):  # one rank may have got the signal a step before the others
+                if dist.any_rank(stop.requested):  # the ranks receive a signal at different times
                     break
 
-    SIGHUP stays ignored where it was before, as under `nohup`.
-    A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt` as usual; the others may come any number of times.
-    On leaving, the handlers from before are back, whatever happened inside. Only the main thread may open it. A
-    process forked inside inherits the handlers: see `ignore_stop_signals`.
+    An ignored SIGHUP stays ignored, as under `nohup`. A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt`
+    as usual; the other signals may be repeated. The end of the context restores the previous handlers. Only the main
+    thread may open it. A process forked inside inherits the handlers: see `ignore_stop_signals`.
 
     Args:
-        signals: The signals to catch.
-        notice: Say on stderr that the signal was heard; for one rank of many.
+        signals: signals to catch.
+        notice: print on stderr that the signal was received; True on one rank only.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS, notice: bool = True) -> None:
@@ -42,19 +41,19 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """True after the first signal."""
         return self._received is not None
 
     @property
     def name(self) -> str | None:
-        """That of the first signal that has come, such as ``"SIGTERM"``; None before."""
+        """Name of the first signal, such as ``"SIGTERM"``; None before it."""
         return None if self._received is None else self._received.name
 
     def raise_if_requested(self) -> None:
-        """Leave what is going on if a signal has come to this process.
+        """Stop the current work if this process has received a signal.
 
         Raises:
-            StopRequested: it has.
+            StopRequested: it has received one.
         """
         if self.requested:
             raise StopRequested
@@ -83,15 +82,15 @@ class StopSignals:
         if self._received is None:
             self._received = signal.Signals(number)
             if self._notice:
-                # Not through logging or print: the signal may have come in the middle of one of their writes.
+                # Not through logging or print: the signal may have interrupted one of their writes.
                 with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, f"\n{self._received.name}: stopping, to go on another time{again}\n".encode())
+                    os.write(2, f"\n{self._received.name}: stopping; the run can be resumed{again}\n".encode())
 
 
 def ignore_stop_signals() -> None:
-    """Ignore `STOP_SIGNALS` in this process; for helpers such as data loader workers.
+    """Ignore `STOP_SIGNALS` in this process; for data loader workers and the like.
 
-    A launcher signals the whole process group: the workers must live on until the rank that reads from them has saved.
+    A launcher signals the whole process group, and the rank still needs its workers until it has saved.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

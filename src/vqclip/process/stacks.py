@@ -1,4 +1,4 @@
-"""Python stacks of a process that hangs, and of its helpers, written by `faulthandler` into a file."""
+"""Stack dumps of a hanging process and its child processes, written by `faulthandler` to a file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.1
-"""What a helper gets for its answer, so that two do not write at once."""
+"""Seconds for one child to write, so that two do not write at once."""
 
 _descriptor = 2
-"""Where helpers forked from now on write: stderr, or the file that is open."""
+"""File descriptor that newly forked children write to: stderr, or the open file."""
 
 
 class StackFile:
-    """Appends to one file; helpers forked while it is open answer into it too.
+    """File for stack dumps of this process and of the children forked while it is open.
 
-    Nothing here waits for the interpreter's lock once it is set up, or for anything but the file.
+    Its methods need no lock of the interpreter and wait for nothing but the file.
 
     Args:
-        path: the file; its folder is made if it is missing.
+        path: the file; its folder is made if necessary.
     """
 
     def __init__(self, path: Path):
@@ -39,23 +39,23 @@ class StackFile:
         os.write(self._file, text.encode(errors="backslashreplace"))
 
     def dump(self) -> None:
-        """Append the stacks of all threads of this process, then those of its helpers."""
+        """Append the stacks of all threads of this process, then those of its children."""
         faulthandler.dump_traceback(self._file, all_threads=True)
-        for helper in multiprocessing.active_children():
-            self.write(f"\nhelper process {helper.pid} ({helper.name}):\n")
+        for child in multiprocessing.active_children():
+            self.write(f"\nchild process {child.pid} ({child.name}):\n")
             with contextlib.suppress(OSError, TypeError):  # it has ended
-                os.kill(helper.pid, _SIGNAL)  # type: ignore[arg-type]
+                os.kill(child.pid, _SIGNAL)  # type: ignore[arg-type]
             time.sleep(_ANSWER_S)
 
     def dump_and_exit_after(self, seconds: float) -> None:
-        """Unless it is called again by then: append the stacks and end the process with status 1.
+        """Append the stacks and end the process with status 1, unless called again within ``seconds``.
 
-        A thread in C does it, which needs no lock that the stuck code may hold.
+        A thread in C does this; it needs no lock that the hanging code may hold.
         """
         faulthandler.dump_traceback_later(max(seconds, 1e-3), exit=True, file=self._file)
 
     def close(self) -> None:
-        """Call off what `dump_and_exit_after` said; an empty file goes, and an empty folder."""
+        """Cancel `dump_and_exit_after`; remove the file and the folder if they are empty."""
         global _descriptor
         faulthandler.cancel_dump_traceback_later()
         _descriptor = 2
@@ -67,8 +67,8 @@ class StackFile:
 
 
 def dump_stacks_on_request() -> None:
-    """In a helper process: write the stacks of all threads whenever `StackFile.dump` of the parent asks for them.
+    """Let this child process write its stacks when `StackFile.dump` of the parent requests them.
 
-    A helper that was not forked writes them to stderr.
+    A child that was spawned instead of forked writes them to stderr.
     """
     faulthandler.register(_SIGNAL, file=_descriptor, all_threads=True)

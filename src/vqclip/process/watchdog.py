@@ -1,4 +1,4 @@
-"""Ends a job whose training loop stands still, and has every rank write down where it stood."""
+"""Watchdog: end a job that makes no progress, after every rank has written its position and its stacks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from vqclip.errors import DistributedError
 from vqclip.process.stacks import StackFile
 
 STATUS = 3
-"""The exit status of a rank that a watchdog has ended."""
+"""Exit status of a rank that its watchdog has ended."""
 
 _FIRST_STEPS = 5
-"""So many steps of a process may take long: they compile, warm up, and fill the data workers' queues."""
-_LOOK_S = 1.0
-"""Seconds between two looks."""
+"""Number of steps with the long limit: they compile, warm up, and fill the data workers' queues."""
+_CHECK_S = 1.0
+"""Seconds between two checks of the time."""
 _GRACE_S = 5.0
-"""What a stuck interpreter gets beyond the limit, before its stacks are written without its help; then the same for the
-other ranks to hear of it."""
+"""Seconds beyond the limit until the stacks of a stuck interpreter are written from C; also the time for the other
+ranks to write theirs."""
 
 _HEADER = re.compile(r"^=== (\w+) rank (\d+) at collective #(\d+): (.*)$", re.MULTILINE)
 
 
 class _Position(NamedTuple):
-    """Where the main thread was last seen."""
+    """Last reported position of the training thread."""
 
     since: float
     limit: float
@@ -43,7 +43,7 @@ class _Position(NamedTuple):
 
 
 class Watchdog:
-    """Watches over the main thread of this process while its context is open.
+    """Hang detection for the thread that opens this context.
 
         with Watchdog(folder, step_timeout_s=300.0, timeout_s=600.0) as watchdog:
             for batch in batches:
@@ -51,16 +51,16 @@ class Watchdog:
                 ...
                 watchdog.at(done, "waiting for the next batch")
 
-    When the limit has passed, a thread appends the stacks of all threads, those of the data workers and the last
-    collectives to ``rank-<number>.txt``, waits a little for the other ranks to do the same, says on stderr who stood
-    where, and ends the process with status 3. Ranks meet in every step, so all of them are late when one is. Where the
-    interpreter itself is stuck, in code that does not let go of its lock, a thread in C appends the stacks five seconds
-    later, and the status is 1. When another rank is lost, so that a collective raises, the stacks are written too.
+    After the limit a thread appends the stacks of all threads and data workers and the last collectives to
+    ``rank-<number>.txt``, waits a little for the other ranks to do the same, prints the position of every rank on
+    stderr, and ends the process with status 3. Every step has collectives, so one late rank makes all ranks late. If
+    the interpreter itself is stuck, in code that keeps its lock, a thread in C appends the stacks five seconds later,
+    and the status is 1. The stacks are also written when a collective fails because another rank is lost.
 
     Args:
-        folder: for the files, shared by all ranks.
+        folder: of the files, shared by all ranks.
         step_timeout_s: longest time between two steps, once five are done; None: no watchdog, no thread.
-        timeout_s: longest time before that, and wherever patience is asked for; the other is never longer.
+        timeout_s: longest time before that, and for patient positions; an upper bound of the other limit.
     """
 
     def __init__(self, folder: Path, step_timeout_s: float | None, timeout_s: float):
@@ -73,12 +73,12 @@ class Watchdog:
         self._closing = threading.Event()
 
     def at(self, done: int, doing: str, patient: bool = False) -> None:
-        """Say where the main thread is. The limit counts from the end of a step, or from what asks for patience.
+        """Report the position. The limit counts from the end of the last step, or from a patient position.
 
         Args:
             done: steps done.
-            doing: what it does now, for the report.
-            patient: this may take as long as a wait for another rank.
+            doing: the current work, for the report.
+            patient: allow the long limit, that of a wait for another rank.
         """
         before, since = self._position, time.monotonic()
         if done > before.done >= 0 and self._first_steps:
@@ -87,12 +87,12 @@ class Watchdog:
             since = before.since
         if patient:
             self._patient_at = done
-        # One rank may still save where the others have gone on, and wait for it in the next step.
+        # One rank may still be saving while the others already wait for it in the next step.
         limit = self._long if self._first_steps or done == self._patient_at else self._short
         self._position = _Position(since, limit, done, doing, patient)
 
     def beat(self) -> None:
-        """Long work goes on."""
+        """Reset the hang timer."""
         self._position = self._position._replace(since=time.monotonic())
 
     def __enter__(self) -> Watchdog:
@@ -111,37 +111,39 @@ class Watchdog:
         if not self._on:
             return
         self._closing.set()
-        self._thread.join()  # for ever where it has told of a hang: it ends the process
+        self._thread.join()  # it never returns after it has detected a hang: it ends the process
         if isinstance(error, DistributedError):
             with contextlib.suppress(OSError):
-                self._write(f"another rank is lost: {self._where()}", "".join(traceback.format_exception(error)))
+                self._write(
+                    f"another rank is lost: {self._describe_position()}", "".join(traceback.format_exception(error))
+                )
         self._file.close()
 
     def _watch(self) -> None:
-        while (left := self._left()) > 0:
+        while (left := self._seconds_left()) > 0:
             self._file.dump_and_exit_after(left + _GRACE_S)
-            if self._closing.wait(min(left, _LOOK_S)):
+            if self._closing.wait(min(left, _CHECK_S)):
                 return
         self._end()
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         position = self._position
         return position.since + position.limit - time.monotonic()
 
     def _end(self) -> None:
-        """Tell, and end the process; whatever the disk does, which may be what hangs."""
+        """Report and end the process, even if the disk hangs."""
         self._file.dump_and_exit_after(4 * _GRACE_S)
         limit = self._position.limit
         name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
-        where = f"no progress for {limit:g} s ({name}): {self._where()}"
-        _say(f"rank {self._rank}: {where}")
-        for work, patience in ((lambda: self._write(where), _GRACE_S), (self._tell_of_all, 2 * _GRACE_S)):
+        where = f"no progress for {limit:g} s ({name}): {self._describe_position()}"
+        _print_to_stderr(f"rank {self._rank}: {where}")
+        for work, patience in ((lambda: self._write(where), _GRACE_S), (self._report_all_ranks, 2 * _GRACE_S)):
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             thread.join(patience)
         os._exit(STATUS)
 
-    def _where(self) -> str:
+    def _describe_position(self) -> str:
         position, recent = self._position, dist.recent_collectives()
         text = f"{position.done} steps done, {position.doing}"
         if not recent:
@@ -159,24 +161,24 @@ class Watchdog:
             f"=== {self._token} rank {self._rank} at collective #{number}: {where}",
             f"process {os.getpid()} on {socket.gethostname()}, {datetime.now(timezone.utc).isoformat()}",
             "last collectives:",
-            *(f"  {_described(each, now)}" for each in recent),
+            *(f"  {_describe_collective(each, now)}" for each in recent),
             f"{trace}stacks:",
         ]
         self._file.write("\n".join(lines) + "\n")
         self._file.dump()
         self._file.write("\n")
 
-    def _tell_of_all(self) -> None:
-        """Once all ranks have written, or had time to: the first of those that have tells who stood where."""
-        end, found = time.monotonic() + _GRACE_S + _LOOK_S, self._found()
+    def _report_all_ranks(self) -> None:
+        """Wait until all ranks have written, or had time to; the lowest rank that has prints a summary."""
+        end, found = time.monotonic() + _GRACE_S + _CHECK_S, self._read_positions()
         while len(found) < self._world_size and time.monotonic() < end:
             time.sleep(0.1)
-            found = self._found()
+            found = self._read_positions()
         if self._rank == min(found, default=self._rank):
-            _say(f"the job hangs and is ended with status {STATUS}:\n{self._summary(found)}")
+            _print_to_stderr(f"the job hangs and ends with status {STATUS}:\n{self._summary(found)}")
 
-    def _found(self) -> dict[int, tuple[int, str]]:
-        """Rank → number of its last collective, and where it stood."""
+    def _read_positions(self) -> dict[int, tuple[int, str]]:
+        """Return rank → number of its last collective, and its position."""
         found = {}
         for path in self._folder.glob("rank-*.txt"):
             for token, rank, number, where in _HEADER.findall(path.read_text(errors="replace")):
@@ -190,11 +192,13 @@ class Watchdog:
         newest = max((number for number, _ in found.values()), default=0)
         late = [rank for rank in range(self._world_size) if rank not in found or found[rank][0] < newest]
         if late and self._world_size > 1:
-            lines.append(f"  the others wait for {'ranks' if len(late) > 1 else 'rank'} {', '.join(map(str, late))}")
+            lines.append(
+                f"  the other ranks wait for {'ranks' if len(late) > 1 else 'rank'} {', '.join(map(str, late))}"
+            )
         return "\n".join([*lines, f"  stacks and collectives: {self._folder}/rank-*.txt"])
 
 
-def _described(collective: dist.Collective, now: float) -> str:
+def _describe_collective(collective: dist.Collective, now: float) -> str:
     if collective.finished is None:
         state = "not finished"
     else:
@@ -203,7 +207,7 @@ def _described(collective: dist.Collective, now: float) -> str:
     return f"#{collective.number} {collective.name} {shapes} started {now - collective.started:.3f} s ago, {state}"
 
 
-def _say(text: str) -> None:
-    # Not through print: the main thread may be stuck in the middle of one.
+def _print_to_stderr(text: str) -> None:
+    # Not through print: the training thread may be stuck in one.
     with contextlib.suppress(OSError):
         os.write(2, f"\nvqclip.train: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""The progress that a person watches: a bar on a terminal, lines with times elsewhere."""
+"""Progress display: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BETWEEN_LINES_S = 5.0
 
 
 class ProgressBar:
-    """A tqdm bar over the steps of a run, with loss, images a second and data wait; or over samples.
+    """A tqdm bar over the steps of a run, with loss, images per second and data wait; or over samples.
 
-    Where stderr is no terminal it is log lines instead, the first and last always, others some seconds apart; with a
-    bar these go into the log file alone.
+    If stderr is not a terminal, it writes log lines: the first, the last, and others a few seconds apart. On a terminal
+    these lines go to the log file only.
 
     Args:
         total: steps of the run.
         done: steps done before this process started.
-        visible: False on all ranks but one.
-        name: shown in front.
-        unit: what is counted.
+        visible: True on one rank only.
+        name: text before the bar.
+        unit: name of what is counted.
     """
 
     def __init__(self, total: int, done: int, visible: bool, name: str, unit: str = "step"):
@@ -61,27 +61,27 @@ class ProgressBar:
         self._bar.update(count)
 
     def show(self, figures: Mapping[str, float] | None = None) -> None:
-        """Put the newest figures behind the bar, or write a line if the last is some seconds old."""
+        """Show the newest metrics behind the bar, or write a line if the last one is some seconds old."""
         self._figures = figures or {}
-        self._bar.set_postfix_str(", ".join(f"{name}={value}" for name, value in self._shown().items()), refresh=False)
+        self._bar.set_postfix_str(", ".join(f"{name}={value}" for name, value in self._texts().items()), refresh=False)
         now = time.monotonic()
         if self._visible and (now >= self._next_line or self._done >= self._total):
             self._next_line = now + _BETWEEN_LINES_S
-            line = [f"{self._unit} {self._done}/{self._total}", *(f"{n} {v}" for n, v in self._shown().items())]
+            line = [f"{self._unit} {self._done}/{self._total}", *(f"{n} {v}" for n, v in self._texts().items())]
             if counted := self._done - self._done_before:
                 left = (now - self._since) * (self._total - self._done) / counted
                 line.append(f"left {tqdm.format_interval(left)}")
             (log_to_file if self._on_terminal else logger.info)(" ".join(line))
 
-    def _shown(self) -> dict[str, str]:
-        shown, figures = {}, self._figures
+    def _texts(self) -> dict[str, str]:
+        texts, figures = {}, self._figures
         if "loss/total" in figures:
-            shown["loss"] = f"{figures['loss/total']:.3f}"
+            texts["loss"] = f"{figures['loss/total']:.3f}"
         if "images_per_second" in figures:
-            shown["img/s"] = f"{figures['images_per_second']:.0f}"
-            shown["data"] = f"{figures['data_wait']:.0%}"
-        return shown
+            texts["img/s"] = f"{figures['images_per_second']:.0f}"
+            texts["data"] = f"{figures['data_wait']:.0%}"
+        return texts
 
     def last_line(self, text: str) -> None:
-        """Set the text that stays behind the finished bar."""
+        """Set the text behind the finished bar."""
         self._bar.set_postfix_str(text)

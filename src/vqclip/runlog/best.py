@@ -1,4 +1,4 @@
-"""The step at which an evaluation was best."""
+"""Record of the step with the best evaluation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from vqclip.errors import CheckpointError
 from vqclip.io.atomic import write_text
 
 PREFIX = "eval/"
-"""How names of figures of evaluations begin in the metrics."""
+"""Prefix of evaluation metrics."""
 _FILE = "best.json"
 
 
 class Best:
-    """Remembers the best step by one figure, of which more is better, and names it in a file.
+    """Best step of a run by one metric, larger is better; written to ``best.json``.
 
     Args:
-        metric: its name in ``metrics.jsonl``, such as ``eval/unseen pictures/codes_only/top1``.
-        known: the best step so far, as `facts` gives it; ignored if it is by another figure or its checkpoint is gone.
-        folder: the run's, for ``best.json``; None on all ranks but one.
+        metric: name in ``metrics.jsonl``, such as ``eval/unseen pictures/codes_only/top1``.
+        known: best step so far, as `to_json` returns it; ignored for another metric, or if its checkpoint is gone.
+        folder: of the run; None on all ranks but one.
     """
 
     def __init__(self, metric: str, known: Mapping[str, Any] | None = None, folder: Path | None = None):
@@ -31,25 +31,25 @@ class Best:
         self.step: int | None = None
         """None before the first evaluation."""
         self.value = -math.inf
-        """The figure of that step."""
+        """Value of the metric at that step."""
         if known and known["figure"] == metric and (folder is None or (folder / _checkpoint(known["step"])).is_dir()):
             self.step, self.value = known["step"], known["value"]
         self._write()
 
     def update(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Compare an evaluation after ``step`` steps; of equal ones the first is best, and NaN never is."""
+        """Compare an evaluation after ``step`` steps; the first of equal ones stays best, NaN never is."""
         if float(figures.get(self.metric, math.nan)) > self.value:
             self.value, self.step = float(figures[self.metric]), step
             self._write()
 
-    def facts(self) -> dict[str, Any] | None:
-        """``step``, ``figure`` and ``value``, JSON-able; None before the first evaluation."""
+    def to_json(self) -> dict[str, Any] | None:
+        """Return ``step``, ``figure`` and ``value``; None before the first evaluation."""
         return None if self.step is None else {"step": self.step, "figure": self.metric, "value": self.value}
 
     def _write(self) -> None:
-        facts = self.facts()
-        if self._folder is not None and facts is not None:
-            text = json.dumps(facts | {"checkpoint": _checkpoint(facts["step"])}, indent=2)
+        best = self.to_json()
+        if self._folder is not None and best is not None:
+            text = json.dumps(best | {"checkpoint": _checkpoint(best["step"])}, indent=2)
             write_text(self._folder / _FILE, f"{text}\n")
         elif self._folder is not None:
             (self._folder / _FILE).unlink(missing_ok=True)
@@ -60,10 +60,10 @@ def _checkpoint(step: int) -> str:
 
 
 def read_best(folder: Path) -> int:
-    """The best step of the run in ``folder``.
+    """Read the best step of the run in ``folder``.
 
     Raises:
-        CheckpointError: the run names none.
+        CheckpointError: the run has none.
     """
     try:
         step = json.loads((folder / _FILE).read_text(encoding="utf-8"))["step"]

@@ -1,4 +1,4 @@
-"""The clock of a training loop: images a second, and the share of the time spent waiting for data."""
+"""Speed of a training loop: images per second, and the fraction of the time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Item = TypeVar("Item")
 
 @dataclass
 class Clock:
-    """Measures the time between two reports of a loop and the part of it spent waiting for the next item.
+    """Stopwatch for a loop: time between two reports, and the part of it spent waiting for the next item.
 
-    The first item is left out of every figure: it pays for starting workers and warming up.
+    The first item is not counted: it includes the start of workers and the warm-up.
     """
 
     samples: int = 0
@@ -25,8 +25,8 @@ class Clock:
     total_waited_s: float = 0.0
     _since: float | None = field(default=None, repr=False)
 
-    def timed(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``, adding up the time that each made the loop wait."""
+    def time_waits(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``items``, and add up the time that the loop waits for them."""
         iterator = iter(items)
         while True:
             asked = time.perf_counter()
@@ -46,7 +46,7 @@ class Clock:
             self.samples += samples
 
     def lap(self) -> dict[str, float]:
-        """``images_per_second`` and ``data_wait`` (0..1) since the last lap, pauses left out; empty without a step."""
+        """Return ``images_per_second`` and ``data_wait`` (0..1) since the last lap; empty without a step."""
         self._measure()
         if self.samples == 0:
             return {}
@@ -59,7 +59,7 @@ class Clock:
         return figures
 
     def pause(self) -> None:
-        """To be called before saving and evaluation: what comes until the end of the next step is left out."""
+        """Stop the time until the end of the next step; call it before saving and evaluation."""
         self._measure()
         self._since = None
 
@@ -71,7 +71,7 @@ class Clock:
 
     @property
     def overall(self) -> dict[str, float]:
-        """The figures of `lap` over all laps so far."""
+        """Results of `lap` over all laps so far."""
         if self.total_s == 0:
             return {}
         return {

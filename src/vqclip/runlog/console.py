@@ -1,4 +1,4 @@
-"""Terminal output and log files of commands: log lines, products, and the error that ends a command."""
+"""Terminal output and log files of commands: log lines, results, and the error that ends a command."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _said.addHandler(logging.NullHandler())
 
 
 class PrintableFormatter(logging.Formatter):
-    """Writes log lines so that nothing in them, a path or a caption, can steer the terminal; see `printable`.
+    """Formatter that escapes control characters, which a path or a caption may contain; see `printable`.
 
     Args:
-        form: of a line, as `logging.Formatter` has it.
-        mask: what to make of each line before.
+        form: format of a line, as in `logging.Formatter`.
+        mask: function applied to each line first, such as one that hides credentials.
     """
 
     def __init__(self, form: str, mask: Callable[[str], str] = str):
@@ -34,12 +34,12 @@ class PrintableFormatter(logging.Formatter):
         self._mask = mask
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, or lines, of a record."""
+        """Return the line or lines of a record."""
         return printable(self._mask(super().format(record)))
 
 
 class _Unfailing:
-    """A text stream whose failing writes are dropped: the first failure redirects it to the null device."""
+    """Text stream that drops failing writes: the first failure redirects it to the null device."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -64,7 +64,7 @@ class _Unfailing:
             self.give_up()
 
     def give_up(self) -> None:
-        """Send what is buffered, and all that follows, to the null device."""
+        """Send the buffered and all later text to the null device."""
         null = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError):  # it has no descriptor
             os.dup2(null, self.stream.fileno())
@@ -76,8 +76,8 @@ def unfailing_streams() -> Iterator[None]:
     """Ignore failing writes to stdout and stderr within the block; also a decorator. See `print_output` for results.
 
     A closed pipe, a full disk or a dead terminal silences the stream; characters that it cannot encode are escaped. A
-    stream that was closed when the process started is the null device, lest the next file that is opened takes its
-    place.
+    stream that was closed when the process started becomes the null device; otherwise the next opened file would get
+    its number.
     """
     while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -91,13 +91,13 @@ def unfailing_streams() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()  # now: a failure when the interpreter ends would become its exit status
+        sys.stdout.flush()  # now: a failure at the interpreter's end would become the exit status
         sys.stderr.flush()
         sys.stdout, sys.stderr = before
 
 
 def print_output(text: str) -> None:
-    """Print a command's product, such as a table, to stdout. A reader who has left, as `head` does, is no error.
+    """Print a command's result, such as a table, to stdout. A closed pipe, as after `head`, is not an error.
 
     Raises:
         OSError: it cannot be written.
@@ -112,9 +112,9 @@ def print_output(text: str) -> None:
 
 
 def log_to_stderr(mask: Callable[[str], str]) -> None:
-    """Let rank 0 tell what it does, and the others only what went wrong; ``mask`` as in `PrintableFormatter`.
+    """Log to stderr: everything on rank 0, warnings and errors on the others; ``mask`` as in `PrintableFormatter`.
 
-    Lines have times where stderr is no terminal.
+    Lines have times if stderr is not a terminal.
     """
     handler = logging.StreamHandler()
     form = "%(levelname).1s %(name)s: %(message)s" if sys.stderr.isatty() else _TIMED
@@ -130,7 +130,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-class _File(logging.handlers.WatchedFileHandler):  # comes back when it is deleted
+class _File(logging.handlers.WatchedFileHandler):  # makes the file again if it is deleted
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
@@ -138,22 +138,22 @@ class _File(logging.handlers.WatchedFileHandler):  # comes back when it is delet
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write no more to a file that fails, as on a full disk: that must not end a run."""
+        """Stop writing to a file that fails, as on a full disk; this must not end a run."""
         if not isinstance(sys.exc_info()[1], OSError):
             return super().handleError(record)
         logging.getLogger().removeHandler(self)
         _said.removeHandler(self)
-        logging.getLogger(__name__).warning("%s: cannot be written, and is left as it is", self.baseFilename)
+        logging.getLogger(__name__).warning("%s: cannot be written; logging to it ends", self.baseFilename)
 
 
 class LogFile:
-    """``train.log`` in a run's folder: all that rank 0 says, with times, appended from one start to the next.
+    """``train.log`` in a run's folder: the log of rank 0 with times; a restart appends to it.
 
-    Other ranks' warnings and errors go to ``train.rank1.log`` and so on. A file that cannot be written is left alone.
-    The error that ends the context is written as well.
+    Other ranks' warnings and errors go to ``train.rank1.log`` and so on. A file that cannot be written does not end the
+    run. The error that ends the context is written too.
 
     Args:
-        folder: the run's.
+        folder: of the run.
         mask: as in `PrintableFormatter`.
     """
 
@@ -164,7 +164,7 @@ class LogFile:
         self._handler.setFormatter(PrintableFormatter(_TIMED, mask))
 
     def open(self) -> None:
-        """Write from now on."""
+        """Start to write."""
         for logger in (logging.getLogger(), _said):
             logger.addHandler(self._handler)
 
@@ -175,7 +175,7 @@ class LogFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, (VqclipError, OSError)):
-            log_to_file(_told(error), logging.ERROR)
+            log_to_file(_message(error), logging.ERROR)
         elif error is not None:
             _said.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
         for logger in (logging.getLogger(), _said):
@@ -185,31 +185,31 @@ class LogFile:
 
 
 def log_to_file(text: str, level: int = logging.INFO) -> None:
-    """Write into the `LogFile` alone, if there is one: for what the screen gets in another form."""
+    """Write to the open `LogFile` only: for text that the terminal gets in another form."""
     _said.log(level, "%s", text)
 
 
 def print_and_log(text: str) -> None:
-    """Print to stdout, and into the `LogFile` if there is one."""
+    """Print to stdout, and write to the open `LogFile`."""
     print(text, flush=True)
     log_to_file(text)
 
 
-def _told(error: Exception) -> str:
-    """What an error says; of the system's, the file first and no number."""
+def _message(error: Exception) -> str:
+    """Return the message of an error; for errors of the system, file and reason without the number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 
 def print_error(program: str, error: Exception, mask: Callable[[str], str]) -> None:
-    """Write the error that ends a command, with its rank where there are several; ``mask`` as above."""
+    """Print the error that ends a command, with the rank if there are several; ``mask`` as above."""
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
-    text = printable(mask(_told(error)))
+    text = printable(mask(_message(error)))
     print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
 
 
 def print_interrupt(program: str, left: str = "") -> int:
-    """Write that Ctrl-C ended a command, and what is ``left`` of it; returns its exit status."""
+    """Print that Ctrl-C ended a command, and what is ``left`` of it; return the exit status."""
     print(f"{program}: interrupted{left and '; '}{left}", file=sys.stderr)
     return 130

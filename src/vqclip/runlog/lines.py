@@ -1,4 +1,4 @@
-"""Files of JSON objects about the steps of a run, one a line."""
+"""JSON Lines files about the steps of a run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends to one such file; for one process only, the caller decides which.
+    """Writer of one such file, in one process.
 
-    On resume, what a killed run wrote about steps after ``start_step`` is dropped, so no step stands there twice. A
-    line cut short by a crash is dropped too. A number that is not finite is written as the string ``"NaN"``,
-    ``"Infinity"`` or ``"-Infinity"``, for JSON has no other way to say it; Python's ``float()`` reads these back.
+    On resume it removes the lines of a killed run about steps after ``start_step``, so that no step occurs twice, and a
+    line cut short by a crash. Numbers that are not finite become the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, because JSON has no such numbers; Python's ``float()`` reads them.
 
     Args:
-        path: The file, made with the first line; its folder is made if it is missing.
-        start_step: Number of steps done: 0 for a new run, the checkpoint's step on resume.
+        path: the file, made with the first line; its folder is made if necessary.
+        start_step: steps done: 0 for a new run, the checkpoint's step on resume.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.recorded = _drop_after(self.path, start_step)
-        """What the file says about ``start_step`` itself, all its lines in one."""
+        """Values in the file for ``start_step`` itself, all its lines merged."""
         self._last_step = start_step
         self._file: BinaryIO | None = None
 
@@ -41,14 +41,14 @@ class JsonLines:
         """Append ``{"step": step, **values}`` and flush it to the system.
 
         Args:
-            step: Number of steps done; at least that of the line before.
-            values: What JSON can hold, without a key ``step``.
+            step: steps done; not less than in the line before.
+            values: JSON values, without a key ``step``.
         """
         self.check(step)
         assert "step" not in values
-        line = {"step": step, **{name: spelt(value) for name, value in values.items()}}
+        line = {"step": step, **{name: to_json_value(value) for name, value in values.items()}}
         if self._file is not None and not self.path.exists():
-            logger.warning("%s: was deleted; a new one is begun with step %d", self.path, step)
+            logger.warning("%s: was deleted; a new file begins with step %d", self.path, step)
             self.close()
         with name_file_in_errors(self.path):
             if self._file is None:
@@ -59,11 +59,11 @@ class JsonLines:
         self._last_step = step
 
     def check(self, step: int) -> None:
-        """Steps never go back."""
+        """Require that steps never decrease."""
         assert step >= self._last_step, f"a line of step {step} after one of step {self._last_step}"
 
     def flush(self) -> None:
-        """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
+        """Wait until all lines are on the disk; call it before a checkpoint is saved."""
         if self._file is not None:
             with name_file_in_errors(self.path):
                 self._file.flush()
@@ -78,8 +78,8 @@ class JsonLines:
                 os.fsync(file.fileno())
 
 
-def spelt(value: Any) -> Any:
-    """The value as it stands in the file."""
+def to_json_value(value: Any) -> Any:
+    """Return the value as the file has it."""
     if isinstance(value, str):
         return mask_credentials(value)
     if not isinstance(value, float) or math.isfinite(value):
@@ -87,8 +87,8 @@ def spelt(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The object on a line; None if the line is broken (cut short, no step)."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object on a line; None for a broken line (cut short, or without a step)."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -99,10 +99,10 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Cut lines of steps after `step`, and broken lines at the end, off the file at `path`; reads no others.
+    """Remove the lines of steps after `step`, and broken lines, from the end of a file; read no other lines.
 
     Returns:
-        What it says about `step`.
+        The values for `step`.
     """
     recorded: dict[str, Any] = {}
     if not path.exists() or not path.stat().st_size:
@@ -112,7 +112,7 @@ def _drop_after(path: Path, step: int) -> dict[str, Any]:
         end = kept = len(text)
         while end:
             begin = text.rfind(b"\n", 0, end - 1) + 1
-            entry = parsed(text[begin:end])
+            entry = parse_line(text[begin:end])
             if entry is not None and entry["step"] < step:
                 break
             if entry is not None and entry["step"] == step:

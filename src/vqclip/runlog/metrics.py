@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON object a line in ``metrics.jsonl``, and TensorBoard."""
+"""Metrics of a run, in ``metrics.jsonl`` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from vqclip.errors import DataError
-from vqclip.runlog.lines import JsonLines, parsed, spelt
+from vqclip.runlog.lines import JsonLines, parse_line, to_json_value
 
 logger = logging.getLogger(__name__)
 
@@ -24,23 +24,22 @@ Value = float | int | bool | str | Tensor | None
 
 
 class MetricsLog:
-    """Writes the metrics of a run; for one process only, the caller decides which.
+    """Writer of the metrics of a run, in one process.
 
-    What a killed run wrote about later steps is dropped on resume (`JsonLines`). What the file says already about
-    ``start_step`` itself, such as the final evaluation of a finished run that is evaluated again, is not written a
-    second time.
+    On resume it removes later steps (`JsonLines`). Values that the file already has for ``start_step`` are not written
+    again, such as those of a finished run that is evaluated once more.
 
     Args:
-        folder: The run's folder; made if it is missing.
-        start_step: Number of steps done: 0 for a new run, the checkpoint's step on resume.
-        tensorboard: Write event files into ``folder/tensorboard`` as well.
+        folder: of the run; made if necessary.
+        start_step: steps done: 0 for a new run, the checkpoint's step on resume.
+        tensorboard: also write event files to ``folder/tensorboard``.
     """
 
     def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
         self._lines = JsonLines(Path(folder) / _FILE, start_step)
         self.path = self._lines.path
         self.recorded = self._lines.recorded
-        """What the file says about ``start_step`` itself, all its lines in one."""
+        """Values in the file for ``start_step`` itself, all its lines merged."""
         self._start_step = start_step
         self._board: Any = None
         if tensorboard:
@@ -53,18 +52,18 @@ class MetricsLog:
         """Append one line, ``{"step": step, **values}``, and flush it.
 
         Numbers go to TensorBoard as well; text, booleans and None to the file only. Reading a tensor waits for its
-        device. Several lines about one step (training, then evaluation) are possible; going back is not.
+        device. A step may have several lines (training, then evaluation).
 
         Args:
-            step: Number of steps done; at least that of the line before.
-            values: Name to value; tensors have one element.
+            step: steps done; not less than in the line before.
+            values: name to value; tensors have one element.
         """
         self._lines.check(step)
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         if step == self._start_step:
             missing = object()
             known = self._lines.recorded
-            plain = {name: value for name, value in plain.items() if known.get(name, missing) != spelt(value)}
+            plain = {name: value for name, value in plain.items() if known.get(name, missing) != to_json_value(value)}
             if not plain:
                 return
         self._lines.write(step, plain)
@@ -73,7 +72,7 @@ class MetricsLog:
                 self._on_board("add_scalar", name, value, step)
 
     def flush(self) -> None:
-        """Wait until all lines are on the disk; to be called before a checkpoint, which vouches for its steps."""
+        """Wait until all lines are on the disk; call it before a checkpoint is saved."""
         self._lines.flush()
         self._on_board("flush")
 
@@ -85,13 +84,15 @@ class MetricsLog:
             self._on_board("close")
 
     def _on_board(self, method: str, *values: object) -> None:
-        """Write no more to TensorBoard once that fails: its folder may have been deleted, and the file has it all."""
+        """Call TensorBoard until it fails once: its folder may be deleted, and the file has everything."""
         try:
             if self._board is not None:
                 getattr(self._board, method)(*values)
-        except Exception as error:  # its thread passes on whatever ended it
+        except Exception as error:  # of any kind: it comes from TensorBoard's thread
             self._board = None
-            logger.warning("%s: cannot be written (%s): the run goes on without", self.path.parent / _BOARD, error)
+            logger.warning(
+                "%s: cannot be written (%s): the run continues without TensorBoard", self.path.parent / _BOARD, error
+            )
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -103,14 +104,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, with its not-finite numbers as floats again.
+    """Yield the lines of a ``metrics.jsonl``, with numbers that are not finite as floats.
 
     Raises:
-        DataError: A line is no JSON object with a step; the message gives its number.
+        DataError: a line is not a JSON object with a step; the message has its number.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            entry = parsed(line)
+            entry = parse_line(line)
             if entry is None:
                 raise DataError(f"{path}:{number}: not a line of metrics: {line[:80]!r}")
             yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}

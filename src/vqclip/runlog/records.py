@@ -1,4 +1,4 @@
-"""All that a run writes down while it trains."""
+"""Files that a run writes while it trains."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class Records:
-    """``metrics.jsonl`` and TensorBoard, ``bad_samples.jsonl`` and ``events.jsonl``: rank 0 writes, all ranks hold it.
+    """Writer of ``metrics.jsonl``, TensorBoard, ``bad_samples.jsonl`` and ``events.jsonl``; rank 0 writes.
 
-    Making one is a collective.
+    Every rank has one. Making it is a collective.
 
     Args:
-        folder: The run's folder.
-        start_step: Number of steps done.
-        data: What this rank reads.
-        bad_before: Counts of the steps done, as `BadSamples.saved` gives them.
-        keep_best: Figure by which a step is best; None for none.
-        best: The best of the steps done, as a checkpoint gives it.
+        folder: of the run.
+        start_step: steps done.
+        data: samples of this rank.
+        bad_before: counts of the steps done, as `BadSamples.counts_to_save` returns them.
+        keep_best: metric by which a step is best; None for none.
+        best: best step so far, as stored in a checkpoint.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Records:
 
         known = self.metrics.recorded if self.metrics else {}
         self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
-        """Whether nothing is known of an evaluation after ``start_step``; the same on every rank."""
+        """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
         self._best: Best | None = None
         if keep_best is not None:
@@ -61,11 +61,11 @@ class Records:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The run's best step, its figure and that one's value, for rank 0; None where there is none."""
-        return None if self._best is None else self._best.facts()
+        """``step``, ``figure`` and ``value`` of the best step, for rank 0; None without one."""
+        return None if self._best is None else self._best.to_json()
 
     def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
-        """Take down what an evaluation after ``done`` steps found, if anything; on every rank."""
+        """Record the metrics of an evaluation after ``done`` steps, if there are any; on every rank."""
         figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
         if self.metrics and figures:
             self.metrics.write(done, figures)
@@ -73,7 +73,7 @@ class Records:
             self._best.update(done, figures)
 
     def flush(self) -> None:
-        """Wait until all is on the disk; to be called before a checkpoint, which vouches for its steps."""
+        """Wait until all lines are on the disk; a checkpoint needs the lines of its steps."""
         for file in (self.metrics, *self._files):
             if file is not None:
                 file.flush()
@@ -91,7 +91,7 @@ class Records:
 
 
 def _close(file: MetricsLog | JsonLines) -> None:
-    """Close a file; what goes wrong is logged too, as one error alone can be raised."""
+    """Close a file; log its error as well, because only one error can be raised."""
     try:
         file.close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``stopped.json``: what tells a scheduler that a run was asked to stop before its end, and can go on."""
+"""``stopped.json``: tells a scheduler that a signal stopped the run, which can be resumed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vqclip.checkpoint.folders import step_of
 from vqclip.io.atomic import write_text
 
 _FILE = "stopped.json"
-_GO_ON = "give the same command again: it goes on from the newest checkpoint"
+_GO_ON = "run the same command again: it resumes from the newest checkpoint"
 
 
 def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
-    """Write the marker into a run's folder, once the last checkpoint is on the disk; for one process only.
+    """Write the file into a run's folder after the last checkpoint; on one rank only.
 
     Args:
-        folder: the run's.
+        folder: of the run.
         steps: of the whole run.
-        signal: name of the signal that asked.
+        signal: name of the signal.
 
     Returns:
-        Steps done: those of the newest checkpoint, from which the run goes on.
+        Steps done: those of the newest checkpoint, from which the run resumes.
     """
     saved = checkpoints(folder / "checkpoints")
     done = step_of(saved[-1]) if saved else 0
@@ -40,5 +40,5 @@ def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
 
 
 def remove_stopped(folder: Path) -> None:
-    """Remove the marker, as the run goes on; for one process only."""
+    """Remove the file when the run resumes; on one rank only."""
     (folder / _FILE).unlink(missing_ok=True)

@@ -1,4 +1,10 @@
-"""Warnings when a run has died or a codebook hardly serves any more, and the verdict on a run."""
+"""Detection of runs that no longer learn and of codebooks that have collapsed.
+
+every step:    count(stats)       code counts of the global batch, added to a sliding window of tokens
+every report:  check(figures)     gradient of 0? all embeddings equal? loss at chance? few codes in use?
+                                  warn once for each sign, when it has lasted `steps` steps
+at the end:    health()           verdict for the summary
+"""
 
 from __future__ import annotations
 
@@ -14,29 +20,29 @@ from vqclip.io.json_files import Strict
 from vqclip.quantizers import Stats
 
 TOKENS_PER_CODE = 4
-"""A window of tokens is full when it holds so many for each code of a codebook."""
+"""Tokens for each code of a codebook in a full window."""
 ONE_CODE = 1.05
-"""A perplexity below this is that of a single code."""
+"""Perplexity below which a codebook counts as using a single code."""
 EQUAL = 1e-5
-"""Embeddings whose mean cosine is so near to 1 are all the same."""
+"""Distance of the mean cosine from 1 below which embeddings count as equal."""
 AT_CHANCE = 1e-3
-"""Relative distance from the loss of a model that knows nothing."""
+"""Relative distance from the loss at chance below which a loss counts as such."""
 
 _RESTART = (
-    "Such weights seldom recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
+    "Such weights rarely recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
     "resume from an earlier checkpoint"
 )
 
 
 class CollapseConfig(Config):
-    """When a run has died, or uses few codes of a codebook."""
+    """Thresholds for a collapsed run or codebook."""
 
     usage: float = Field(0.005, gt=0, le=1)
-    """A codebook has collapsed when it uses less than this share of the codes that as many tokens would use if all
-    codes were equally likely; also when nearly all its tokens have one code."""
+    """A codebook has collapsed if it uses less than this fraction of the codes that the same number of tokens would use
+    if all codes were equally likely; also if nearly all its tokens have one code."""
     steps: int = Field(20, ge=1)
-    """For how long a codebook uses so few codes, or the loss is that of a model that knows nothing, before it is said;
-    a gradient of 0 and embeddings that are all equal are reported at once."""
+    """Steps for which a codebook uses too few codes, or the loss is at chance, before the warning; a gradient of 0 and
+    equal embeddings are reported at once."""
 
     def build(self) -> CollapseWatch:
         """Make the watch of a run."""
@@ -76,14 +82,14 @@ class _State(Strict):
 
 
 class CollapseWatch:
-    """Counts codes over a window of tokens, looks at every report for signs of death, and warns once for each.
+    """Watch for collapse: counts codes over a window of tokens, checks every report, and warns once for each sign.
 
-    A window holds the last ``TOKENS_PER_CODE`` K to twice as many tokens of a codebook of K codes, and those of a step:
-    two parts, of which the older one is dropped when the newer one is full. Counts are over the global batch, so the
-    same for any number of processes. Two int64 numbers per code; codebooks that are not counted have none.
+    A window contains the last T to 2 T tokens of a codebook of K codes, T = ``TOKENS_PER_CODE`` K, plus those of a
+    step. It has two parts; the older one is dropped when the newer one is full. Counts are over the global batch, so
+    they are the same for any number of processes. A window needs two int64 numbers per code.
 
     Args:
-        config: what counts as a collapse.
+        config: thresholds.
     """
 
     def __init__(self, config: CollapseConfig):
@@ -91,10 +97,10 @@ class CollapseWatch:
         self._last = 0
         """Step of the last report; 0 before the first."""
         self._windows: dict[str, Tensor] = {}
-        """``image/0/codes`` → ``(2, 1 + C K)`` int64: of the older and of the newer part, tokens and code counts."""
+        """``image/0/codes`` → ``(2, 1 + C K)`` int64: tokens and code counts of the older and of the newer part."""
         self._since: dict[str, int] = {}
-        self._told: dict[str, str] = {}
-        """Sign → what was seen last, of those that were warned of and last."""
+        self._reported: dict[str, str] = {}
+        """Present signs that were reported → their last text."""
         self._warnings: list[dict[str, Any]] = []
         self._codebooks: list[dict[str, Any]] = []
 
@@ -105,7 +111,7 @@ class CollapseWatch:
             stats: by modality, over the global batch.
         """
         windows = {}
-        for modality, name in ((modality, name) for modality, each in stats.items() for name in _counted(each)):
+        for modality, name in ((modality, name) for modality, each in stats.items() for name in _code_counts(each)):
             codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
             new = torch.cat((tokens.view(1), codes.flatten()))
             window = self._windows.get(f"{modality}/{name}")
@@ -118,9 +124,9 @@ class CollapseWatch:
         self._windows = windows
 
     def window(self, modality: str, stats: Stats) -> Stats:
-        """The statistics of a step with the codes and tokens of the window in place of its own."""
+        """Return the statistics of a step, with the codes and tokens of the window in place of its own."""
         sums = dict(stats)
-        for name in _counted(stats):
+        for name in _code_counts(stats):
             if f"{modality}/{name}" in self._windows:
                 tokens, codes = self._windows[f"{modality}/{name}"].sum(dim=0).tensor_split([1])
                 sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(stats[name])}
@@ -129,7 +135,7 @@ class CollapseWatch:
     def check(
         self, done: int, figures: Mapping[str, float], sizes: Mapping[str, Sequence[int]], loss: float, chance: float
     ) -> list[str]:
-        """Look at a report; what to warn of, if anything.
+        """Check the metrics of a report, and return the new warnings.
 
         Args:
             done: steps done.
@@ -137,7 +143,7 @@ class CollapseWatch:
                 over the window.
             sizes: codebook sizes by modality.
             loss: the contrastive loss; NaN while the learning rate warms up, when it may stay at chance.
-            chance: what it is for a model that knows nothing.
+            chance: loss of a model that knows nothing.
         """
         signs = self._signs(figures, loss, chance)
         self._codebooks = [each for name, every in sizes.items() for each in _codebooks(name, figures, every)]
@@ -146,32 +152,32 @@ class CollapseWatch:
         self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
         self._last = done
         due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
-        messages = [f"{signs[name]}. {_RESTART}" for name in due if name in signs and name not in self._told]
+        messages = [f"{signs[name]}. {_RESTART}" for name in due if name in signs and name not in self._reported]
         for modality in sizes:
             late = [collapsed[name] for name in due if _modality(name) == modality and name in collapsed]
-            if any(each["name"] not in self._told for each in late):
+            if any(each["name"] not in self._reported for each in late):
                 messages.append(f"{self._describe(late)}. {_remedies(modality)}")
-        self._told = {name: signs.get(name, "") for name in due}
+        self._reported = {name: signs.get(name, "") for name in due}
         self._warnings += [{"step": done, "text": message} for message in messages]
         return messages
 
     def health(self) -> dict[str, Any]:
-        """The verdict on the run as of the last report, JSON-able.
+        """Return the verdict on the run after the last report, as JSON values.
 
-        ``verdict`` is a line of text, ``codebooks`` their usage over the window, ``warnings`` those of the whole run.
+        ``verdict`` is a line of text, ``codebooks`` the usage over the window, ``warnings`` those of the whole run.
         """
-        signs = [text for text in self._told.values() if text]
-        lost = [each for each in self._codebooks if each["name"] in self._told]
+        signs = [text for text in self._reported.values() if text]
+        lost = [each for each in self._codebooks if each["name"] in self._reported]
         for modality in dict.fromkeys(_modality(each["name"]) for each in lost):
             signs.append(self._describe([each for each in lost if _modality(each["name"]) == modality]))
-        dead = any(self._told.values())
+        dead = any(self._reported.values())
         verdict = f"{'DEAD' if dead else 'COLLAPSED'}: {'; '.join(signs)}" if signs else "no sign of collapse"
         return {"verdict": verdict, "codebooks": self._codebooks, "warnings": self._warnings}
 
     def _signs(self, figures: Mapping[str, float], loss: float, chance: float) -> dict[str, str]:
         signs = {}
         if figures["grad_norm"] < 1e-12:
-            signs["gradient"] = "the gradient is 0, so nothing is learnt any more"
+            signs["gradient"] = "the gradient is 0, so the model no longer learns"
         for modality in ("image", "text"):
             if figures[f"{modality}/embedding_cosine"] > 1 - EQUAL:
                 signs[f"{modality} embeddings"] = f"all {modality} embeddings of a batch are equal"
@@ -181,12 +187,12 @@ class CollapseWatch:
 
     def _has_collapsed(self, codebook: Mapping[str, Any]) -> bool:
         possible, size = codebook["usage_if_uniform"], codebook["codes"]
-        if possible * size < min(10, 0.9 * size):  # too few tokens to tell
+        if possible * size < min(10, 0.9 * size):  # too few tokens
             return False
         return bool(codebook["usage"] < self._config.usage * possible or codebook["perplexity"] < ONE_CODE)
 
     def _describe(self, codebooks: Sequence[Mapping[str, Any]]) -> str:
-        """Codebooks of one modality that have collapsed."""
+        """Describe collapsed codebooks of one modality."""
         first = codebooks[0]
         modality, _, number = first["name"].partition("/")
         of = [each for each in self._codebooks if _modality(each["name"]) == modality]
@@ -202,8 +208,8 @@ class CollapseWatch:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-able part of the state; `tensors` is the other."""
-        plain = {"since": self._since, "told": self._told, "warnings": self._warnings, "codebooks": self._codebooks}
+        """Return the JSON part of the state; `tensors` is the other."""
+        plain = {"since": self._since, "told": self._reported, "warnings": self._warnings, "codebooks": self._codebooks}
         return {"last": self._last, **plain}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -211,7 +217,7 @@ class CollapseWatch:
         return dict(self._windows)
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Continue from what `state_dict` and `tensors` returned.
+        """Restore the results of `state_dict` and `tensors`.
 
         Raises:
             ValueError: they could not have given this.
@@ -223,7 +229,7 @@ class CollapseWatch:
                     f"{name}: got {window.dtype} {tuple(window.shape)}; expected counts, int64 (2, 1 + C K)"
                 )
         plain = _State.model_validate(state).model_dump()
-        self._last, self._since, self._told = plain["last"], plain["since"], plain["told"]
+        self._last, self._since, self._reported = plain["last"], plain["since"], plain["told"]
         self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], dict(tensors)
 
 
@@ -231,13 +237,13 @@ _AT_ONCE = {"gradient", "image embeddings", "text embeddings"}
 
 
 def mean_cosine(embedded: Stats, modality: str) -> float:
-    """Mean cosine of all pairs of a batch of unit vectors, of which the sum and ``count`` are given."""
+    """Return the mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
     count = float(embedded["count"])
     return (float(embedded[modality].double().square().sum()) - count) / max(count * (count - 1), 1.0)
 
 
-def _counted(stats: Stats) -> list[str]:
-    """Names of the code counts over the global batch."""
+def _code_counts(stats: Stats) -> list[str]:
+    """Return the names of the code counts over the global batch."""
     return [name for name in stats if name.split("/")[-1] == "codes" and "own" not in name.split("/")]
 
 
@@ -250,7 +256,7 @@ def _modality(name: str) -> str:
 
 
 def _codebooks(modality: str, figures: Mapping[str, float], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Usage of each codebook of a modality that has tokens, named as in the metrics: ``image/3``, ``image/0/3``."""
+    """Return the usage of each codebook of a modality, named as in the metrics: ``image/3``, ``image/0/3``."""
     usages = [name.removesuffix("usage") for name in figures if name.startswith(f"{modality}/")]
     usages = [name for name in usages if name.endswith("/") and f"{name}usage" in figures]
     found = []

@@ -1,4 +1,4 @@
-"""The configuration tree of a run: every section stands beside what it builds, and is put together here."""
+"""Configuration tree of a run; the class of each section is next to the class that it builds."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from vqclip.train.step import ComputeConfig
 
 
 class RunConfig(Config):
-    """Where a run lives and how it continues."""
+    """Folder, seed, device and time limits of a run."""
 
     name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its folder is `folder/name`."""
     folder: Path = Path("runs")
     """Folder of all runs."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest good checkpoint if there is one. never: refuse a folder that holds checkpoints."""
+    """auto: resume from the newest intact checkpoint if there is one. never: refuse a folder that has checkpoints."""
     resume_allow: tuple[str, ...] = ()
-    """What may differ from the checkpoint, by the names that the error gives, such as `train.steps`, or the beginning
-    of several, such as `data`. The run then goes on, but not as it would have."""
+    """Settings that may differ from the checkpoint, by the names in the error, such as `train.steps`, or a common
+    beginning of several, such as `data`. The resumed run is then not the one that was interrupted."""
     seed: int = Field(0, ge=0)
     """Key of every random draw: weights, sample order, augmentation, dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one, else cpu."""
+    """auto: cuda if available, else cpu."""
     timeout_s: float = Field(600.0, gt=0, le=604_800)
-    """Longest wait for another rank, in seconds, at most a week; then the job ends with a message."""
+    """Longest wait for another rank, in seconds, at most a week; then the job ends with an error."""
     step_timeout_s: float | None = Field(300.0, gt=0, le=604_800)
-    """Longest time between two steps in seconds, waiting for data included, once the first five are done; those,
-    evaluation and saving have `timeout_s`, which is also the limit of this. Then the job ends, and every rank writes
-    its stacks and last collectives into the run's folder. null: no such watch."""
+    """Longest time between two steps in seconds, waiting for data included. Then the job ends, and every rank writes
+    its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,
+    which is also an upper bound of this limit. null: no watchdog."""
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return self.folder / self.name
 
 
 class ScheduleConfig(ComputeConfig):
-    """How long to train and how a step is computed."""
+    """Length of the training, checkpoints, evaluations, and the computation of a step."""
 
     steps: int = Field(1000, ge=1)
     """Optimizer steps of the run."""
@@ -60,18 +60,18 @@ class ScheduleConfig(ComputeConfig):
     checkpoint_every: int = Field(500, ge=1)
     """Steps between two checkpoints; the last step is always one."""
     save_in_background: bool = True
-    """Write checkpoints while the training goes on, from a copy in the host's memory; false: the training waits."""
+    """Write checkpoints during the next steps, from a copy in host memory; false: the training waits."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Number of recent checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
-    """Also keep, for good, the checkpoints after every so many steps; a multiple of `checkpoint_every`."""
+    """Also keep the checkpoints after every `keep_every` steps; a multiple of `checkpoint_every`."""
     keep_best: str | None = None
-    """Also keep the checkpoint that does best by a figure of `evaluation`, named as in `metrics.jsonl`, such as
+    """Also keep the checkpoint that is best by a metric of `evaluation`, named as in `metrics.jsonl`, such as
     `eval/unseen pictures/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
     export: Literal["last", "best"] = "last"
-    """Which step the run's `tokenizer` folder and summary are of at the end; best: that of `keep_best`."""
+    """Step whose tokenizer is exported and summarised at the end; best: the step of `keep_best`."""
 
     @model_validator(mode="after")
     def _what_is_kept_is_saved(self) -> ScheduleConfig:
@@ -87,10 +87,10 @@ class ScheduleConfig(ComputeConfig):
 
 
 class TrainConfig(Config):
-    """The whole tree of a run."""
+    """Whole configuration of a run."""
 
     run: RunConfig = RunConfig()
-    """Where the run lives."""
+    """Folder, seed, device and time limits."""
     data: DataConfig
     """Samples to train on."""
     model: ModelConfig
@@ -100,11 +100,11 @@ class TrainConfig(Config):
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
-    """Length and precision of the training."""
+    """Length, checkpoints and precision of the training."""
     guards: GuardConfig = GuardConfig()
-    """What is watched in every step, and what happens then."""
+    """Checks of every step, and reactions to them."""
     evaluation: Evaluations = ()
-    """What to measure at the end, and in between every `train.evaluate_every` steps."""
+    """Evaluations at the end, and every `train.evaluate_every` steps."""
 
     @model_validator(mode="after")
     def _loss_and_temperature_fit(self) -> TrainConfig:
@@ -135,18 +135,18 @@ class TrainConfig(Config):
         return self
 
     def identity(self, samples: dict[str, Any], *, towers_draw: bool) -> dict[str, object]:
-        """What must not change between a checkpoint and the run that goes on from it: all that defines the trajectory.
+        """Return the settings that define the trajectory: they must be the same when a run resumes.
 
-        What only rounds otherwise (the device, compiling, kernels) may change, and so may the number of processes
-        and of micro-batches, unless the towers draw random numbers: each rank draws its own, for each micro-batch. So
-        may the guards, which a run that they have stopped may need.
+        Settings that only change the rounding (device, compilation, kernels) are not among them, nor are the guards, so
+        that a run which they have stopped can resume. Neither are the numbers of processes and of microbatches, unless
+        the towers draw random numbers, which every rank draws for each of its microbatches.
 
         Args:
-            samples: the data's fingerprint.
-            towers_draw: whether the towers hold dropout, stochastic depth or the like.
+            samples: fingerprint of the data.
+            towers_draw: whether the towers contain dropout, stochastic depth or similar modules.
         """
         reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
-        facts: dict[str, object] = {
+        settings: dict[str, object] = {
             "run.seed": self.run.seed,
             "train.steps": self.train.steps,
             "train.batch_size": self.train.batch_size,
@@ -156,8 +156,8 @@ class TrainConfig(Config):
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
         }
-        by_share = {
+        by_rank = {
             "processes (dropout is drawn by rank)": dist.world_size(),
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
         }
-        return facts | (by_share if towers_draw else {})
+        return settings | (by_rank if towers_draw else {})

@@ -1,4 +1,4 @@
-"""Tokenizer folders of a run, with their cards, and `summary.json`; the command ``vqclip export-tokenizer``."""
+"""Tokenizer folders of a run with their cards, `summary.json`, and the command ``vqclip export-tokenizer``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SUMMARY = "summary.json"
 
 
 def export_tokenizer(model: CLIP, folder: Path) -> None:
-    """Write the tokenizer folder; a card that stands there for the very same weights stays."""
+    """Write the tokenizer folder; keep an existing card if the weights are the same."""
 
     def fill(aside: Path) -> None:
         model.save_pretrained(aside)
@@ -37,13 +37,13 @@ def export_tokenizer(model: CLIP, folder: Path) -> None:
 
 
 def write_summary(summary: RunSummary, config: TrainConfig) -> None:
-    """Write the card into the exported folder and the summary into the run's."""
+    """Write the card to the exported folder and the summary to the run's folder."""
     write_text(Path(summary.tokenizer) / CARD_FILE, model_card(summary, config))
     write_text(Path(summary.folder) / _SUMMARY, summary.to_json())
 
 
 def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
-    """Speed and number of processes that the summary of the run in ``folder`` tells; None without one."""
+    """Read speed and number of processes from the summary of the run in ``folder``; None without one."""
     try:
         summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
         speed = {name: float(summary["speed"][name]) for name in ("images_per_second", "data_wait")}
@@ -53,10 +53,10 @@ def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
 
 
 def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> Path:
-    """Write the tokenizer folder of one checkpoint, after comparing the checkpoint's bytes with their hashes.
+    """Export the tokenizer folder of one checkpoint, after verifying its checksums.
 
     Args:
-        run: the run's folder.
+        run: folder of the run.
         step: steps done; None for the newest checkpoint.
         out: the folder to write; None for ``tokenizer-step-<step>`` in the run's.
 
@@ -64,7 +64,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> P
         The folder.
 
     Raises:
-        ConfigError: there is no checkpoint of that step, or ``out`` holds what would be lost.
+        ConfigError: there is no checkpoint of that step, or ``out`` contains other files.
         CheckpointError: the run has no checkpoint, or this one is damaged.
     """
     found = {checkpoint.step_of(path): path for path in checkpoint.checkpoints(run / "checkpoints")}

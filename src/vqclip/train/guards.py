@@ -1,6 +1,6 @@
-"""What is looked at in every step before its gradient is applied, and what happens when a number has gone bad.
+"""Checks of every step before its update: NaN and infinity, loss spikes; and the watch for collapsed codebooks.
 
-The numbers are those of the global batch, the same on every rank, so every rank comes to the same decision by itself.
+The numbers are of the global batch and equal on every rank, so all ranks decide the same without communication.
 """
 
 from __future__ import annotations
@@ -20,75 +20,75 @@ from vqclip.io.json_files import Strict
 from vqclip.train.collapse import CollapseConfig
 
 _SIGMA = 1.4826
-"""A normal distribution's standard deviation, in median absolute deviations."""
+"""Standard deviation of a normal distribution, in median absolute deviations."""
 
 
 class SpikeConfig(Config):
-    """A loss that jumps."""
+    """Detection of loss spikes."""
 
     window: int = Field(100, ge=10, le=10_000)
-    """Steps before, whose losses say what is usual; nothing is judged before there are as many."""
+    """Number of previous losses to compare with; no loss is checked before there are that many."""
     deviations: float = Field(10.0, gt=0)
-    """A loss so many deviations above their median is a spike; the deviation is that of a normal distribution with
-    their median absolute deviation, and at least a hundredth of the median."""
+    """A loss more than `deviations` above the median of the window is a spike. One deviation is the standard deviation
+    of a normal distribution with the window's median absolute deviation, and at least a hundredth of the median."""
     skip: bool = False
-    """Do not apply such a step; false: only note it."""
+    """Skip the step; false: only record it."""
 
 
 class GuardConfig(Config):
-    """What to do when numbers go bad."""
+    """Checks of every step, and reactions to them."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient is NaN or infinite: stop the run, or leave the step out and go on. Either way weights and
-    codes are untouched, and the samples stand in `events.jsonl`."""
+    """If loss or gradient is NaN or infinite: stop the run, or skip the step. In both cases weights and codebooks stay
+    unchanged, and `events.jsonl` lists the samples."""
     max_skipped: int = Field(20, ge=1)
-    """Steps of a run that may be left out; one more stops it."""
+    """Maximum number of skipped steps of a run; one more stops it."""
     spikes: SpikeConfig | None = SpikeConfig()
-    """When a loss is far above the usual; null: do not look."""
+    """Detection of losses far above the usual ones; null: none."""
     collapse: CollapseConfig | None = CollapseConfig()
-    """When a codebook hardly uses its codes: a warning, with what to try; null: do not look."""
+    """Warning when a codebook uses few of its codes; null: none."""
 
     def build(self) -> Guards:
-        """Make the guards of a run from its beginning."""
+        """Make the guards of a new run."""
         return Guards(self)
 
 
 class Event(NamedTuple):
-    """Something in a step that someone should know of."""
+    """Report about an unusual step."""
 
     kind: Literal["nonfinite", "spike"]
     reason: str
-    """What was seen, and what would have been usual."""
+    """Observed value, and the usual one."""
     skip: bool
-    """Whether the step must not be applied."""
+    """Whether to skip the step."""
 
 
 class _State(Strict):
     skipped: Annotated[int, Field(ge=0, lt=2**53)]
     losses: list[float]
-    collapse: dict[str, JsonValue] | None = None
+    collapse: dict[str, JsonValue] | None
 
 
 class Guards:
-    """Looks at the numbers of every step.
+    """Checks of the numbers of every step.
 
     Args:
-        config: what to do.
+        config: thresholds and reactions.
     """
 
     def __init__(self, config: GuardConfig):
         self.config = config
         self.skipped = 0
-        """Steps of the run that were left out."""
+        """Number of skipped steps of the run."""
         self.collapse = config.collapse.build() if config.collapse else None
-        """For whoever reports figures to look with."""
+        """Watch for collapsed codebooks; the report calls it."""
         self._losses: deque[float] = deque(maxlen=config.spikes.window if config.spikes else 0)
 
     def check(self, step: int, values: Mapping[str, float]) -> Event | None:
-        """What is noteworthy about a step; ``values`` are numbers by name, ``total`` the loss.
+        """Check the numbers of a step, by name; ``total`` is the loss. Return a report if the step is unusual.
 
         Raises:
-            NonFiniteError: a number is not finite, or more steps were left out than may be.
+            NonFiniteError: a number is not finite and the run must stop, or too many steps were skipped.
         """
         bad = ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value))
         event = Event("nonfinite", bad, skip=True) if bad else self._spike(values["total"])
@@ -97,14 +97,13 @@ class Guards:
         if bad and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"step {step}: {bad}; the step was not applied. Lower optim.lr, lengthen optim.warmup_steps, or use "
-                "train.precision: bf16 or fp32; guards.on_nonfinite: skip leaves such steps out"
+                "train.precision: bf16 or fp32; guards.on_nonfinite: skip skips such steps"
             )
         self.skipped += 1
         if self.skipped > self.config.max_skipped:
             raise NonFiniteError(
-                f"step {step}: {event.reason}; it was not applied, nor were {self.config.max_skipped} others, and more "
-                "may not be left out (guards.max_skipped); events.jsonl names the samples. Lower optim.lr, or look at "
-                "the data"
+                f"step {step}: {event.reason}; it was skipped, as were {self.config.max_skipped} others, the maximum "
+                "(guards.max_skipped); events.jsonl lists the samples. Lower optim.lr, or inspect the data"
             )
         return event
 
@@ -122,24 +121,23 @@ class Guards:
         return Event("spike", reason, spikes.skip)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able."""
+        """Return the JSON part of the state; `tensors` is the other."""
         collapse = self.collapse.state_dict() if self.collapse else None
         return {"skipped": self.skipped, "losses": list(self._losses), "collapse": collapse}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the part of the state that is tensors."""
+        """Return the tensors of the state."""
         return self.collapse.tensors() if self.collapse else {}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Continue from what `state_dict` and `tensors` gave.
+        """Restore the results of `state_dict` and `tensors`.
 
         Raises:
-            ValueError: they could not have given this.
+            ValueError: they are not valid.
         """
         saved = _State.model_validate(state)
         self.skipped = saved.skipped
         self._losses.clear()
         self._losses.extend(saved.losses)
-        # Absent where nobody looked, or in a checkpoint of an older version.
-        if self.collapse and saved.collapse:
+        if self.collapse and saved.collapse:  # None if guards.collapse was null
             self.collapse.load_state_dict(saved.collapse, tensors or {})

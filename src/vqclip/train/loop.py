@@ -37,7 +37,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
         ):
             training.bar = bar
-            for batch in training.clock.timed(batches):
+            for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
                 try:

@@ -37,7 +37,7 @@ from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.loop import train
 from vqclip.train.resume import load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
-from vqclip.train.summary import RunSummary, caption_facts, render, summarise
+from vqclip.train.summary import RunSummary, caption_summary, render, summarise
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary |
         callbacks: called after the built-in ones, the same on every rank; see `vqclip.train.Callback`.
 
     Returns:
-        The summary of the finished run; None when a signal stopped it before the end: its state is saved, and
-        `stopped.json` in its folder says so.
+        The summary of the finished run; None when a signal stopped it before the end: its state is saved, and its
+        folder has a `stopped.json`.
 
     Raises:
         VqclipError: for anything a user can correct; the message says how.
@@ -133,7 +133,7 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
-    lock.take()
+    lock.acquire()
     log.open()
 
 
@@ -222,7 +222,7 @@ def _summarise(training: Training, outcome: EvaluationOutcome, exported: int) ->
         summary,
         step=exported,
         best=dist.broadcast_json(records.best),
-        captions=caption_facts(records.bad.lengths, model.text.num_tokens),
+        captions=caption_summary(records.bad.lengths, model.text.num_tokens),
         health=collapse.health() if collapse else {},
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary

@@ -38,7 +38,7 @@ class OptimConfig(Config):
     warmup_steps: int = Field(default=100, ge=0)
     """Steps of linear warm-up; fewer than the steps of the run."""
     final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the cosine, as a share of `lr`."""
+    """Learning rate at the end of the cosine, as a fraction of `lr`."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """Decay rates of AdamW's two moments."""
     eps: float = Field(default=1e-6, gt=0)
@@ -52,15 +52,15 @@ class OptimConfig(Config):
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
-    """How AdamW computes a step; `auto` is `fused` on CPU and CUDA, else `for_loop`. They differ in rounding."""
+    """Kernel of AdamW; `auto` is `fused` on CPU and CUDA, else `for_loop`. They differ in rounding."""
 
     def build(self, model: nn.Module) -> AdamW:
-        """An optimizer over the parameters of `model` that require a gradient, under their names.
+        """Make an optimizer over the parameters of `model` that require a gradient, under their names.
 
-        `model` is the bare one, before DDP or `torch.compile` add to the names.
+        `model` is the bare model, before DDP or `torch.compile` add to the names.
 
         Raises:
-            ConfigError: There is no such parameter, or the device has no fused kernel.
+            ConfigError: no parameter requires a gradient, or the device has no fused kernel.
         """
         ratios = {"image.": self.image_lr_ratio, "text.": self.text_lr_ratio}
         for prefix, ratio in ratios.items():
@@ -79,10 +79,10 @@ class OptimConfig(Config):
         return optimizer
 
     def schedule(self, total_steps: int) -> Schedule:
-        """The learning rate of each of `total_steps` steps.
+        """Make the learning-rate schedule of `total_steps` steps.
 
         Raises:
-            ConfigError: The warm-up is not shorter than the run.
+            ConfigError: the warm-up is not shorter than the run.
         """
         return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio)
 
@@ -100,10 +100,10 @@ class OptimConfig(Config):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine down to a floor: a pure function of the step, so there is no state to save.
+    """Linear warm-up, then a cosine down to a floor: a function of the step alone, so it has no state to save.
 
-    `schedule(step)` is the learning rate of the step that comes after `step` done ones: `lr / warmup_steps` for the
-    first one, `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on.
+    `schedule(step)` is the learning rate of the step after `step` done ones: `lr / warmup_steps` for the first one,
+    `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on.
     """
 
     lr: float
@@ -113,7 +113,7 @@ class Schedule:
     total_steps: int
     """Steps of the run."""
     final_lr_ratio: float = 0.0
-    """Floor, as a share of `lr`."""
+    """Floor, as a fraction of `lr`."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps >= self.total_steps:
@@ -123,7 +123,7 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step after `step` done ones."""
+        """Return the learning rate of the step after `step` done ones."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
@@ -137,17 +137,17 @@ def parameter_groups(
     """Group the parameters that require a gradient by weight decay and learning rate.
 
     No weight decay goes to parameters with fewer than two axes (biases, norms, temperatures), to embeddings, class
-    tokens and learned queries, and to whatever a submodule names in timm's ``no_weight_decay()``.
+    tokens and learned queries, and to the names in a submodule's ``no_weight_decay()`` (timm).
 
     Args:
-        model: Every trainable parameter of it ends up in exactly one group, shared ones once.
-        weight_decay: Of all other parameters.
-        lr_ratios: Beginning of a parameter's name to a factor on its learning rate, kept as ``lr_ratio`` in the group.
+        model: each of its trainable parameters is in exactly one group, shared ones once.
+        weight_decay: of all other parameters.
+        lr_ratios: beginning of a parameter's name → factor on its learning rate, stored as ``lr_ratio`` in the group.
 
     Returns:
         Groups for a torch optimizer, each with ``params`` as (name, parameter) pairs, ``weight_decay``, ``lr_ratio``.
     """
-    undecayed = _undecayed(model)
+    undecayed = _without_decay(model)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -172,12 +172,11 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """Scale the gradients down to a total norm of `limit`, in place, without waiting for the device.
 
-    Nothing is checked here: with a gradient that is not finite the result is not finite either, and the gradients are
-    of no use; look at the result before the optimizer's step.
+    If a gradient is not finite, neither is the result, and all gradients are useless: check it before the update.
 
     Args:
-        parameters: Those without a gradient are left out.
-        limit: Largest norm; None only measures.
+        parameters: those without a gradient are ignored.
+        limit: largest norm; None only measures it.
 
     Returns:
         The norm before clipping, a scalar on the gradients' device.
@@ -189,12 +188,12 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     return norm
 
 
-def _undecayed(model: nn.Module) -> set[int]:
-    """Identities of the parameters without weight decay."""
+def _without_decay(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters without weight decay."""
     found = set()
     for module in model.modules():
         if callable(listing := getattr(module, "no_weight_decay", None)):
-            names = set(listing())  # timm's lists also name what some variants of a model do not have
+            names = set(listing())  # timm's lists contain names that some variants lack
             found |= {id(parameter) for name, parameter in module.named_parameters() if name in names}
         for name, parameter in module.named_parameters(recurse=False):
             looked_up = isinstance(module, _UNDECAYED_MODULES) or _UNDECAYED_NAME.fullmatch(name)

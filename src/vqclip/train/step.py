@@ -38,7 +38,7 @@ from vqclip.train.optim import Schedule, clip_gradients, set_lr
 
 
 class ComputeConfig(Config):
-    """How a step is computed."""
+    """Precision, compilation and memory of a step."""
 
     precision: Precision = "fp32"
     """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
@@ -70,7 +70,7 @@ class StepResult:
     embedded: Stats
     """Sum of the embeddings of ``image`` and ``text``, and their ``count``, over the global batch."""
     event: Event | None
-    """What the guards reported, if anything; if its ``skip`` is True, weights and codebooks are unchanged."""
+    """Report of the guards, if any; if its ``skip`` is True, weights and codebooks are unchanged."""
 
 
 class TrainStep:

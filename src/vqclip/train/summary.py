@@ -1,4 +1,4 @@
-"""What a finished run tells: sizes, speed, figures, and where everything is."""
+"""Summary of a finished run: sizes, speed, metrics, folders; and the card of its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A finished run. Paths are those of the run."""
+    """Summary of a finished run. Paths are those of the run."""
 
     name: str
     coverage: str
-    """How much of the data was seen."""
+    """Part of the data that was seen, in words."""
     samples: int
-    """Different training samples there are."""
+    """Number of different training samples."""
     replaced: int
-    """How often, over all ranks and the whole run, a bad sample was replaced by another."""
+    """Number of times a bad sample was replaced by another, over all ranks and the whole run."""
     parameters: dict[str, int]
-    """Trained weights of each tokenizer."""
+    """Number of trained weights of each tokenizer."""
     tokens: dict[str, int]
     """N of each tokenizer."""
     codebook_sizes: dict[str, list[int]]
     """K of each codebook of each tokenizer."""
     bits_per_sample: dict[str, float]
-    """Of each tokenizer; for text that of a caption that fills every position."""
+    """Bits of each tokenizer; for text those of a caption that fills every position."""
     speed: dict[str, float]
-    """``images_per_second`` over all ranks and ``data_wait`` (0..1) of the training; empty when nothing is known."""
+    """``images_per_second`` over all ranks and ``data_wait`` (0..1) of the training; empty if unknown."""
     processes: int
     """W, the number of ranks that reached this speed."""
     results: list[Result]
@@ -53,16 +53,16 @@ class RunSummary:
     checkpoint: str
     tokenizer: str
     step: int = 0
-    """Steps after which the model was measured and exported."""
+    """Steps after which the model was evaluated and exported."""
     captions: dict[str, Any] | None = None
-    """Captions shown, how many were cut, and the lengths that hold 95 and 99 % of them; see `caption_facts`."""
+    """Captions shown, captions cut, and the lengths that contain 95 and 99 % of them; see `caption_summary`."""
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
     health: dict[str, Any] = field(default_factory=dict)
     """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without `guards.collapse`."""
 
     def to_json(self) -> str:
-        """The whole summary as JSON."""
+        """Return the summary as JSON."""
         return json.dumps(mask_credentials(asdict(self)), indent=2, allow_nan=False) + "\n"
 
 
@@ -76,7 +76,7 @@ def summarise(
     results: list[Result],
     paths: Mapping[str, Path],
 ) -> RunSummary:
-    """Gather a summary; ``paths`` has folder, checkpoint and tokenizer."""
+    """Make a summary; ``paths`` has folder, checkpoint and tokenizer."""
     parts = {"image": model.image, "text": model.text}
     return RunSummary(
         name=name,
@@ -96,7 +96,7 @@ def summarise(
     )
 
 
-def caption_facts(lengths: CaptionLengths, context_length: int) -> dict[str, Any]:
+def caption_summary(lengths: CaptionLengths, context_length: int) -> dict[str, Any]:
     """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
     return {
         "shown": lengths.total(),
@@ -109,10 +109,10 @@ def caption_facts(lengths: CaptionLengths, context_length: int) -> dict[str, Any
 
 
 def render(summary: RunSummary) -> str:
-    """The summary as text for a terminal."""
+    """Return the summary as text for a terminal."""
     lines = [
         f"run {summary.name}",
-        facts(summary),
+        describe(summary),
         "",
         f"  run         {summary.folder}   (config.yaml, train.log, metrics.jsonl, tensorboard/, summary.json, ...)",
         f"  checkpoint  {summary.checkpoint}",
@@ -124,14 +124,14 @@ def render(summary: RunSummary) -> str:
     return "\n".join(lines)
 
 
-def facts(summary: RunSummary) -> str:
-    """Data, sizes, speed and figures as text, without a path of this machine."""
+def describe(summary: RunSummary) -> str:
+    """Return data, sizes, speed and metrics as text, without a path of this machine."""
     lines = [
         f"  data        {_data(summary)}",
         *([f"  captions    {summary.captions['told']}"] if summary.captions and summary.captions["told"] else []),
         f"  model       {_sizes(summary.parameters)} trained weights",
         f"  tokens      {_tokens(summary)}",
-        f"  speed       {_speed(summary)}",
+        f"  speed       {_describe_speed(summary)}",
         *([f"  health      {summary.health['verdict']}"] if summary.health else []),
     ]
     if summary.best:
@@ -161,16 +161,16 @@ def _tokens(summary: RunSummary) -> str:
     return "; ".join(one(name) for name in summary.tokens) + " a sample"
 
 
-def _speed(summary: RunSummary) -> str:
+def _describe_speed(summary: RunSummary) -> str:
     if not summary.speed:
-        return "nothing left to train"
+        return "no step was left to train"
     speed, wait = summary.speed["images_per_second"], summary.speed["data_wait"]
     plural = "process" if summary.processes == 1 else "processes"
     return f"{speed:.0f} images/s on {summary.processes} {plural}, {wait:.0%} of the time waiting for data"
 
 
 def model_card(summary: RunSummary, config: TrainConfig) -> str:
-    """A card for the exported folder: what it is, how it was measured and made, how it is used (Markdown)."""
+    """Return the card of the exported folder in Markdown: content, measurements, training, use."""
     figures = "No evaluation was configured, so nothing was measured."
     if summary.results:
         figures = (
@@ -181,7 +181,7 @@ def model_card(summary: RunSummary, config: TrainConfig) -> str:
 
 {figures}
 
-{_indented(facts(summary))}
+{_indent(describe(summary))}
 
 ## How it was made
 
@@ -191,14 +191,14 @@ is given, and no credentials):
 
     torchrun --nproc-per-node {summary.processes} -m vqclip.train --config config.yaml
 
-{_indented(to_yaml(config, _publishable))}
+{_indent(to_yaml(config, _publishable))}
 """
     what = "An image and a text tokenizer with one joint embedding, trained with vqclip."
     return card(printable(summary.name, one_line=True), what, more)
 
 
 def _publishable(value: Any) -> Any:
-    """Plain data without credentials and without the folders of this machine."""
+    """Return plain data without credentials and without the folders of this machine."""
     if isinstance(value, Mapping):
         return {name: _publishable(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -208,6 +208,6 @@ def _publishable(value: Any) -> Any:
     return mask_credentials(value)
 
 
-def _indented(text: str) -> str:
-    """As a block of code, which nothing in it can end."""
+def _indent(text: str) -> str:
+    """Return a Markdown block of code that its content cannot end."""
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

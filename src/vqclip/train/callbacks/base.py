@@ -53,7 +53,7 @@ class Training:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows the one that just ended."""
+        """True after the last step of the training."""
         return self.stopping or self.done == self.config.train.steps
 
     def is_due(self, every: int) -> bool:

@@ -128,11 +128,11 @@ def save(training: Training) -> None:
     """Save a checkpoint. A collective."""
     training.clock.pause()
     training.watchdog.at(training.done, "saving", patient=True)
-    training.lock.take()
+    training.lock.acquire()
     training.records.bad.collect()  # a checkpoint contains the counts of all its steps
     training.records.flush()
     training.step.broadcast_local_codebooks()
-    training.checkpointer.save(training.done, training.records.bad.saved(), training.records.best)
+    training.checkpointer.save(training.done, training.records.bad.counts_to_save(), training.records.best)
 
 
 def evaluate(training: Training) -> EvaluationOutcome:
