@@ -70,7 +70,7 @@ def test_what_is_not_finite_stops_or_is_left_out(value):
     for step in range(2):
         event = guards.check(step, {"total": value, "gradient norm": 1.0})
         assert (event.kind, event.reason, event.skip) == ("nonfinite", f"total = {value}", True)
-    with pytest.raises(NonFiniteError, match=r"step 2: .*nor were 2 others.*guards.max_skipped"):
+    with pytest.raises(NonFiniteError, match=r"step 2: .*it was skipped, as were 2 others.*guards.max_skipped"):
         guards.check(2, {"total": value})
 
 

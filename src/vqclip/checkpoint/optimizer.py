@@ -60,7 +60,7 @@ class OptimizerState:
     kind: str
     """Class name of the optimizer."""
     groups: list[dict[str, Any]]
-    """One entry for each parameter group: ``options`` and ``parameters``, name to shape, dtype and scalars; JSON values."""
+    """For each parameter group ``options`` and ``parameters``: name to shape, dtype and scalars; JSON values."""
     tensors: dict[str, Tensor]
     """``<parameter>/<key>`` → contiguous tensor on the CPU."""
 
