@@ -121,7 +121,7 @@ class FullFile:
 def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
     monkeypatch.setattr("vqclip.process.lock.open", FullFile, raising=False)
     with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
-        lock.take()
+        lock.acquire()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
