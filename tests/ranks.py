@@ -19,13 +19,18 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_RANKS = 4
 GRACE_S = 15.0  # what the other ranks get to report after the first one failed
+
+
+def for_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Call ``fn(*case)`` for every case. ``ranks(2, for_each, fn, cases)`` saves the overhead of a call per case."""
+    return [fn(*case) for case in cases]
 
 
 class RankError(Exception):

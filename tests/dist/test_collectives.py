@@ -350,7 +350,7 @@ def test_ring_shift_hands_on_to_the_next(ranks, sizes, world_size, members):
 def test_ring_shift_in_one_process():
     x = torch.ones(3, 2)
     assert dist.ring_shift(x, 3) is x
-    with pytest.raises(ShapeError, match="expected 2 rows, but the one process there is hands on 3"):
+    with pytest.raises(ShapeError, match="got 3 rows in one process, expected 2"):
         dist.ring_shift(x, 2)
 
 
@@ -377,8 +377,8 @@ def gather_with_wrong_sizes():
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (gather_without_gradients_on_rank_one, r"rank 1 of 2: (?s:.)*only ranks \[0\] of 2 want gradients"),
-        (gather_unlike_rows, r"rank 0 has rows \(3,\) of torch.float32, and ranks \[1\] have other ones"),
+        (gather_without_gradients_on_rank_one, r"rank 1 of 2: (?s:.)*only ranks \[0\] of 2 need gradients"),
+        (gather_unlike_rows, r"rank 0 has rows \(3,\) of torch.float32, ranks \[1\] have different rows"),
         (gather_with_wrong_sizes, r"sizes \[2, 3\] do not fit rank 1 of 2, which has 2 rows"),
     ],
     ids=["one rank without gradients", "unlike rows", "wrong sizes"],

@@ -46,5 +46,5 @@ def test_who_waits_for_a_rank_0_that_never_comes_is_told():
     store = c10d.HashStore()
     store.set_timeout(timedelta(seconds=20))
     meet(store, (0, 0))
-    with pytest.raises(c10d.DistError, match="did not all come within 0.3 s"):
+    with pytest.raises(c10d.DistError, match="not all ranks arrived within 0.3 s"):
         private_store(store, 1, 2, 0.3)

@@ -67,7 +67,7 @@ def test_too_few_gpus_are_named(monkeypatch):
     for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(DistributedError, match="rank 3 wants GPU 3, but this machine shows 2"):
+    with pytest.raises(DistributedError, match="rank 3 needs GPU 3, but this machine has 2"):
         dist.init("cuda", 1.0)
 
 
@@ -101,7 +101,7 @@ def ranks_in_subgroup():
 def test_subgroup(ranks):
     outside, first, second = ranks(3, ranks_in_subgroup)
     assert outside[:2] == (-1, False)
-    assert "not in the group" in outside[2]
+    assert "is not a member" in outside[2]
     assert (first, second) == ((0, True, [1, 2]), (1, False, [1, 2]))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import nn
 
-from tests.ranks import RankError
+from tests.ranks import RankError, for_each
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
@@ -112,19 +112,18 @@ def on_a_rank(case_name, image, text, sizes):
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradients_on_any_ranks_equal_one_process(ranks, name, sizes):
+def test_loss_and_gradients_on_any_ranks_equal_one_process(ranks, sizes):
     image, text = features(sum(sizes))
-    loss, image_grad, text_grad, number_grads = on_a_rank(name, image, text, [sum(sizes)])
-    results = ranks(len(sizes), on_a_rank, name, image, text, sizes)
-    world_size = len(sizes)
-    for each in results:
-        torch.testing.assert_close(each[0], loss, rtol=1e-9, atol=0)
-        # What every rank uses directly has the whole gradient on every rank, which is also what DDP averages it to.
-        torch.testing.assert_close(each[3], number_grads, rtol=1e-9, atol=1e-12)
-    # Features get W times theirs (see vqclip.dist).
-    for k, whole in ((1, image_grad), (2, text_grad)):
-        torch.testing.assert_close(torch.cat([r[k] for r in results]), world_size * whole, rtol=1e-9, atol=1e-12)
+    found = ranks(len(sizes), for_each, on_a_rank, [(name, image, text, sizes) for name in LOSSES])
+    for name, results in zip(LOSSES, zip(*found, strict=True), strict=True):
+        loss, image_grad, text_grad, number_grads = on_a_rank(name, image, text, [sum(sizes)])
+        for each in results:
+            torch.testing.assert_close(each[0], loss, rtol=1e-9, atol=0)
+            # A scalar that every rank uses has the whole gradient on every rank, which is also DDP's average of it.
+            torch.testing.assert_close(each[3], number_grads, rtol=1e-9, atol=1e-12)
+        # Features get W times theirs (see vqclip.dist).
+        for k, whole in ((1, image_grad), (2, text_grad)):
+            torch.testing.assert_close(torch.cat([r[k] for r in results]), len(sizes) * whole, rtol=1e-9, atol=1e-12)
 
 
 class Towers(nn.Module):
@@ -234,7 +233,7 @@ def unlike_widths(case_name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_with_unlike_features_are_told_apart(ranks, name):
-    with pytest.raises(RankError, match=r"ranks \[1\] have other ones"):
+    with pytest.raises(RankError, match=r"ranks \[1\] have different rows"):
         ranks(2, unlike_widths, name, timeout=20.0)
 
 

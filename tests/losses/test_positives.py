@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from tests.losses.test_tiled import KINDS, pairs, tile_bytes, value_and_gradients
+from tests.losses.test_tiled import KINDS, assert_equals_one_process, pairs, tile_bytes, value_and_gradients
+from tests.ranks import for_each
 from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.losses import ContrastiveConfig, ContrastiveLoss, pair_keys
@@ -19,9 +21,9 @@ IMPLEMENTATIONS = get_args(Implementation)
 KEYS = torch.tensor([0, 1, 2, 1, 3, 0, 1, 4, 5, 6, 7])
 
 
-def softmax_without(image, text, numbers, keys):
+def softmax_without(image, text, scale, keys):
     """Every row and column with its own pair and the pairs of other keys alone."""
-    logits = numbers[0] * image @ text.T
+    logits = scale * image @ text.T
     losses = []
     for scores in (logits, logits.T):
         for k, row in enumerate(scores):
@@ -30,13 +32,10 @@ def softmax_without(image, text, numbers, keys):
     return torch.stack(losses).mean()
 
 
-def sigmoid_without(image, text, numbers, keys):
-    logits = numbers[0] * image @ text.T + numbers[1]
+def sigmoid_without(image, text, scale, bias, keys):
+    logits = scale * image @ text.T + bias
     asked = keys[:, None] != keys
     return (F.softplus(logits[asked]).sum() + F.softplus(-logits.diagonal()).sum()) / len(keys)
-
-
-BY_HAND = {"contrastive": softmax_without, "sigmoid": sigmoid_without}
 
 
 def on_a_rank(kind, impl, sizes, tile=None):
@@ -51,23 +50,16 @@ def on_a_rank(kind, impl, sizes, tile=None):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tile"),
-    [([11], None), ([11], (200, 0)), ([11], (200, 400)), ([6, 5], None), ([6, 5], (200, 400)), ([4, 0, 7], (200, 0))],
+    ("sizes", "tiles"),
+    [([11], [None, (200, 0), (200, 400)]), ([6, 5], [None, (200, 400)]), ([4, 0, 7], [(200, 0)])],
     ids=str,
 )
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_pairs_of_one_key_are_no_negatives(ranks, kind, impl, sizes, tile):
-    _, numbers = KINDS[kind]
-    by_hand = BY_HAND[kind]
-    value, image, text, *others = value_and_gradients(
-        lambda image, text, *numbers: by_hand(image, text, numbers, KEYS), *pairs(11), numbers
-    )
-    results = ranks(len(sizes), on_a_rank, kind, impl, sizes, tile)
-    for each in results:
-        torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
-    for k, whole in ((1, image), (2, text)):
-        torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
+def test_pairs_of_one_key_are_no_negatives(ranks, sizes, tiles):
+    cases = [(kind, impl, sizes, tile) for kind in KINDS for impl in IMPLEMENTATIONS for tile in tiles]
+    found = ranks(len(sizes), for_each, on_a_rank, cases)
+    for (kind, *_), results in zip(cases, zip(*found, strict=True), strict=True):
+        by_hand = partial(softmax_without if kind == "contrastive" else sigmoid_without, keys=KEYS)
+        assert_equals_one_process(results, value_and_gradients(by_hand, *pairs(11), KINDS[kind][1]))
 
 
 def smoothed_on_a_rank(impl, sizes):
@@ -76,18 +68,15 @@ def smoothed_on_a_rank(impl, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[11], [6, 5], [4, 0, 7]], ids=str)
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_label_smoothing_is_that_of_torch(ranks, impl, sizes):
+def test_label_smoothing_is_that_of_torch(ranks, sizes):
     def by_torch(image, text, scale):
         logits, targets = scale * image @ text.T, torch.arange(11)
         return sum(F.cross_entropy(scores, targets, label_smoothing=0.2) for scores in (logits, logits.T)) / 2
 
-    value, image, text, scale = value_and_gradients(by_torch, *pairs(11), (14.0,))
-    results = ranks(len(sizes), smoothed_on_a_rank, impl, sizes)
-    for each in results:
-        torch.testing.assert_close([each[0], each[3]], [value, scale], rtol=1e-9, atol=1e-12)
-    for k, whole in ((1, image), (2, text)):
-        torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
+    expected = value_and_gradients(by_torch, *pairs(11), (14.0,))
+    found = ranks(len(sizes), for_each, smoothed_on_a_rank, [(impl, sizes) for impl in IMPLEMENTATIONS])
+    for results in zip(*found, strict=True):
+        assert_equals_one_process(results, expected)
 
 
 def test_keys_of_samples_and_of_captions():

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.quantizers.test_distributed import collectives
-from tests.ranks import RankError
+from tests.ranks import RankError, for_each
 from vqclip import dist
 from vqclip.errors import ConfigError, DistributedError, ShapeError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
@@ -66,6 +66,15 @@ def test_the_size_of_a_tile_does_not_matter(kind, impl, tile, kept):
         )
 
 
+def assert_equals_one_process(results, expected):
+    """Values and gradients of all ranks beside those of one process; see `vqclip.dist` for the factor."""
+    value, image, text, *others = expected
+    for each in results:
+        torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
+    for k, whole in ((1, image), (2, text)):
+        torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
+
+
 def on_a_rank(kind, impl, sizes, tile, members):
     group = None if members is None else dist_group(members)
     if members is not None and dist.rank() not in members:
@@ -80,20 +89,17 @@ def dist_group(members):
     return c10d.new_group(members)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("sizes", "world_size", "members"),
     [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2]), ([4, 0, 5], 4, [1, 2, 3])],
 )
-def test_many_tiles_on_many_ranks(ranks, kind, impl, sizes, world_size, members):
-    loss, numbers = KINDS[kind]
-    value, image, text, *others = value_and_gradients(loss("gather"), *pairs(sum(sizes)), numbers)
-    results = [r for r in ranks(world_size, on_a_rank, kind, impl, sizes, 500, members) if r is not None]
-    for each in results:
-        torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
-    for k, whole in ((1, image), (2, text)):
-        torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
+def test_many_tiles_on_many_ranks(ranks, sizes, world_size, members):
+    cases = [(kind, impl, sizes, 500, members) for kind in KINDS for impl in IMPLEMENTATIONS]
+    found = ranks(world_size, for_each, on_a_rank, cases)
+    for (kind, *_), results in zip(cases, zip(*found, strict=True), strict=True):
+        loss, numbers = KINDS[kind]
+        expected = value_and_gradients(loss("gather"), *pairs(sum(sizes)), numbers)
+        assert_equals_one_process([each for each in results if each is not None], expected)
 
 
 def in_fp32_on_a_rank(kind, impl, sizes):
@@ -102,17 +108,17 @@ def in_fp32_on_a_rank(kind, impl, sizes):
     return value_and_gradients(loss(impl), *mine, numbers)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [[12, 9], [7, 4, 9], [5, 0, 6, 2]], ids=str)
-def test_fp32_on_many_ranks(ranks, kind, impl, sizes):
-    loss, numbers = KINDS[kind]
-    exact = value_and_gradients(loss("gather"), *(t.float().double() for t in pairs(sum(sizes))), numbers)
-    results = ranks(len(sizes), in_fp32_on_a_rank, kind, impl, sizes)
-    whole = [torch.cat([each[k] for each in results]) / len(sizes) for k in (1, 2)]
-    for each in results:
-        assert {tensor.dtype for tensor in each} == {torch.float32}
-        assert max(errors([each[0], *whole, *each[3:]], exact)) <= 5e-6
+def test_fp32_on_many_ranks(ranks, sizes):
+    cases = [(kind, impl, sizes) for kind in KINDS for impl in IMPLEMENTATIONS]
+    found = ranks(len(sizes), for_each, in_fp32_on_a_rank, cases)
+    for (kind, *_), results in zip(cases, zip(*found, strict=True), strict=True):
+        loss, numbers = KINDS[kind]
+        exact = value_and_gradients(loss("gather"), *(t.float().double() for t in pairs(sum(sizes))), numbers)
+        whole = [torch.cat([each[k] for each in results]) / len(sizes) for k in (1, 2)]
+        for each in results:
+            assert {tensor.dtype for tensor in each} == {torch.float32}
+            assert max(errors([each[0], *whole, *each[3:]], exact)) <= 5e-6
 
 
 def bytes_of_ring_shifts(kind):
@@ -142,7 +148,7 @@ def keys_on_rank_0(kind, impl):
     loss, numbers = KINDS[kind]
     bias = [None] * (2 - len(numbers))
     keys = torch.arange(5) if dist.rank() == 0 else None
-    with pytest.raises(DistributedError, match="with keys, and ranks|have other ones") as error:
+    with pytest.raises(DistributedError, match="with keys, ranks|have different rows") as error:
         value_and_gradients(lambda *inputs: loss(impl)(*inputs, *bias, keys), *pairs(5), numbers)
     return str(error.value)
 
@@ -151,8 +157,8 @@ def keys_on_rank_0(kind, impl):
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_on_some_ranks_only_are_refused_at_once(ranks, kind, impl):
     zero, one = ranks(2, keys_on_rank_0, kind, impl, timeout=20.0)
-    assert "rank 0 has rows (16,) of torch.float64, with keys, and ranks [1] have other ones" in zero
-    assert "rank 1 has rows (16,) of torch.float64, and ranks [0] have other ones" in one
+    assert "rank 0 has rows (16,) of torch.float64, with keys, and ranks [1] have different rows" in zero
+    assert "rank 1 has rows (16,) of torch.float64, and ranks [0] have different rows" in one
 
 
 @pytest.mark.parametrize("impl", WITHOUT_SQUARE)
@@ -367,7 +373,7 @@ def test_says_how_many_tiles_it_keeps(caplog):
         for _ in range(2):
             value_and_gradients(loss(), *pairs(41), numbers)
     said = [record.message for record in caplog.records if record.name == "vqclip.losses.tiles"]
-    assert said == ["41 images meet 41 texts in 9 tiles; 3 are kept for the second round, 6 computed again"]
+    assert said == ["41 images × 41 texts in 9 tiles; 3 are kept for the second round, 6 are computed again"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

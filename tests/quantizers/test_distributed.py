@@ -13,19 +13,13 @@ from torch import Tensor
 from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.quantizers import FSQConfig, LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
+from vqclip.quantizers import LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
 
 OF_THE_CODES = {"codebook", "orthogonality"}
 """Losses whose gradient moves the codes; `test_two_forwards_before_one_backward_under_ddp` looks at it."""
 
-SPLITS = {
-    "2 equal": (8, 8),
-    "2 unequal": (12, 4),
-    "2 with an empty one": (16, 0),
-    "4 equal": (4, 4, 4, 4),
-    "4 unequal": (7, 1, 5, 3),
-    "4 with empty ones": (0, 16, 0, 0),
-}
+SPLITS = ((8, 8), (12, 4), (16, 0), (4, 4, 4, 4), (7, 1, 5, 3), (0, 16, 0, 0))
+"""Samples of each rank: equal, unequal and empty shares."""
 
 
 def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
@@ -77,19 +71,23 @@ def losses_and_gradient(
     return {name: loss.detach() for name, loss in losses.items()}, gradients, quantizer.metrics(stats)
 
 
-def on_my_share(config: QuantizerConfig, split: Sequence[int], micro_batches: int):
-    quantizer = built(config)
-    x, mask = global_batch(quantizer.dim)
-    rank = dist.rank()
-    return losses_and_gradient(quantizer, x.split(list(split))[rank], mask.split(list(split))[rank], micro_batches)
+Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def assert_equals_one_process(
-    ranks: RankPool, config: QuantizerConfig, split: Sequence[int], micro_batches: int
-) -> None:
+def on_my_share(cases: Sequence[tuple[QuantizerConfig, Sequence[int], int]]) -> list[Found]:
+    """Losses, gradients and metrics of this rank for each (configuration, split, number of microbatches)."""
+    found = []
+    for config, split, microbatches in cases:
+        quantizer = built(config)
+        x, mask = (part.split(list(split))[dist.rank()] for part in global_batch(quantizer.dim))
+        found.append(losses_and_gradient(quantizer, x, mask, microbatches))
+    return found
+
+
+def assert_equals_one_process(config: QuantizerConfig, results: Sequence[Found]) -> None:
+    """``results``: one for each rank."""
     quantizer = built(config)
     losses, gradients, metrics = losses_and_gradient(quantizer, *global_batch(quantizer.dim))
-    results = ranks(len(split), on_my_share, config, split, micro_batches)
     for theirs, _, their_metrics in results:
         assert theirs.keys() == losses.keys()
         assert their_metrics.keys() == metrics.keys()
@@ -99,28 +97,38 @@ def assert_equals_one_process(
             torch.testing.assert_close(their_metrics[name], metrics[name], rtol=1e-12, atol=0)
     for name, gradient in gradients.items():
         # The convention of `vqclip.dist`: backward gives the sum over ranks' losses, and DDP takes the mean.
-        together = torch.cat([theirs[name] for _, theirs, _ in results]) / len(split)
+        together = torch.cat([theirs[name] for _, theirs, _ in results]) / len(results)
         torch.testing.assert_close(together, gradient, rtol=1e-10, atol=1e-12)
         assert (gradient != 0).any() or name in OF_THE_CODES
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS.keys())
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_lfq_entropy_mean_keeps_its_gradient(ranks: RankPool, split: Sequence[int], micro_batches: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_lfq_entropy_mean_keeps_its_gradient(ranks: RankPool, world_size: int) -> None:
     """Bug report 1: the mean code distribution went through an all_reduce that drops gradients."""
     config = LFQConfig(bits=7, entropy_temperature=1.0)
-    assert_equals_one_process(ranks, config, split, micro_batches)
+    cases = [(config, split, count) for split in SPLITS if len(split) == world_size for count in (1, 4)]
+    for results in zip(*ranks(world_size, on_my_share, cases), strict=True):
+        assert_equals_one_process(config, results)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_equals_one_process(ranks: RankPool, config: QuantizerConfig) -> None:
-    assert_equals_one_process(ranks, config, (7, 1, 5, 3), 2)
+@pytest.fixture(scope="module")
+def on_four_ranks(ranks: RankPool) -> dict[str, tuple[Found, ...]]:
+    """The results of all ranks, by name of the configuration."""
+    found = ranks(4, on_my_share, [(config, (7, 1, 5, 3), 2) for config in CONFIGS.values()])
+    return dict(zip(CONFIGS, zip(*found, strict=True), strict=True))
 
 
-def forwards_alone(config: QuantizerConfig) -> list[int]:
-    """Rank 0 uses the quantizer in every way that needs no other rank; rank 1 does nothing and leaves."""
-    if dist.rank() != 0:
-        return []
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_one_process(on_four_ranks: dict[str, tuple[Found, ...]], name: str) -> None:
+    assert_equals_one_process(CONFIGS[name], on_four_ranks[name])
+
+
+def forwards_alone(names: Sequence[str]) -> dict[str, list[bool]]:
+    """Use quantizers on rank 0 in every way that needs no other rank; rank 1 does nothing and leaves."""
+    return {name: forward_alone(CONFIGS[name]) for name in names} if dist.rank() == 0 else {}
+
+
+def forward_alone(config: QuantizerConfig) -> list[bool]:
     quantizer = config.build()
     x, mask = global_batch(quantizer.dim)
     done = []
@@ -142,12 +150,11 @@ def forwards_alone(config: QuantizerConfig) -> list[int]:
 
 def test_fsq_never_synchronises_outside_training(ranks: RankPool) -> None:
     """Bug report 4: a forward on rank 0 alone, in train and eval, does not wait for the others."""
-    assert ranks(2, forwards_alone, FSQConfig(), timeout=20.0) == [[True, False], []]
+    assert ranks(2, forwards_alone, ["fsq"], timeout=20.0) == [{"fsq": [True, False]}, {}]
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_rank_zero_alone_never_waits(ranks: RankPool, config: QuantizerConfig) -> None:
-    assert ranks(2, forwards_alone, config, timeout=20.0) == [[True, False], []]
+def test_rank_zero_alone_never_waits(ranks: RankPool) -> None:
+    assert ranks(2, forwards_alone, list(CONFIGS), timeout=60.0) == [{name: [True, False] for name in CONFIGS}, {}]
 
 
 def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[str]]:
@@ -176,6 +183,10 @@ def test_all_statistics_travel_in_one_collective(ranks: RankPool) -> None:
                 assert a[name].shape == b[name].shape
 
 
+def all_ddp_gradients(configs: Sequence[QuantizerConfig], split: Sequence[int]) -> list[list[Tensor]]:
+    return [ddp_gradients(config, split) for config in configs]
+
+
 def ddp_gradients(config: QuantizerConfig, split: Sequence[int]) -> list[Tensor]:
     """A linear layer under the quantizer, two forwards before one backward, gradients averaged as DDP does."""
     torch.manual_seed(0)
@@ -194,22 +205,9 @@ def ddp_gradients(config: QuantizerConfig, split: Sequence[int]) -> list[Tensor]
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsq",
-        "lfq",
-        "product of lfq",
-        "bsq",
-        "vq",
-        "simvq",
-        "vq, learned",
-        "residual of vq",
-        "product of residual of vq",
-    ],
-)
-def test_two_forwards_before_one_backward_under_ddp(ranks: RankPool, name: str) -> None:
-    expected = ddp_gradients(CONFIGS[name], (16,))
-    for gradients in ranks(2, ddp_gradients, CONFIGS[name], (12, 4)):
-        for a, b in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+def test_two_forwards_before_one_backward_under_ddp(ranks: RankPool) -> None:
+    names = ("fsq", "lfq", "product of lfq", "bsq", "vq", "simvq", "vq, learned", "residual of vq")
+    configs = [CONFIGS[name] for name in (*names, "product of residual of vq")]
+    expected = all_ddp_gradients(configs, (16,))
+    for found in ranks(2, all_ddp_gradients, configs, (12, 4)):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -80,7 +80,7 @@ def test_group_norm_takes_the_place_of_batch_norm():
     tower = TimmTowerConfig(name="resnet10t", image_size=32, group_norm=8, args=sizes).build()
     norms = [module for module in tower.modules() if isinstance(module, torch.nn.GroupNorm)]
     assert {norm.num_channels // norm.num_groups for norm in norms} == {8}
-    with pytest.raises(ConfigError, match="tower.group_norm: got 5 channels a group"):
+    with pytest.raises(ConfigError, match="tower.group_norm: got 5 channels per group"):
         TimmTowerConfig(name="resnet10t", image_size=32, group_norm=5, args=sizes).build()
     with pytest.raises(ConfigError, match="got args.norm_layer too"):
         TimmTowerConfig(name="resnet10t", image_size=32, group_norm=8, args={"norm_layer": "groupnorm"}).build()
@@ -212,7 +212,7 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
     with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt cannot be read.*expected a .safetensors"):
         from_file(file)
     torch.save([1, 2], file)
-    with pytest.raises(ConfigError, match="got a list that is no state dict"):
+    with pytest.raises(ConfigError, match="got a list, expected a state dict"):
         from_file(file)
     for damaged in (b"", b"nothing of the sort", b"PK\x03\x04" + bytes(50)):
         for name in ("weights.pt", "weights.safetensors"):

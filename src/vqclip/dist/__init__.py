@@ -1,18 +1,28 @@
-"""All that vqclip knows of other processes: the only package that talks to torch.distributed.
+"""Communication between processes: the only package that calls torch.distributed.
 
-Everything here is the identity when there is one process, reads the state of the process group when called (so a module
-may be built before or after `init`), and takes an optional `group`; ranks are then ranks within that group. All ranks
-of the group must call the same functions in the same order.
+After `vqclip.nn`; before the losses, quantizers and training loop, which call it. With one process every function is
+the identity. The process group is read at each call, so a module may be built before or after `init`. Functions take an
+optional `group`; ranks are then ranks within that group. All ranks of the group must call the same functions in the
+same order.
 
 **How gradients are scaled.** Every rank computes the full loss over the global batch, so all ranks hold the same
 scalar L and each calls `L.backward()`. The backward of a collective returns the *sum* over ranks of the incoming
-gradients; as all W ranks differentiate the same L, what reaches a rank's own input is W · dL/dx. DDP then *averages*
-the gradients of the parameters over ranks, which divides by W. Together they give the gradient that one process
-computes on the whole batch, for equal, unequal and empty shares alike. Two rules follow: normalise a loss by the
-*global* count (`global_mean`), never by the local one; and a parameter that every rank uses in the loss itself, such as
-the temperature, needs no collective, for DDP's average of W equal gradients is the right one.
+gradients. All W ranks differentiate the same L, so a rank's own input receives W · dL/dx. DDP then *averages* the
+gradients of the parameters over ranks, which divides by W. Together they give the gradient that one process computes on
+the whole batch, with equal, unequal and empty batches per rank:
 
-Which sum to use:
+    f = tower(x)                       # this rank's B samples
+    F = all_gather(f)                  # (G, E), the same on every rank
+    L = loss(F) / G                    # global count G, never B: the same L on every rank
+    L.backward()
+        all_gather.backward            # sum over ranks of dL/dF, this rank's rows: W · dL/df
+        tower.backward                 # W · this rank's part of dL/dw
+        DDP                            # mean over ranks: sum of W · parts / W = dL/dw
+
+Two rules follow. Normalise a loss by the *global* count (`global_mean`), never by the local one. A parameter that every
+rank uses in the loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right.
+
+Choose the sum by its use:
 
 - `reduce_`: statistics that carry no gradient, in place (it refuses a tensor that requires one).
 - `replicated_sum`, `global_mean`: all ranks compute the *same* loss from the result. Backward is W times the gradient,
@@ -20,8 +30,8 @@ Which sum to use:
 - `all_reduce`: the ranks compute *different* things from the result; backward is a collective, like that of
   `all_gather`, and must run on every rank.
 
-A peer that died, or a wait longer than the timeout given to `init`, ends in a `DistributedError` that names the
-collective. (NCCL enforces its timeout in a thread of its own, which ends the process with NCCL's message instead.)
+If another rank dies, or a wait exceeds the timeout given to `init`, the collective raises a `DistributedError` with its
+name. (NCCL checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
 """
 
 from vqclip.dist._collectives import (

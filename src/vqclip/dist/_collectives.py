@@ -1,9 +1,8 @@
-"""Collectives on tensors. How their gradients are scaled is said once, in the docstring of the package.
+"""Collectives on tensors. The docstring of the package states how their gradients are scaled.
 
-The autograd functions below stand on the public `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce`,
-which are the same, eager and compiled, in every torch that we support. `torch.distributed.nn.functional` offers the
-like, but from torch 2.15 on it warns that it is deprecated and refuses to be compiled. A test holds the gradients equal
-to its.
+The autograd functions below use the public `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce`.
+`torch.distributed.nn.functional` has similar functions, but from torch 2.15 on it is deprecated and cannot be compiled.
+A test compares the gradients with it.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = Non
 
     Args:
         x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero, everything else must be equal.
-        sizes: All B_r in rank order, where the caller knows them. Saves the exchange that asks for them, with its
-            checks, and lets `torch.compile` keep one graph.
+        sizes: All B_r in rank order, if the caller knows them. This skips `gather_sizes`, with its checks, and lets
+            `torch.compile` keep one graph.
         group: The ranks that take part; all of them by default.
 
     Returns:
-        `(ΣB_r, ...)`, the same on every rank. Backward gives a rank the sum over ranks of the gradients of its own
-        rows; it is a collective, so every rank must run it.
+        `(ΣB_r, ...)`, the same on every rank. Backward returns the sum over ranks of the gradients of this rank's rows;
+        it is a collective, so every rank must run it.
 
     Raises:
         ShapeError: `x` is a scalar, or `sizes` do not fit.
-        DistributedError: The ranks' dtypes or shapes do not fit together, or only some of them want gradients (the
+        DistributedError: The ranks' dtypes or shapes do not fit together, or only some of them need gradients (the
             others would never enter the backward).
     """
     if x.ndim == 0:
@@ -53,7 +52,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = Non
         )
     if sum(sizes) * math.prod(x.shape[1:]) == 0:
         return x.new_empty(sum(sizes), *x.shape[1:])
-    if x.dtype == torch.bool:  # gloo knows none
+    if x.dtype == torch.bool:  # gloo does not support it
         return all_gather(x.to(torch.uint8), sizes, group).to(torch.bool)
     longest = max(sizes)
     padding = x.new_zeros(longest - x.shape[0], *x.shape[1:])
@@ -64,10 +63,16 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None, group: Group = Non
 
 
 def gather_sizes(x: Tensor, group: Group = None, note: str = "") -> list[int]:
-    """Every rank's number of rows B_r, in rank order, having checked that `all_gather(x)` is possible.
+    """Return every rank's number of rows B_r in rank order, after checking that `all_gather(x)` is possible.
+
+    Args:
+        x: `(B_r, ...)`.
+        group: The ranks that take part; all of them by default.
+        note: A further property that must be equal on all ranks, as text for the message.
 
     Raises:
-        DistributedError: The ranks differ in dtype, in the shape of a row, or in whether they want gradients.
+        DistributedError: The ranks differ in dtype, in the shape of a row, in the note, or in whether they need
+            gradients.
     """
     if not is_distributed(group):
         return [x.shape[0]]
@@ -80,13 +85,13 @@ def gather_sizes(x: Tensor, group: Group = None, note: str = "") -> list[int]:
     if len(set(rows)) > 1:
         others = [r for r, other in enumerate(rows) if other != rows[rank(group)]]
         raise DistributedError(
-            f"all_gather: rank {rank(group)} has rows {row}, and ranks {others} have other ones; "
+            f"all_gather: rank {rank(group)} has rows {row}, ranks {others} have different rows; "
             "dtype and all dimensions but the first must be equal"
         )
     if len(set(wants)) > 1:
         with_grad = [r for r, want in enumerate(wants) if want]
         raise DistributedError(
-            f"all_gather: only ranks {with_grad} of {len(wants)} want gradients, so the backward would wait for ever; "
+            f"all_gather: only ranks {with_grad} of {len(wants)} need gradients, so the backward would never finish; "
             "run all ranks with gradients (an empty batch too) or all under torch.no_grad()"
         )
     return sizes
@@ -100,7 +105,8 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
         group: The ranks that take part; all of them by default.
 
     Returns:
-        Like `x`, the same on every rank. Backward sums the gradients over ranks: a collective, to be run by every rank.
+        Like `x`, the same on every rank. Backward sums the gradients over ranks; it is a collective, so every rank must
+        run it.
     """
     return _AllReduce.apply(x, group) if is_distributed(group) else x
 
@@ -108,7 +114,8 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
 def replicated_sum(x: Tensor, group: Group = None) -> Tensor:
     """Sum `x` over ranks into a new tensor from which every rank computes the same loss.
 
-    As the ranks' incoming gradients are then equal, their sum is W times one's own: backward holds no collective.
+    The incoming gradients are then equal on all ranks and their sum is W times one of them, so backward needs no
+    collective.
 
     Args:
         x: Any shape, equal on every rank.
@@ -121,19 +128,19 @@ def replicated_sum(x: Tensor, group: Group = None) -> Tensor:
 
 
 def global_mean(total: Tensor, count: Tensor | float, group: Group = None) -> Tensor:
-    """Σ total ÷ Σ count over ranks, in one reduction, for a loss that every rank computes alike (`replicated_sum`).
+    """Return Σ total ÷ Σ count over ranks, in one reduction, for a loss that all ranks compute (`replicated_sum`).
 
-    A mean of the ranks' means would be wrong where they hold different counts.
+    The mean of per-rank means would be wrong when ranks have different counts.
 
     Args:
         total: This rank's sum, any shape, floating point; may carry a gradient.
-        count: This rank's number of terms (or sum of weights), a scalar or shaped like `total`; zero on an empty rank.
+        count: This rank's number of terms (or sum of weights), a scalar or of `total`'s shape; zero on an empty rank.
         group: The ranks that take part; all of them by default.
 
     Returns:
-        Shape and dtype of `total`, the same on every rank; 0 where the global count is 0. Summed in fp64.
+        Shape and dtype of `total`, the same on every rank; 0 where the global count is 0. Summed in fp64, in which
+        every count is exact.
     """
-    # In fp64, in which every count is exact.
     share = torch.as_tensor(count, device=total.device).to(torch.float64)
     flat = torch.cat([total.to(torch.float64).reshape(-1), share.reshape(-1)])
     totals, counts = replicated_sum(flat, group).split([total.numel(), share.numel()])
@@ -158,8 +165,8 @@ def reduce_(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """
     if x.requires_grad:
         raise DistributedError(
-            "reduce_ was given a tensor that requires a gradient, and would drop it; use replicated_sum where every "
-            "rank computes the same loss from the sum, all_reduce where not, or pass x.detach()"
+            "reduce_: got a tensor that requires a gradient, expected one without; use replicated_sum if every rank "
+            "computes the same loss from the sum, all_reduce if not, or pass x.detach()"
         )
     ops = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX, "min": c10d.ReduceOp.MIN}
     if op not in ops:
@@ -173,7 +180,7 @@ def reduce_(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group = None) -> Tensor:
-    """Sum `x` over ranks and give each rank its own rows of the sum: `all_gather` the other way round. No gradient.
+    """Sum `x` over ranks and return this rank's rows of the sum: the inverse of `all_gather`. Carries no gradient.
 
     Args:
         x: `(ΣB_r, ...)`, equal in shape on every rank; half precision is summed in fp32.
@@ -204,25 +211,25 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int], group: Group = None) -> Tens
 
 
 def ring_shift(x: Tensor, rows: int, group: Group = None) -> Tensor:
-    """Hand `x` to the next rank and take what the rank before this one hands on; the last one's next is rank 0.
+    """Send `x` to the next rank and receive the previous rank's `x`; the last rank sends to rank 0.
 
-    A rank with nothing to send or to take may stay out of it, which NCCL wants no rank to do in the very first
-    collective of a group: start with another one there.
+    A rank with nothing to send or receive takes no part. NCCL does not allow that in the first collective of a group:
+    call another one before.
 
     Args:
         x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero. Carries no gradient.
-        rows: B of the rank before this one.
+        rows: B of the previous rank.
         group: The ranks that take part; all of them by default.
 
     Returns:
         `(rows, ...)`; `x` itself in one process.
 
     Raises:
-        ShapeError: in one process, where `rows` are not those of `x`.
+        ShapeError: With one process, when `rows` is not the number of rows of `x`.
     """
     if not is_distributed(group):
         if rows != x.shape[0]:
-            raise ShapeError(f"ring_shift: expected {rows} rows, but the one process there is hands on {x.shape[0]}")
+            raise ShapeError(f"ring_shift: got {x.shape[0]} rows in one process, expected {rows}")
         return x
     here, ranks = rank(group), world_size(group)
     x, out = x.detach().contiguous(), x.new_empty(rows, *x.shape[1:])
@@ -236,10 +243,10 @@ def ring_shift(x: Tensor, rows: int, group: Group = None) -> Tensor:
 
 
 def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
-    """Give every rank rank `src`'s values, in place.
+    """Copy rank `src`'s values to every rank, in place.
 
     Args:
-        x: Any shape and dtype, equal on every rank; what the other ranks hold is overwritten. Carries no gradient.
+        x: Any shape and dtype, equal on every rank; overwritten on the other ranks. Carries no gradient.
         src: Rank within `group`.
         group: The ranks that take part; all of them by default.
 
@@ -247,7 +254,7 @@ def broadcast_(x: Tensor, src: int = 0, group: Group = None) -> Tensor:
         `x`, the same on every rank.
 
     Raises:
-        DistributedError: `src` is no rank of the group.
+        DistributedError: `src` is not a rank of the group.
     """
     if not 0 <= src < world_size(group):
         raise DistributedError(f"broadcast_: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
@@ -272,7 +279,7 @@ def _global_rank(within: int, group: Group) -> int:
 
 
 def _sum_over_ranks(x: Tensor, name: str, group: Group) -> Tensor:
-    """A new tensor with the sum over ranks; half precision is summed in fp32."""
+    """Return the sum over ranks in a new tensor; half precision is summed in fp32."""
     total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
     if total.numel():
         run_collective(name, c10d.all_reduce, total, group=group)
@@ -284,7 +291,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of equal shares; backward sums the gradients over ranks and hands each its own rows."""
+    """All-gather of equal sizes; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -317,7 +324,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _ReplicatedSum(torch.autograd.Function):
-    """Sum over ranks; backward is W times the gradient, which is the same on every rank."""
+    """Sum over ranks; backward multiplies the gradient, equal on all ranks, by W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

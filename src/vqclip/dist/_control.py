@@ -1,4 +1,4 @@
-"""Small messages between ranks: flags, seeds, and plain values as JSON (never pickle, which can run code)."""
+"""Small messages between ranks: flags, seeds, and values as JSON (never pickle, which can run code)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vqclip.errors import DistributedError, StopRequested
 
 
 def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
-    """Whether `flag` is true on at least one rank: how ranks agree to stop at the same step."""
+    """Return True if `flag` is true on at least one rank, for example to stop all ranks at the same step."""
     return any_rank_each([flag], group)[0]
 
 
 def any_rank_each(flags: Sequence[bool | Tensor], group: Group = None) -> list[bool]:
-    """`any_rank` for several flags, in one exchange."""
+    """Return `any_rank` of several flags, in one collective."""
     mine = [bool(flag) for flag in flags]
     if not is_distributed(group):
         return mine
@@ -34,26 +34,26 @@ def any_rank_each(flags: Sequence[bool | Tensor], group: Group = None) -> list[b
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     any_rank(False, group)
 
 
 def shared_seed(group: Group = None) -> int:
-    """A fresh random integer in [0, 2^63), the same on every rank; drawn from the system, touching no generator."""
+    """Draw a random integer in [0, 2^63), the same on every rank, from the system's entropy and no generator."""
     return int(broadcast_json(secrets.randbits(63), group=group))
 
 
 def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
-    """Give every rank the `value` that rank `src` of the group holds.
+    """Return rank `src`'s `value` on every rank.
 
     Args:
-        value: What JSON can hold; what the other ranks pass is ignored. Comes back as JSON gives it: tuples as lists,
-            keys as strings.
+        value: A JSON value; ignored on the other ranks. It is returned as JSON has it: tuples as lists, keys as
+            strings.
         src: Rank within `group`.
         group: The ranks that take part; all of them by default.
 
     Raises:
-        DistributedError: `value` cannot be written as JSON, or `src` is no rank of the group. Raised on every rank.
+        DistributedError: `value` is not a JSON value, or `src` is not a rank of the group. Raised on every rank.
     """
     if not 0 <= src < world_size(group):
         raise DistributedError(f"broadcast_json: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
@@ -70,21 +70,21 @@ def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
 
 
 def run_on_main(work: Callable[[], Any], group: Group = None) -> Any:
-    """Run `work` on rank 0 alone and give every rank its result.
+    """Run `work` on rank 0 only and return its result on every rank.
 
     Args:
-        work: Returns what JSON can hold; uses no collective.
+        work: Returns a JSON value; calls no collective.
         group: The ranks that take part; all of them by default.
 
     Raises:
-        VqclipError: What `work` raised, on every rank; for an error of another kind, a DistributedError that names it
-            on all ranks but 0.
+        VqclipError: Raised by `work`, on every rank. Any other error becomes a DistributedError with its name on all
+            ranks except 0.
     """
     result, failure = None, None
     if is_main(group):
         try:
             result = work()
-        except Exception as error:  # whatever it is, the others wait to hear of it
+        except Exception as error:  # of any kind, because the other ranks wait for the result
             failure = error
     result, description = broadcast_json([result, _describe(failure)], group=group)
     if description is not None:
@@ -94,7 +94,7 @@ def run_on_main(work: Callable[[], Any], group: Group = None) -> Any:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
-    """Run the block on every rank; if it fails on one, raise on all of them instead of leaving the others waiting.
+    """Raise an exception of the block on all ranks if one rank fails, so that no rank waits for it.
 
     The block must not contain a collective.
 
@@ -103,13 +103,13 @@ def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
 
     Raises:
         StopRequested: On every rank, if one raised it.
-        VqclipError: What the first failed rank raised, on every rank; for an error of another kind, a DistributedError
-            that names it on the other ranks.
+        VqclipError: The error of the first failed rank, on every rank. Any other error becomes a DistributedError with
+            its name on the other ranks.
     """
     failure = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others wait to hear of it
+    except Exception as error:  # of any kind, because the other ranks wait for the result
         failure = error
     descriptions = gather_json(_describe(failure), group)
     failed = [each for each in range(len(descriptions)) if descriptions[each] is not None]
@@ -129,14 +129,14 @@ def _rebuild(description: list[str], rank: int) -> Exception:
 
 
 def gather_json(value: Any, group: Group = None) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank.
+    """Return every rank's `value` in rank order, on every rank.
 
     Args:
-        value: What JSON can hold. Comes back as JSON gives it: tuples as lists, keys as strings.
+        value: A JSON value. It is returned as JSON has it: tuples as lists, keys as strings.
         group: The ranks that take part; all of them by default.
 
     Raises:
-        DistributedError: Some rank's value cannot be written as JSON. Raised on every rank.
+        DistributedError: A rank's value is not a JSON value. Raised on every rank.
     """
     if not is_distributed(group):
         return [_decode(_encode(value))]
@@ -146,7 +146,7 @@ def gather_json(value: Any, group: Group = None) -> list[Any]:
     return [_decode(_to_bytes(part)) for part in parts]
 
 
-# A value that cannot be encoded travels as an error, so that all ranks raise instead of some waiting.
+# A value that cannot be encoded is sent as an error, so that all ranks raise and none waits.
 def _encode(value: Any) -> bytes:
     try:
         return json.dumps({"value": value}).encode()

@@ -1,4 +1,4 @@
-"""The last collectives of this process, for the report of a job that hangs."""
+"""The most recent collectives of this process, for the report of a job that hangs."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 
 from torch import Tensor
 
-_KEPT = 32
+_LENGTH = 32
 
 
 @dataclass(slots=True)
 class Collective:
-    """One that was entered."""
+    """A collective that this process has started."""
 
     number: int
-    """Counts from 1; the same on every rank, as all call the same ones in the same order (in subgroups, they do not)."""
+    """Counts from 1. Equal on all ranks, which call the same collectives in the same order, except in subgroups."""
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of its tensors; of those that travel through DDP, none is known."""
+    """Shapes of its tensors; empty for DDP, whose tensors are not known."""
     started: float
-    """By `time.monotonic`."""
+    """Time in seconds of `time.monotonic`."""
     finished: float | None = None
-    """When it returned, which NCCL's do before they are done; None: not yet, or it failed."""
+    """Time at which the call returned (with NCCL, before the work is done); None: not yet, or it failed."""
 
     def end(self) -> None:
-        """It has returned."""
+        """Record that the call returned."""
         self.finished = time.monotonic()
 
 
-_recent: deque[Collective] = deque(maxlen=_KEPT)
+_recent: deque[Collective] = deque(maxlen=_LENGTH)
 _numbers = itertools.count(1)
 
 
 def begin(name: str, arguments: Sequence[Any] = ()) -> Collective:
-    """Take down that one is entered, with the shapes of the tensors among its arguments."""
+    """Record that a collective starts, with the shapes of the tensors among its arguments."""
     shapes = tuple(tuple(each.shape) for each in arguments if isinstance(each, Tensor))
     entry = Collective(next(_numbers), name, shapes, time.monotonic())
     _recent.append(entry)
@@ -46,5 +46,5 @@ def begin(name: str, arguments: Sequence[Any] = ()) -> Collective:
 
 
 def recent_collectives() -> list[Collective]:
-    """The last 32 collectives of this process, oldest first; compiled ones are not among them."""
+    """Return the last 32 collectives of this process, oldest first, without those in compiled code."""
     return list(_recent)

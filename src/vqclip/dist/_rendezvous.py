@@ -1,8 +1,8 @@
-"""How the ranks of one life of a job find each other, and not those of a life before it.
+"""A separate part of torchrun's store for each start of a job.
 
-torchrun serves the store through which process groups are formed, and keeps it when it starts the ranks again
-(`--max-restarts`): with the addresses of the dead ranks still in it, which the new ones may read before those are
-overwritten (https://github.com/pytorch/pytorch/issues/135712). So each life agrees upon a prefix of its own.
+Ranks exchange their addresses through a store that torchrun serves. With `--max-restarts`, torchrun restarts the ranks
+but keeps the store, so that new ranks may read the addresses of dead ones
+(https://github.com/pytorch/pytorch/issues/135712). Each start therefore uses a new key prefix.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import time
 import torch.distributed as c10d
 
 _LEADER = "vqclip/leader"
-_LOOKS_S = (0.02, 0.5)
-"""Seconds between two looks: at first, and at most."""
+_POLL_S = (0.02, 0.5)
+"""Seconds between two polls: initial and longest."""
 
 
 def private_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> c10d.Store:
-    """A part of the store that only the ranks which call this now know of.
+    """Return a part of the store that only the ranks of this start use.
 
-    Rank 0 publishes a fresh name, under which every other rank leaves one of its own; rank 0 answers with all of them.
-    An answer that does not hold a rank's own name is one from an earlier life.
+    Rank 0 publishes a random name. Every other rank stores its own random name under it, and rank 0 answers with all
+    of them. An answer without a rank's own name comes from an earlier start and is ignored.
 
     Args:
-        store: what all ranks reach, with whatever is in it.
-        rank: of this process.
-        world_size: of the job.
-        timeout_s: longest wait for the others.
+        store: The store that all ranks share; may contain anything.
+        rank: The rank of this process.
+        world_size: The number of ranks of the job.
+        timeout_s: The longest wait for the other ranks, in seconds.
 
     Raises:
-        torch.distributed.DistError: not all ranks came within `timeout_s`.
+        torch.distributed.DistError: Not all ranks arrived within `timeout_s`.
     """
     name = secrets.token_hex(8)
     if rank == 0:
@@ -39,7 +39,7 @@ def private_store(store: c10d.Store, rank: int, world_size: int, timeout_s: floa
         names = [store.get(f"vqclip/{name}/{other}").decode() for other in range(1, world_size)]
         store.set(f"vqclip/{name}/all", json.dumps(names))
         return c10d.PrefixStore(f"vqclip/{name}", store)
-    end, (pause, longest) = time.monotonic() + timeout_s, _LOOKS_S
+    end, (pause, longest) = time.monotonic() + timeout_s, _POLL_S
     while time.monotonic() < end:
         leader = store.get(_LEADER).decode()
         store.set(f"vqclip/{leader}/{rank}", name)
@@ -48,4 +48,4 @@ def private_store(store: c10d.Store, rank: int, world_size: int, timeout_s: floa
             return c10d.PrefixStore(f"vqclip/{leader}", store)
         time.sleep(pause)
         pause = min(2 * pause, longest)
-    raise c10d.DistStoreError(f"rank 0 and the others did not all come within {timeout_s:g} s")
+    raise c10d.DistStoreError(f"not all ranks arrived within {timeout_s:g} s")

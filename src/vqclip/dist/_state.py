@@ -1,4 +1,4 @@
-"""Who and how many we are, joining and leaving the job, and errors that name the collective."""
+"""Rank and world size, joining and leaving the job, and errors that name the collective."""
 
 from __future__ import annotations
 
@@ -19,64 +19,63 @@ from vqclip.dist._rendezvous import private_store
 from vqclip.errors import DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
-"""A process group; None for that of the whole job."""
+"""A process group; None for the group of the whole job."""
 
-# What torchrun sets for every process and `env://` needs.
+# Variables that torchrun sets and `env://` needs.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_distributed(group: Group = None) -> bool:
-    """Whether there is more than one process (in `group`)."""
+    """Return True if there is more than one process (in `group`)."""
     return world_size(group) > 1
 
 
 def world_size(group: Group = None) -> int:
-    """Number of ranks W in `group`; 1 without a process group.
+    """Return the number of ranks W in `group`; 1 without a process group.
 
     Raises:
         DistributedError: This process does not belong to `group`.
     """
-    if not _initialized():
+    if not _has_process_group():
         return 1
     size = c10d.get_world_size(group)
     if size < 1:
         raise DistributedError(
-            f"rank {c10d.get_rank()} is not in the group it was given; "
-            "call the collectives of a subgroup on its members only"
+            f"group: rank {c10d.get_rank()} is not a member; call the collectives of a subgroup on its members only"
         )
     return size
 
 
 def rank(group: Group = None) -> int:
-    """This process's rank within `group`; 0 without a process group, -1 outside of `group`."""
-    return c10d.get_rank(group) if _initialized() else 0
+    """Return this process's rank within `group`; 0 without a process group, -1 outside `group`."""
+    return c10d.get_rank(group) if _has_process_group() else 0
 
 
 def local_rank() -> int:
-    """This process's rank on its machine, by which it picks its GPU; 0 unless torchrun says otherwise."""
+    """Return this process's rank on its machine, the index of its GPU; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_main(group: Group = None) -> bool:
-    """Whether this is rank 0 (of `group`), which writes logs and checkpoints."""
+    """Return True on rank 0 (of `group`), which writes logs and checkpoints."""
     return rank(group) == 0
 
 
 def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
-    """Join the job that torchrun's environment variables describe; without them (one process) do nothing.
+    """Join the job that torchrun's environment variables describe. Without them (one process), do nothing.
 
-    Tensors on the CPU travel by gloo, those on CUDA devices by NCCL. Does nothing if a process group exists already.
-    From then on this process gets SIGTERM when torchrun dies, on Linux.
+    CPU tensors use gloo, CUDA tensors NCCL. Does nothing if a process group exists already. On Linux this process
+    then receives SIGTERM when torchrun dies.
 
     Args:
         device: "cpu" or "cuda"; for "cuda" this process's GPU becomes the current one.
-        timeout_s: Seconds after which a wait for another rank, here or in any collective, ends in an error.
+        timeout_s: Longest wait for another rank, here or in any collective, in seconds.
 
     Raises:
-        DistributedError: Some variables are missing, the machine has fewer GPUs than ranks, or not all ranks came
+        DistributedError: Some variables are missing, the machine has fewer GPUs than ranks, or not all ranks arrived
             within `timeout_s`.
     """
-    if _initialized() or not any(name in os.environ for name in _TORCHRUN[:2]):
+    if _has_process_group() or not any(name in os.environ for name in _TORCHRUN[:2]):
         return
     if missing := [name for name in _TORCHRUN if name not in os.environ]:
         raise DistributedError(
@@ -88,12 +87,12 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
     if on_cuda:
         if local_rank() >= torch.cuda.device_count():
             raise DistributedError(
-                f"rank {os.environ['RANK']} wants GPU {local_rank()}, but this machine shows "
-                f"{torch.cuda.device_count()} of them; lower torchrun's --nproc-per-node, or train on the cpu"
+                f"rank {os.environ['RANK']} needs GPU {local_rank()}, but this machine has "
+                f"{torch.cuda.device_count()} GPUs; lower torchrun's --nproc-per-node, or train on the cpu"
             )
         torch.cuda.set_device(local_rank())
     with named_errors("init"):
-        # gloo stays for the small messages between the hosts even on GPUs: those then never wait for a GPU.
+        # With GPUs too, small messages use gloo, so that they never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)
         store, who, ranks = next(iter(c10d.rendezvous("env://", timeout=timeout)))
@@ -104,19 +103,19 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
 
 def shutdown() -> None:
     """Leave the job. Does nothing without a process group."""
-    if _initialized():
-        # The destructor of torch 2.6's gloo group waits, with the GIL in its hands, for a thread that may itself be
-        # waiting for the GIL to free the tensors of the last collective: a deadlock. Sleeping lets that thread finish.
+    if _has_process_group():
+        # A deadlock seen with torch 2.6, not known to be fixed: the destructor of gloo's group holds the GIL while it
+        # waits for a thread that needs the GIL to free the last collective's tensors. The sleep lets that thread end.
         time.sleep(0.1)
         c10d.destroy_process_group()
 
 
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn torch's errors about lost peers and timeouts inside the block into a `DistributedError` that names `what`.
+    """Raise torch's errors about lost ranks and timeouts in the block as a `DistributedError` that names `what`.
 
-    Other errors pass. For collectives that are not called through this package, such as those in DDP's backward; the
-    block counts as one of `recent_collectives`.
+    Other errors are not changed. Use it for collectives that are not called through this package, such as those of
+    DDP's backward. The block appears in `recent_collectives`.
 
     Raises:
         DistributedError: The block failed because of another rank.
@@ -128,14 +127,14 @@ def named_errors(what: str) -> Iterator[None]:
     except DistributedError:
         raise
     except RuntimeError as error:
-        # gloo has no error class of its own, but says where it comes from.
+        # gloo has no error class of its own, but its messages name it.
         if isinstance(error, c10d.DistError) or "gloo" in str(error).lower():
             raise _lost_peer(what, error) from error
         raise
 
 
 def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call `collective(*args, **kwargs)`; whatever goes wrong in it is raised as a `DistributedError` naming `name`."""
+    """Call `collective(*args, **kwargs)`; raise its errors as a `DistributedError` that contains `name`."""
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
@@ -148,33 +147,34 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
 
 
 def group_name(group: Group = None) -> str:
-    """The name by which an operator, whose arguments are numbers and strings, can be told of a group; "" for None."""
+    """Return the group's name, for operators, which take only tensors, numbers and strings; "" for None."""
     return "" if group is None else group.group_name
 
 
 def group_by_name(name: str) -> Group:
-    """The group of that name; see `group_name`."""
-    resolve: Callable[[Any], c10d.ProcessGroup] = _resolve_process_group  # later versions have a type for names
+    """Return the group of that name; see `group_name`."""
+    # Private, but torch has no public way from a name to its group. Later versions have a type for names.
+    resolve: Callable[[Any], c10d.ProcessGroup] = _resolve_process_group
     return None if not name else resolve(name)
 
 
 def control_device(group: Group) -> torch.device:
-    """Where the tensors of small messages live: the CPU, or this process's GPU in a group that has NCCL alone."""
+    """Return the device for small messages: the CPU, or this process's GPU if the group has only NCCL."""
     if "gloo" in c10d.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _initialized() -> bool:
-    # Not is_initialized(): torch.compile takes its answer for a constant, but guards this one.
+def _has_process_group() -> bool:
+    # Not is_initialized(), whose result torch.compile treats as a constant; it guards this one.
     return c10d.is_available() and c10d.group.WORLD is not None
 
 
 def _lost_peer(what: str, error: RuntimeError) -> DistributedError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    who = os.environ.get("RANK", "?") if not _initialized() else str(c10d.get_rank())
+    who = os.environ.get("RANK", "?") if not _has_process_group() else str(c10d.get_rank())
     return DistributedError(
         f"{what} failed on rank {who}: {reason}\n"
-        "Another rank has most likely died, stalled for longer than the timeout, or called something else; "
+        "Another rank has most likely died, stalled for longer than the timeout, or called a different collective; "
         "the first error in the output of the other ranks is the cause"
     )

@@ -1,4 +1,12 @@
-"""Losses over the global batch: one kind of loss a file, its config class beside it, one line in the union here."""
+"""Losses over the global batch: the embeddings of all ranks to one number.
+
+After `vqclip.model`, which makes the embeddings; before the training step.
+
+Each kind is one file with its config class, and one line in the union `LossConfig`.
+
+Where the loss is summed over ranks: `tiles.FeatureGradients.finish` (``tiled`` and ``ring``); ``gather`` needs no sum,
+because `features.gather_features` collects all features first.
+"""
 
 from typing import Annotated
 
@@ -11,7 +19,7 @@ from vqclip.losses.sigmoid import SigmoidConfig, SigmoidLoss
 from vqclip.losses.total import weighted_total
 
 LossConfig = Annotated[ContrastiveConfig | SigmoidConfig, Field(discriminator="kind")]
-"""Any kind of contrastive loss."""
+"""Configuration of any contrastive loss, chosen by ``kind``."""
 Loss = ContrastiveLoss | SigmoidLoss
 """Any contrastive loss."""
 

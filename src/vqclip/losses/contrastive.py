@@ -28,21 +28,21 @@ from vqclip.nn.precision import full_precision
 
 
 class ContrastiveLoss(nn.Module):
-    """Symmetric cross-entropy of every image among all texts and every text among all images.
+    """Symmetric cross-entropy of every image over all texts and of every text over all images.
 
-    Every rank returns the same value; see `vqclip.dist` for how its gradients are scaled.
+    Every rank returns the same value; see `vqclip.dist` for the scale of its gradients.
 
     Args:
-        impl: ``tiled``, with memory that grows with the batch; ``ring``, the same without all texts on every rank; or
-            ``gather``, the readable reference: all features are gather_features with their gradients and one ``(G, G)``
-            matrix of logits is made.
-        label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner and ε spread evenly over all G (Szegedy et al.
+        impl: ``tiled``: memory grows with the batch; ``ring``: like ``tiled``, without all texts on every rank;
+            ``gather``: the readable reference, which gathers all features with their gradients and computes one
+            ``(G, G)`` matrix of logits.
+        label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner, plus ε / G for each of the G (Szegedy et al.
             2016, https://arxiv.org/abs/1512.00567).
-        positives: what makes the ``keys`` of `forward`; see `vqclip.losses.features.pair_keys`.
-        group: the ranks whose batches make the global one; all of them by default.
+        positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
+        group: the ranks whose batches make the global batch; all ranks by default.
 
     Raises:
-        ConfigError: there is no such implementation, or smoothing and keys are both asked for.
+        ConfigError: unknown implementation, or label smoothing together with positives.
     """
 
     name = "contrastive"
@@ -62,14 +62,14 @@ class ContrastiveLoss(nn.Module):
     def forward(
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
     ) -> Tensor:
-        """The mean loss over the global batch. A collective, like its backward with ``gather``.
+        """Return the mean loss over the global batch. A collective; with ``gather`` its backward is one too.
 
         Args:
             image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
-            text: ``(B, E)``, row by row the texts of the images.
+            text: ``(B, E)``; row i is the text of image i.
             scale: () positive factor of the logits.
-            bias: must be None: a constant changes no softmax.
-            keys: ``(B,)`` int64; pairs of equal keys are left out of each other's sums. All ranks give them, or none.
+            bias: must be None: a softmax does not change with a constant.
+            keys: ``(B,)`` int64; pairs with equal keys are left out of each other's sums. All ranks pass keys, or none.
 
         Returns:
             () float32, or float64 for float64 features.
@@ -95,7 +95,7 @@ class ContrastiveLoss(nn.Module):
             )
 
     def chance(self, batch_size: int) -> float:
-        """The loss over a global batch of which all logits are equal, without keys: ``log G``."""
+        """Return the loss of a global batch with equal logits and without keys: ``log G``."""
         return math.log(batch_size)
 
     def _reference_loss(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
@@ -110,7 +110,7 @@ class ContrastiveLoss(nn.Module):
         return (by_row + by_column) / 2
 
     def _smoothing_term(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        """Mean logit of the pairs less the mean of all: what smoothing adds to the loss, without any square."""
+        """Return the mean logit of pairs minus the mean of all logits, which ε scales, without the (G, G) matrix."""
         count = image.new_full((1,), len(image))
         sums = torch.cat((image.sum(dim=0), text.sum(dim=0), (image * text).sum().view(1), count))
         images, texts, pairs, count = dist.replicated_sum(sums, self.group).split((*2 * [image.shape[1]], 1, 1))
@@ -122,8 +122,8 @@ def _check_smoothing(label_smoothing: float, has_keys: bool) -> None:
         raise ConfigError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
     if label_smoothing and has_keys:
         raise ConfigError(
-            f"label_smoothing: got {label_smoothing} together with positives, but a target that is spread over all "
-            "texts has no meaning where some are left out; expected one of the two: set label_smoothing to 0, or "
+            f"label_smoothing: got {label_smoothing} together with positives, but smoothing needs all texts and "
+            "positives leave some out; expected one of the two: set label_smoothing to 0, or "
             "positives to null"
         )
 
@@ -134,12 +134,12 @@ class ContrastiveConfig(Config):
     kind: Literal["contrastive"] = "contrastive"
     """The softmax loss."""
     impl: Implementation = "tiled"
-    """How it is computed; all give the same. tiled: memory grows with the batch; ring: the same without all texts on
-    every rank; gather: with the square of the batch."""
+    """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
+    on every rank; gather: memory grows with the square of the batch."""
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the target that is spread evenly over all texts (images) of the global batch."""
+    """Part of the target that is spread evenly over all texts (images) of the global batch."""
     positives: Positives | None = None
-    """Pairs of one sample (sample_id), or of one text (caption), are no negatives of each other; null: all are."""
+    """Pairs of equal samples (sample_id) or equal texts (caption) are not negatives of each other; null: all are."""
     needs_bias: ClassVar[bool] = False
     """Whether the model must have `temperature.bias`."""
 

@@ -1,4 +1,7 @@
-"""Distillation of a teacher's similarities (CLIP-KD: Yang et al. 2024, https://arxiv.org/abs/2307.12732)."""
+"""Distillation of a teacher's similarities (CLIP-KD: Yang et al. 2024, https://arxiv.org/abs/2307.12732).
+
+Computed as `vqclip.losses.tiles` does, on the student's and the teacher's tiles side by side.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ from vqclip.nn.precision import full_precision
 
 
 class DistillationLoss(nn.Module):
-    """Cross-entropy of the student's softmax against the teacher's, over every row and every column.
+    """Cross-entropy of the student's softmax against the teacher's, over rows and columns.
 
-    A term of its own, to be added to a contrastive loss; the same as the distillation part of open_clip's
-    ``DistillClipLoss``, over the global batch. Every rank returns the same value.
+    A separate term, to be added to a contrastive loss: the distillation part of open_clip's ``DistillClipLoss``, over
+    the global batch. Every rank returns the same value.
 
     Args:
-        impl: as of `vqclip.losses.ContrastiveLoss`.
-        group: the ranks whose batches make the global one; all of them by default.
+        impl: see `vqclip.losses.ContrastiveLoss`.
+        group: the ranks whose batches make the global batch; all ranks by default.
 
     Raises:
-        ConfigError: there is no such implementation.
+        ConfigError: unknown implementation.
     """
 
     name = "distillation"
@@ -50,13 +53,13 @@ class DistillationLoss(nn.Module):
         teacher_text: Tensor,
         teacher_scale: Tensor,
     ) -> Tensor:
-        """The mean over rows and columns of the global batch. A collective, like its backward with ``gather``.
+        """Return the mean over rows and columns of the global batch. A collective; with ``gather`` its backward too.
 
         Args:
             image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
-            text: ``(B, E)``, row by row the texts of the images.
+            text: ``(B, E)``; row i is the text of image i.
             scale: () positive factor of the logits.
-            teacher_image: ``(B, F)`` the teacher's features of the same images; no gradient reaches them.
+            teacher_image: ``(B, F)`` the teacher's features of the same images; they get no gradient.
             teacher_text: ``(B, F)``.
             teacher_scale: () factor of the teacher's logits.
 
@@ -68,7 +71,7 @@ class DistillationLoss(nn.Module):
         """
         if len(teacher_image) != len(image):
             raise ShapeError(
-                f"features: got {len(image)} pairs of the student's and {len(teacher_image)} of the teacher's; "
+                f"features: got {len(image)} pairs from the student and {len(teacher_image)} from the teacher; "
                 "expected the teacher's features of the student's pairs, in their order"
             )
         image, text = to_full_precision(image, text)
@@ -112,7 +115,7 @@ def _distill(
     exchange: Exchange,
     wants_grad: bool,
 ) -> Gradients:
-    """``exchange`` is over the student's texts and the teacher's, side by side."""
+    """``exchange`` holds the student's and the teacher's texts, concatenated along the width."""
     student = Tiles(image, exchange.start, scale, pairs_apart=False)
     teacher = Tiles(teacher_image, exchange.start, teacher_scale, pairs_apart=False)
     widths = (text.shape[1], teacher_text.shape[1])

@@ -1,9 +1,14 @@
-"""How every image meets every text, wherever it lives.
+"""Iteration over the texts of all ranks, for losses in which each rank holds only its own images.
 
-A round shows a rank all texts, block by block; what a round carries along is written to in place and collects what the
-ranks add to each text's share of it. `Gathered` has all texts on every rank in one block and adds up at the end of a
-round. `Ring` never holds those of all ranks: blocks go from rank to rank, with what they carry, until they are back
-where they belong; a rank holds its own, the one it looks at, and two more while they are handed on.
+    exchange = Gathered(text, ...) or Ring(text, ...)
+    sums = exchange.empty(like, 0.0)                   # one entry per text
+    for block in exchange.round(sums):                 # every rank sees all texts, block by block
+        block.carried[0] += f(own images, block.texts) # this rank's part for these texts
+    own = exchange.collect_sum(sums)                   # the sum over ranks, for this rank's texts
+
+`Gathered`: every rank holds all texts, in one block; the sum over ranks is a reduce-scatter at the end. `Ring`: blocks
+move from rank to rank with their carried tensors until they are back at their owner; a rank holds its own block, the
+current one, and two more while they are sent.
 """
 
 from __future__ import annotations
@@ -21,28 +26,28 @@ from vqclip.errors import ShapeError
 
 
 class Block(NamedTuple):
-    """Some texts of the global batch, as a rank meets them."""
+    """Texts of the global batch that a rank processes together."""
 
     texts: Tensor
     """``(C, E)``"""
     columns: slice
-    """Where they stand among all G."""
+    """Their positions among all G texts."""
     carried: tuple[Tensor, ...]
-    """``(C, ...)`` each, to be written to in place."""
+    """``(C, ...)`` each, to be modified in place."""
 
 
 class Exchange(ABC):
-    """The texts of all ranks. Making one is a collective, and so is everything that it does.
+    """The texts of all ranks. The constructor and every method are collectives.
 
     Args:
-        text: ``(B, E)`` this rank's.
+        text: ``(B, E)`` this rank's texts.
         group: the ranks.
-        wants_grad: whether this rank wants gradients; all must agree.
-        note: what else all must agree on, in words.
+        wants_grad: True if this rank needs gradients; equal on all ranks.
+        note: a further property that must be equal on all ranks, as text.
 
     Raises:
-        DistributedError: the ranks' features or notes do not fit together, or only some of them want gradients.
-        ShapeError: no rank has a pair.
+        DistributedError: the ranks' features or notes do not fit together, or only some ranks need gradients.
+        ShapeError: the global batch is empty.
     """
 
     def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
@@ -56,23 +61,23 @@ class Exchange(ABC):
 
     @abstractmethod
     def spread(self, own: Tensor) -> Tensor:
-        """``(B, ...)`` of this rank's texts → what a round can carry."""
+        """Make ``(B, ...)`` values of this rank's texts into a tensor that a round can carry."""
 
     @abstractmethod
     def empty(self, own: Tensor, fill: float) -> Tensor:
-        """What a round can carry, shaped and typed like ``own`` ``(B, ...)`` and filled with a number."""
+        """Return a tensor that a round can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
 
     @abstractmethod
     def round(self, *carried: Tensor) -> Iterator[Block]:
-        """All texts, once. To be gone through to its end."""
+        """Yield all texts once, with their parts of the carried tensors. Must be iterated to the end."""
 
     @abstractmethod
     def collect_sum(self, carried: Tensor) -> Tensor:
-        """What ranks have added to something carried → ``(B, ...)``, their sum for this rank's texts."""
+        """Return the sum over ranks of a carried tensor for this rank's texts, ``(B, ...)``."""
 
     @abstractmethod
     def collect_logsumexp(self, carried: Tensor) -> Tensor:
-        """The same for logarithms of sums."""
+        """Return the logarithm of the sum over ranks of a carried tensor's exponentials, ``(B, ...)``."""
 
     def _start_of(self, rank: int) -> int:
         return sum(self.sizes[:rank])
@@ -104,21 +109,20 @@ class Gathered(Exchange):
     def collect_logsumexp(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
         highest = dist.reduce_(carried.clone(), "max", self.group)
-        # A column without another row stays at -inf.
+        # A column without another row remains -inf.
         total = (carried - highest.masked_fill(highest == -torch.inf, 0)).exp_()
         own = slice(self.start, self.start + self.sizes[dist.rank(self.group)])
         return highest[own] + self.collect_sum(total).log()
 
 
 class Ring(Exchange):
-    """One rank's texts after the other, for as many more bytes: twice those of `Gathered` at most (on two ranks)."""
+    """The texts of one rank after the other, with up to twice the traffic of `Gathered` (on two ranks)."""
 
     def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
         super().__init__(text, group, wants_grad, note)
         self._text = text
-        if (
-            min(self.sizes) == 0
-        ):  # NCCL wants all ranks in a group's first collective, and empty ones stay out of shifts
+        # NCCL needs all ranks in a group's first collective, and empty ranks take no part in shifts.
+        if min(self.sizes) == 0:
             dist.reduce_(text.new_zeros(()), group=group)
 
     def spread(self, own: Tensor) -> Tensor:
@@ -137,24 +141,24 @@ class Ring(Exchange):
             owner = (here - hop) % ranks
             start = self._start_of(owner)
             yield Block(texts, slice(start, start + self.sizes[owner]), moving)
-            going = moving if hop == ranks - 1 else (texts, *moving)  # at last only what was carried has to go home
-            coming = self._shift(going, self.sizes[(owner - 1) % ranks])
-            texts, moving = (texts, coming) if hop == ranks - 1 else (coming[0], coming[1:])
-        for own, home in zip(carried, moving, strict=True):
-            own.copy_(home)
+            sent = moving if hop == ranks - 1 else (texts, *moving)  # the last hop returns only the carried tensors
+            received = self._shift(sent, self.sizes[(owner - 1) % ranks])
+            texts, moving = (texts, received) if hop == ranks - 1 else (received[0], received[1:])
+        for own, returned in zip(carried, moving, strict=True):
+            own.copy_(returned)
 
-    def _shift(self, going: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
-        """What the next rank gets from us → what we get from the one before us: ``rows`` rows, in one message."""
-        if not going:
+    def _shift(self, sent: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+        """Send tensors to the next rank and receive the previous rank's, of ``rows`` rows, in one message."""
+        if not sent:
             return ()
-        widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in going]
-        # As bytes: what is carried is wider than the texts, which must not travel as wide as that.
-        packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in going], dim=1)
+        widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in sent]
+        # As bytes: carried tensors can have a wider dtype than the texts, which are not to be widened.
+        packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in sent], dim=1)
         parts = dist.ring_shift(packed, rows, self.group).split(widths, dim=1)
-        # Cloned, since one row is contiguous wherever it begins, and wider types begin at multiples of their size.
+        # Cloned for alignment: a slice of a single row is contiguous, but may start at any byte.
         return tuple(
             part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).reshape(rows, *tensor.shape[1:])
-            for part, tensor in zip(parts, going, strict=True)
+            for part, tensor in zip(parts, sent, strict=True)
         )
 
     def collect_sum(self, carried: Tensor) -> Tensor:

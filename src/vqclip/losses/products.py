@@ -1,9 +1,9 @@
-"""The matrix products of the tiled losses.
+"""The matrix products of the tiled losses, which take most of their time.
 
-They are most of the losses' time. On a CPU, PyTorch hands fp32 products to MKL, which on AMD's processors leaves the
-512-bit half of the arithmetic units idle; oneDNN, which PyTorch brings too, takes half the time there. It is called by
-the operator that `torch.compile` writes into its own CPU code. It keeps a program for every shape, which the batches of
-a training have few of (ONEDNN_PRIMITIVE_CACHE_CAPACITY and PyTorch's LRU_CACHE_CAPACITY say how many).
+On a CPU, PyTorch computes fp32 products with MKL, which does not use the 512-bit units of AMD's processors. oneDNN,
+which is part of PyTorch, takes half the time there. It is called through the operator that `torch.compile` uses in its
+own CPU code; there is no public one. oneDNN caches one program per shape, and training has few shapes
+(ONEDNN_PRIMITIVE_CACHE_CAPACITY and PyTorch's LRU_CACHE_CAPACITY set the size of the cache).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""False where PyTorch was built without it; `torch.backends.mkldnn.enabled` turns it off."""
+"""False if PyTorch was built without oneDNN; `torch.backends.mkldnn.enabled` turns it off."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """``(M, K) @ (K, N)`` → ``(M, N)``."""
+    """Return ``(M, K) @ (K, N)``."""
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "") if _by_onednn(left) else left @ right
 
 

@@ -27,15 +27,15 @@ from vqclip.nn.precision import full_precision
 
 
 class SigmoidLoss(nn.Module):
-    """Every pair of an image and a text is a yes-no question of its own: do they belong together?
+    """Binary cross-entropy of every image with every text: do they belong together?
 
     Args:
-        impl: as of `ContrastiveLoss`.
-        positives: what makes the ``keys`` of `forward`; see `vqclip.losses.features.pair_keys`.
-        group: the ranks whose batches make the global one; all of them by default.
+        impl: see `ContrastiveLoss`.
+        positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
+        group: the ranks whose batches make the global batch; all ranks by default.
 
     Raises:
-        ConfigError: there is no such implementation.
+        ConfigError: unknown implementation.
     """
 
     name = "sigmoid"
@@ -48,22 +48,22 @@ class SigmoidLoss(nn.Module):
     def forward(
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None = None
     ) -> Tensor:
-        """The sum over all pairs of the global batch, divided by the number of images G.
+        """Return the sum over all G² pairs of the global batch, divided by G. A collective.
 
         Args:
             image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
-            text: ``(B, E)``, row by row the texts of the images.
+            text: ``(B, E)``; row i is the text of image i.
             scale: () positive factor of the logits.
             bias: () added to the logits; SigLIP starts at -10.
-            keys: ``(B,)`` int64; of two pairs with equal keys it is not asked whether they belong together. All ranks
-                give them, or none.
+            keys: ``(B,)`` int64; the image of one pair and the text of another with an equal key are left out. All
+                ranks pass keys, or none.
 
         Returns:
             () float32, or float64 for float64 features.
 
         Raises:
             ShapeError: the features do not pair up.
-            ConfigError: no bias was given.
+            ConfigError: the bias is None.
         """
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
@@ -82,7 +82,7 @@ class SigmoidLoss(nn.Module):
             return losses.sum() / len(logits)
 
     def chance(self, batch_size: int) -> float:
-        """The lowest loss over a global batch of which all logits are equal, without keys."""
+        """Return the lowest loss of a global batch with equal logits and without keys."""
         count = batch_size
         return math.log(count) - (count - 1) * math.log1p(-1 / count)
 
@@ -93,10 +93,10 @@ class SigmoidConfig(Config):
     kind: Literal["sigmoid"] = "sigmoid"
     """The sigmoid loss."""
     impl: Implementation = "tiled"
-    """How it is computed; all give the same. tiled: memory grows with the batch; ring: the same without all texts on
-    every rank; gather: with the square of the batch."""
+    """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
+    on every rank; gather: memory grows with the square of the batch."""
     positives: Positives | None = None
-    """Pairs of one sample (sample_id), or of one text (caption), are no negatives of each other; null: all are."""
+    """Pairs of equal samples (sample_id) or equal texts (caption) are not negatives of each other; null: all are."""
     needs_bias: ClassVar[bool] = True
     """Whether the model must have `temperature.bias`."""
 

@@ -1,6 +1,19 @@
-"""The losses of `contrastive` and `sigmoid` without their square of logits; see `vqclip.losses.tiles`.
+"""The losses of `contrastive` and `sigmoid` without the G × G matrix of logits.
 
-Both are custom operators with the gradients among their outputs, so that `torch.compile` keeps one graph.
+The softmax loss, on each rank with its B images, and the texts from `vqclip.losses.exchange`:
+
+    pairs = scale · <image_i, text_i>                                # kept apart from all other logits
+    round 1: for tile in scale · images @ textsᵀ, pairs = -inf:      # pass over the tiles
+        rows, columns = logaddexp with the tile's row and column log-sum-exp
+    columns = log-sum-exp over ranks                                 # all-reduce, or already complete in the ring
+    loss = Σ softplus(rows - pairs) + softplus(columns - pairs)      # divided by 2 G; summed over ranks in `finish`
+    round 2: for tile again:
+        dS = (softmax over row + softmax over column) / 2 G          # pairs: -(sigmoid + sigmoid) / 2 G
+        dI += dS @ texts;  dT += dSᵀ @ images
+    sum dT over ranks (reduce-scatter); dscale = Σ <images, dI>
+
+The sigmoid loss needs one round. Both are custom operators that return the loss and its gradients, so that
+`torch.compile` keeps one graph; `vqclip.losses.tiles.attach_gradients` connects them to autograd.
 """
 
 from __future__ import annotations
@@ -26,20 +39,20 @@ from vqclip.losses.tiles import (
 )
 
 EXCHANGES: dict[str, type[Exchange]] = {"tiled": Gathered, "ring": Ring}
-"""How images and texts of different ranks meet, by name of the implementation."""
+"""Name of the implementation → the exchange of texts between ranks."""
 
 
 def tiled_softmax(
     image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
 ) -> Tensor:
-    """As `vqclip.losses.ContrastiveLoss`: () from ``(B, E)`` features in fp32 or fp64."""
+    """Return the loss of `vqclip.losses.ContrastiveLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
     return _run(torch.ops.vqclip.tiled_softmax, image, text, scale, torch.zeros_like(scale), keys, impl, group)
 
 
 def tiled_sigmoid(
     image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
 ) -> Tensor:
-    """As `vqclip.losses.SigmoidLoss`: () from ``(B, E)`` features in fp32 or fp64."""
+    """Return the loss of `vqclip.losses.SigmoidLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
     return _run(torch.ops.vqclip.tiled_sigmoid, image, text, scale, bias, keys, impl, group)
 
 
@@ -66,8 +79,8 @@ def _softmax(
     pairs = scale * (image * text).sum(dim=1)
     tiles = Tiles(image, exchange.start, scale, keys=keys, kept_bytes=KEPT_BYTES if wants_grad else 0)
 
-    # Sums of rows and columns are logarithms in fp64: beside logits of 100, fp32 has 5 digits left for them. The pairs
-    # are kept apart: softplus(rest - pair) has digits left where a softmax is nearly 1.
+    # Row and column sums are kept as fp64 logarithms: with logits of 100, fp32 leaves 5 digits after the sum. The pairs
+    # are kept apart: softplus(rest - pair) keeps its precision where a softmax is nearly 1.
     pairs = pairs.double()
     rows_rest = torch.full_like(pairs, -torch.inf)
     of_columns = exchange.empty(pairs, -torch.inf)
@@ -116,7 +129,7 @@ def _sigmoid(
 
 
 def without_gradients(loss: Tensor) -> Gradients:
-    """The loss alone."""
+    """Return the loss with empty gradients."""
     return Gradients(loss, *(loss.new_empty(0) for _ in range(4)))
 
 
@@ -125,11 +138,11 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of an operator: what `Gradients` holds."""
+"""Outputs of an operator: the fields of `Gradients`."""
 
 
 def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -> Outputs:
-    """Tensors of the shapes and types that an operator returns."""
+    """Return empty tensors with the shapes and dtypes of an operator's outputs."""
     if not wants_grad:
         return without_gradients(torch.empty_like(scale))
     return Gradients(*(like.new_empty(like.shape) for like in (scale, image, text, scale, scale)))

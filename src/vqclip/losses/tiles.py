@@ -1,9 +1,16 @@
-"""The machinery of the tiled losses: logits a square tile at a time, gradients computed in forward.
+"""Parts of the tiled losses: tiles of the logits, and gradients that are computed in forward.
 
-No process ever holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Each rank owns
-the rows of its images; how these meet the texts of all ranks is `vqclip.losses.exchange`'s. As the gradient is worked
-out on the way, backward only multiplies it by a number: it holds no collective, so it can neither wait for a rank nor
-get in the way of DDP's.
+No process holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Each rank computes
+the rows of its own images; `vqclip.losses.exchange` supplies the texts of all ranks.
+
+    forward:  for block in exchange.round(...):       # texts of all ranks
+                  for tile in tiles.of(block):        # (R, C) logits, about 4 MiB
+                      loss += f(tile)
+                      gradients.add(f'(tile))         # dI += dS @ texts, dT += dSᵀ @ images
+              gradients.finish(loss)                  # the only sums over ranks: loss, dscale, dbias, dT
+    backward: incoming gradient × the stored gradients
+
+Backward contains no collective, so it cannot wait for another rank or interfere with DDP's collectives.
 """
 
 from __future__ import annotations
@@ -26,14 +33,14 @@ from vqclip.losses.products import add_product_, product
 logger = logging.getLogger(__name__)
 
 TILE_BYTES = 2**22
-"""Logits that are worked on at a time: few enough for a CPU's cache, enough for fast products."""
+"""Size of one tile: small enough for a CPU's cache, large enough for fast products."""
 
 KEPT_BYTES = 2**24
-"""Logits that are kept from one round for the next; the others are computed again."""
+"""Size of all tiles that the first round keeps for the second; the other tiles are computed again."""
 
 
 class Gradients(NamedTuple):
-    """A loss over the global batch and its gradients, those of features times the number of ranks (`vqclip.dist`)."""
+    """A loss over the global batch and its gradients; those of features are multiplied by W (see `vqclip.dist`)."""
 
     loss: Tensor
     """()"""
@@ -47,39 +54,39 @@ class Gradients(NamedTuple):
     """()"""
 
     def separate(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The same without two views of one tensor, which an operator may not return."""
+        """Return the tensors without views of one another, which an operator may not return."""
         return self.loss.clone(), self.image, self.text, self.scale.clone(), self.bias.clone()
 
 
 class Tile(NamedTuple):
-    """Some rows and columns of the logits."""
+    """A rectangle of the logits."""
 
     rows: slice
-    """Rows: images of this rank."""
+    """Images of this rank."""
     columns: slice
-    """Columns: texts of the block."""
+    """Texts of the block."""
     logits: Tensor
-    """``(R, C)``, -inf for the pairs and for what is no negative."""
+    """``(R, C)``, -inf for the pairs and for entries that are not negatives."""
     offset: int
-    """Column of the first row's pair; the pairs are this diagonal, if it meets the tile."""
+    """Diagonal of the pairs: the column of the first row's pair, which may be outside the tile."""
 
     def set_pairs_(self, of_pairs: Tensor) -> None:
-        """Overwrite the pairs with theirs of ``(B,)``, those of all images."""
+        """Overwrite the pairs' entries with those of ``(B,)``, one for each image of this rank."""
         pairs = self.logits.diagonal(self.offset)
         pairs.copy_(of_pairs[self.rows][max(0, -self.offset) :][: len(pairs)])
 
 
 class Tiles:
-    """Goes through ``scale * image @ block.texts.T + bias`` tile by tile, as often as one likes.
+    """The tiles of ``scale * image @ block.texts.T + bias``.
 
     Args:
-        image: ``(B, E)`` this rank's.
-        start: this rank's first pair among all G.
+        image: ``(B, E)`` of this rank.
+        start: index of this rank's first pair among all G.
         scale: () factor of the logits.
-        bias: () added to them.
-        keys: ``(G,)`` all pairs'; a row and a column of equal keys are no negatives of each other.
-        pairs_apart: whether the pairs are -inf in the logits; else they stand where they are.
-        kept_bytes: logits that the first round keeps for the second, which alone may then write into them.
+        bias: () added to the logits.
+        keys: ``(G,)`` of all pairs; a row and a column with equal keys are not negatives of each other.
+        pairs_apart: True: pairs are -inf in the logits. False: they keep their logits.
+        kept_bytes: size of the tiles that the first round keeps for the second; only the second may modify them.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class Tiles:
         self._kept: dict[tuple[int, int], Tile] = {}
 
     def of(self, block: Block) -> Iterator[Tile]:
-        """The block's tiles; none where it has no texts."""
+        """Yield the block's tiles; none for an empty block."""
         self._columns = max(self._columns, block.columns.stop)
         side = max(1, math.isqrt(TILE_BYTES // block.texts.element_size()))
         sizes = len(self._images), len(block.texts)
@@ -116,7 +123,7 @@ class Tiles:
             yield tile
 
     def log_tiles(self) -> None:
-        """Log how many tiles of the first round the second will find."""
+        """Log how many tiles of the first round are kept for the second."""
         _log_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _compute(self, block: Block, rows: slice, columns: slice) -> Tile:
@@ -133,7 +140,7 @@ class Tiles:
 
 
 def add_logsumexp_(total: Tensor, logits: Tensor, dim: int) -> None:
-    """Add the exponentials of the logits along ``dim`` to the sum whose logarithm is ``total``, in fp64."""
+    """Set ``total`` to ``log(exp(total) + Σ exp(logits))`` with the sum along ``dim``, in fp64."""
     highest = logits.amax(dim, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0)
     more = (logits - highest).exp_().sum(dim).double().log_().add_(highest.squeeze(dim))
@@ -141,13 +148,13 @@ def add_logsumexp_(total: Tensor, logits: Tensor, dim: int) -> None:
 
 
 def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor, factor: float) -> Tensor:
-    """``factor * (exp(logits - by_row) + exp(logits - by_column))``, overwriting the logits.
+    """Overwrite the logits with ``factor * (exp(logits - by_row) + exp(logits - by_column))`` and return them.
 
     Args:
         logits: ``(R, C)``.
-        by_row: ``(R,)`` float64, of which no digit is lost: what does not fit the logits' type becomes a factor.
-        by_column: ``(C,)`` float64.
-        factor: of the sum.
+        by_row: ``(R,)`` float64, used in full precision: the part that does not fit the logits' dtype becomes a factor.
+        by_column: ``(C,)`` float64, like ``by_row``.
+        factor: factor of the sum.
     """
     rows, columns = by_row.to(logits.dtype), by_column.to(logits.dtype)
     of_rows, of_columns = (
@@ -158,10 +165,11 @@ def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor, factor: float) 
 
 
 def softplus_sum(x: Tensor) -> Tensor:
-    """Sum of ``log(1 + exp(x))`` over ``(R, C)``, for a quarter of the time: logarithms are most of it.
+    """Return the sum of ``log(1 + exp(x))`` over ``(R, C)``, in a quarter of the time of `softplus`.
 
-    Of 32 of them, one is taken: ``log(1 + a) + log(1 + b) = log(1 + a + b + ab)``, of positive numbers only, so that
-    small ones keep their digits; with ``a = exp(-|x|) <= 1`` the product of 32 is at most 2^32.
+    Logarithms take most of its time, so one is taken for 32 numbers: ``log(1 + a) + log(1 + b)`` is
+    ``log(1 + a + b + ab)``. All terms are positive, so small ones keep their precision. With ``a = exp(-|x|) <= 1`` the
+    product of 32 is at most 2^32.
     """
     small = x.abs().neg_().exp_()
     for _ in range(5):
@@ -174,9 +182,9 @@ def softplus_sum(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _log_once(images: int, texts: int, made: int, kept: int) -> None:
-    """Tell once for every size what the memory budget came to."""
+    """Log once for every size."""
     logger.info(
-        "%s images meet %s texts in %d tiles; %d are kept for the second round, %d computed again",
+        "%s images × %s texts in %d tiles; %d are kept for the second round, %d are computed again",
         f"{images:,}",
         f"{texts:,}",
         made,
@@ -186,36 +194,36 @@ def _log_once(images: int, texts: int, made: int, kept: int) -> None:
 
 
 class FeatureGradients:
-    """Adds up the gradients of the features, a tile of the logits' gradient at a time.
+    """The gradients of the features, accumulated from tiles of the logits' gradient.
 
     Args:
-        image: ``(B, E)`` this rank's.
-        text: ``(B, E)``
-        exchange: of the texts.
-        unit: what the gradients that are added have to be multiplied by: cheaper once at the end than tile by tile.
+        image: ``(B, E)`` of this rank.
+        text: ``(B, E)`` of this rank.
+        exchange: the exchange of the texts.
+        unit: factor of all gradients, applied once at the end instead of to every tile.
     """
 
     def __init__(self, image: Tensor, text: Tensor, exchange: Exchange, unit: float = 1.0):
         self._own_image, self._exchange, self._unit = image, exchange, unit
         self._image = image.new_zeros(image.shape)
         self.of_texts = exchange.empty(text, 0.0)
-        """To be carried by the round that adds tiles."""
+        """Must be carried by the round in which tiles are added."""
 
     def add(self, block: Block, of_texts: Tensor, tile: Tile) -> None:
-        """Add a tile that holds the gradient of its logits; ``of_texts`` is what the block carries."""
+        """Add a tile with the gradient of its logits; ``of_texts`` is the block's part of the attribute."""
         add_product_(self._image[tile.rows], tile.logits, block.texts[tile.columns])
         add_product_(of_texts[tile.columns], tile.logits.T, self._own_image[tile.rows])
 
     def finish(self, loss: Tensor, scale: Tensor, bias: Tensor) -> Gradients:
-        """Put together what ranks have found. A collective.
+        """Sum the loss and the gradients over ranks. A collective.
 
         Args:
-            loss: () this rank's part of it.
+            loss: () this rank's part.
             scale: () factor of the logits.
-            bias: () this rank's part of its gradient, in units.
+            bias: () this rank's part of the bias's gradient, without ``unit``.
         """
         group = self._exchange.group
-        # Every logit is the scale times a cosine, so the scale's gradient is what the images' says already.
+        # Every logit is the scale times a cosine, so the scale's gradient follows from the images' gradient.
         of_scale = (self._own_image * self._image).sum()
         numbers = torch.stack([loss.double(), of_scale.double() * self._unit, bias.double() * self._unit])
         loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
@@ -225,7 +233,7 @@ class FeatureGradients:
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known already; derivatives of any other kind are refused."""
+    """A loss with precomputed gradients; second derivatives are refused."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, *known: Tensor) -> Tensor:
@@ -235,15 +243,15 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # `once_differentiable` would let a second derivative pass as 0 where the loss itself is differentiated.
+        # `once_differentiable` would return 0 as the second derivative of the loss itself.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "impl: got a loss with known gradients (tiled or ring) and create_graph=True, expected impl='gather' "
-                "for second derivatives"
+                "impl: got a loss with precomputed gradients (tiled or ring) and create_graph=True, expected "
+                "impl='gather' for second derivatives"
             )
         return (*(grad * known for known in ctx.saved_tensors), *[None] * 5)
 
 
 def attach_gradients(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, gradients: Gradients) -> Tensor:
-    """The loss, () as a function of what it was computed from."""
+    """Return the loss, (), connected to its inputs in autograd's graph."""
     return _Known.apply(image, text, scale, bias, *gradients)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def weighted_total(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Σ weight × term.
+    """Return Σ weight × term.
 
     Args:
         terms: name → () unweighted loss over the global batch.
-        weights: name → its weight; the same names as ``terms``.
+        weights: name → weight; the same names as ``terms``.
 
     Returns:
         () in the widest dtype of the terms. A term of weight 0 is left out, with its gradient.

@@ -1,4 +1,4 @@
 """Layers: attention, pooling, projection, temperature, precision, checks of inputs.
 
-After `vqclip.config`; before towers, quantizers and losses, which are made of them.
+After `vqclip.config`; before the towers, quantizers and losses, which use them.
 """

@@ -1,6 +1,6 @@
 """Attention and the transformer block around it, for sequences with padding.
 
-Shapes: B samples, N tokens, D width (DESIGN section 2). Batches of zero samples pass through.
+Shapes: B samples, N tokens, D width. B may be 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, so that tokens may speak to each other."""
+    """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -54,7 +54,11 @@ class Block(nn.Module):
 
 
 def heads_divide_width(config: Any) -> Any:
-    """A validator for sections with ``width`` and ``heads``; raises ValueError when the heads do not fit."""
+    """Validate a section with ``width`` and ``heads``.
+
+    Raises:
+        ValueError: ``heads`` does not divide ``width``.
+    """
     if config.width % config.heads:
         raise ValueError(f"got width {config.width} and heads {config.heads}; expected heads that divide width")
     return config

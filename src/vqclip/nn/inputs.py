@@ -1,4 +1,4 @@
-"""What a user hands to a tokenizer: errors that say what was got, what is expected, and how one becomes the other."""
+"""Checks of a tokenizer's inputs, with errors that say how to convert a wrong input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["require_captions", "require_ids", "require_image", "require_images",
 
 
 def require_images(images: Any) -> list[Any]:
-    """One PIL image, or a list or tuple of them, as a list.
+    """Return one PIL image, or a list or tuple of them, as a list.
 
     Raises:
-        ShapeError: for anything else.
+        ShapeError: any other input.
     """
     if not isinstance(images, (list, tuple)):
         require_image(images, "images")
@@ -28,7 +28,11 @@ def require_images(images: Any) -> list[Any]:
 
 
 def require_image(image: Any, name: str = "image") -> None:
-    """Raises ShapeError for anything but a PIL image; ``name`` is what the message calls it."""
+    """Check that ``image`` is a PIL image; ``name`` is its name in the message.
+
+    Raises:
+        ShapeError: any other input.
+    """
     from PIL.Image import Image
 
     if isinstance(image, Image):
@@ -45,10 +49,10 @@ def require_image(image: Any, name: str = "image") -> None:
 
 
 def require_captions(captions: Any) -> list[str]:
-    """A list or tuple of str, as a list.
+    """Return a list or tuple of str as a list.
 
     Raises:
-        ShapeError: for anything else.
+        ShapeError: any other input.
     """
     if isinstance(captions, (str, bytes)) or not isinstance(captions, Sequence):
         one = " with one caption: [caption]" if isinstance(captions, str) else ""
@@ -61,10 +65,10 @@ def require_captions(captions: Any) -> list[str]:
 
 
 def require_ids(ids: Any) -> Tensor:
-    """Ids as int64, whichever integers they are stored as.
+    """Return ids of any integer dtype as int64.
 
     Raises:
-        ShapeError: for anything but a tensor of integers.
+        ShapeError: not a tensor of integers.
     """
     if not isinstance(ids, Tensor):
         make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
@@ -74,20 +78,20 @@ def require_ids(ids: Any) -> Tensor:
 
 
 def to_int64(name: str, ids: Tensor, shape: str) -> Tensor:
-    """A tensor of any integer type as int64: torch compares no others of uint16, uint32 and uint64.
+    """Return a tensor of any integer dtype as int64, because torch cannot compare uint16, uint32 and uint64.
 
     Args:
-        name: what the message calls it.
-        ids: of any shape.
-        shape: what is expected, for the message.
+        name: name of the tensor in messages.
+        ids: any shape.
+        shape: the expected shape, for messages.
 
     Raises:
-        ShapeError: for booleans, fractions and complex numbers, and for uint64 beyond int64.
+        ShapeError: booleans, floating-point or complex numbers, or uint64 numbers that do not fit int64.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
     wide = ids.long()
-    if ids.dtype == torch.uint64 and bool((wide < 0).any()):  # wrapped around, perhaps to -1
+    if ids.dtype == torch.uint64 and bool((wide < 0).any()):  # wrapped around, possibly to -1
         raise ShapeError(f"{name}: got a uint64 number of 2^63 or more, expected ids that fit int64")
     return wide
 

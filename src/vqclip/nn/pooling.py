@@ -1,6 +1,6 @@
 """From a sequence of decoded code vectors to one joint embedding: position, mixing, attention pooling.
 
-Shapes: B samples, N tokens, D width, E joint width (DESIGN section 2). Batches of zero samples pass through.
+Shapes: B samples, N tokens, D width, E joint embedding width. B may be 0.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vqclip.nn.attention import Block
 
 
 def isometric_(module: nn.Module) -> None:
-    """Give every linear layer inside orthogonal weights (each square block of an expanding one) and no bias.
+    """Set the weights of linear layers to orthogonal matrices (per square block if wider) and biases to 0.
 
-    Between a tower and the joint embedding lie half a dozen linear layers in a row. With small random weights such a
-    chain learns its strongest direction first and all others much later; orthogonal ones learn as fast as one layer
-    does (Saxe et al. 2014). Draws from torch's global generator.
+    A tower's features pass about six linear layers on the way to the joint embedding. With small random weights such a
+    chain learns its strongest direction first and all others much later; with orthogonal weights it learns as fast as
+    a single layer (Saxe et al. 2014). Draws from torch's global generator.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
@@ -32,8 +32,8 @@ class AttentionPooling(nn.Module):
     """Multi-head attention of one learned query over the tokens of every sample.
 
     The query is the same for all samples, so no token is projected to a key or a value: a score ``q · (K x)`` is
-    ``(Kᵀ q) · x``, and ``Σ a (V x)`` is ``V Σ a x``. That is `Attention` in exact arithmetic, at 2 H D operations a
-    token instead of 2 D² (DeepSeek-V2, 2024, absorbs its projections alike).
+    ``(Kᵀ q) · x``, and ``Σ a (V x)`` is ``V Σ a x``. In exact arithmetic this equals `Attention`, with 2 H D operations
+    per token instead of 2 D² (DeepSeek-V2, 2024, absorbs its projections in the same way).
 
     Args:
         width: D, must be a multiple of ``heads``.
@@ -44,17 +44,17 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.heads = heads
         self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)  # the keys' bias is idle: it adds the same to every score
+        self.key_value = nn.Linear(width, 2 * width)  # the keys' bias has no effect: it adds the same to every score
         self.out = nn.Linear(width, width)
 
     def forward(self, query: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Query ``(D,)`` over ``(B, N, D)`` with mask ``(B, N)`` bool (True = real) → ``(B, D)``."""
+        """Attend with query ``(D,)`` over ``(B, N, D)`` with mask ``(B, N)`` bool (True = real) → ``(B, D)``."""
         q = rearrange(self.query(query), "(h w) -> h 1 w", h=self.heads)
         keys, values = rearrange(self.key_value.weight, "(two h w) d -> two h w d", two=2, h=self.heads)
         probes = (q @ keys).squeeze(1) * q.shape[-1] ** -0.5  # (H, D)
         scores = tokens @ probes.T
         if mask is not None:
-            # Not -inf: a sample without any token must not become NaN.
+            # Not -inf: a sample without tokens must not become NaN.
             scores = scores.masked_fill(~mask.unsqueeze(-1), torch.finfo(scores.dtype).min)
         mixed = scores.softmax(dim=1).transpose(1, 2).to(tokens.dtype) @ tokens  # (B, H, D)
         attended = torch.einsum("bhd,hwd->bhw", mixed, values).flatten(1) + self.key_value.bias.chunk(2)[1]
@@ -62,12 +62,12 @@ class AttentionPooling(nn.Module):
 
 
 class PooledEmbedding(nn.Module):
-    """Vectors of one sample to its unit-norm embedding: positions are added, blocks mix, one query pools.
+    """Maps the vectors of a sample to its unit-norm embedding: adds positions, mixes tokens, pools with one query.
 
     Attention pooling with a learned query follows Set Transformer (Lee et al. 2019) and CoCa (Yu et al. 2022).
 
     Args:
-        num_tokens: N, at most.
+        num_tokens: largest N.
         width: D.
         embed_dim: E.
         heads: attention heads.

@@ -1,4 +1,4 @@
-"""What is computed in which floating-point type: the precision of a run, and islands of full precision in it."""
+"""Floating-point precision of a run, and regions of full precision in it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vqclip.errors import ConfigError
 __all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "first_derivative_only", "full_precision"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-"""fp32 and fp64: in the type of the weights. bf16 and fp16: under autocast, with the weights in fp32."""
+"""fp32 and fp64: computed in the dtype of the weights. bf16 and fp16: autocast, with weights in fp32."""
 
 AUTOCAST_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in; for the other precisions it is off."""
+"""Dtype of autocast; off for the other precisions."""
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Autocast as `precision` asks for; off for fp32 and fp64, within a caller's autocast as well.
+    """Return autocast for `precision`; for fp32 and fp64 autocast is off, also within a caller's autocast.
 
     Raises:
-        ConfigError: there is no such precision.
+        ConfigError: unknown precision.
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision: got {precision!r}; expected one of {', '.join(get_args(Precision))}")
@@ -33,11 +33,11 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off on any device that has it; for what bf16 has no digits for, such as codes and logits of 100.
+    """Turn autocast off, for numbers that need more precision than bf16, such as codes and logits of 100.
 
-    TF32 stays as the caller has set it (`torch.set_float32_matmul_precision`; off by default): that is for the process.
+    Does not change TF32, a setting of the process (`torch.set_float32_matmul_precision`; off by default).
     """
-    # Where it is off already, a context would only be one more node of a graph that is exported.
+    # If autocast is off already, a context would only add a node to an exported graph.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -46,7 +46,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a `torch.autograd.Function` to refuse second derivatives with a `ConfigError`.
 
-    torch's ``once_differentiable`` lets one pass as 0 where the incoming gradient is a constant, as that of a loss is.
+    torch's ``once_differentiable`` returns 0 for a constant incoming gradient, which that of a loss is.
     """
 
     @functools.wraps(backward)

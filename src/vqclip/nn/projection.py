@@ -1,6 +1,6 @@
-"""Into the bottleneck and back: what stands between tower and quantizer, and between quantizer and pooling.
+"""Projections between tower and quantizer, and between quantizer and pooling.
 
-Shapes: B samples, N tokens, D width (DESIGN section 2).
+Shapes: B samples, N tokens, D width.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vqclip.errors import ConfigError
 from vqclip.nn.attention import Block
 
 Normalization = Literal["none", "layer", "l2"]
-"""What is done to the channels of a token; see `normalize_channels`."""
+"""Normalisation of the channels of a token; see `normalize_channels`."""
 
 
 class Projection(nn.Sequential):
-    """Layers from tokens of one width to tokens of another; those that mix tokens are told which are real."""
+    """Layers that change the width of tokens; layers that mix tokens get the mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``(B, N, D)`` with mask ``(B, N)`` bool (True = real) or None → ``(B, N, D')``."""
@@ -54,14 +54,14 @@ class MLPProjectionConfig(Config):
 
 
 class AttentionProjectionConfig(Config):
-    """A transformer block at the wider end, so that tokens share out what each will carry, and a linear layer.
+    """A transformer block at the wider end, which distributes information over tokens, and a linear layer.
 
     After UniTok's attention projection (Ma et al. 2025, https://arxiv.org/abs/2502.20321).
     """
 
     kind: Literal["attention"] = "attention"
     heads: Annotated[int, Field(ge=1)] = 4
-    """Attention heads; must divide the wider end: the tower's width on the way in, `width` on the way back."""
+    """Attention heads; must divide the wider end: the tower's width before the quantizer, `width` after it."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``.
@@ -85,10 +85,10 @@ ProjectionConfig = Annotated[
 
 
 def normalize_channels(x: Tensor, how: Normalization) -> Tensor:
-    """A token's channels before the quantizer, ``(..., D)``; in float32 at least.
+    """Normalise a token's channels before the quantizer, ``(..., D)``; in float32 or float64.
 
-    ``layer``: mean 0 and variance 1 over the channels. ``l2``: the whole vector has length √D, so that its channels are
-    around 1 in size, where the quantizers expect them.
+    ``layer``: mean 0 and variance 1 over the channels. ``l2``: the vector has length √D, so that its channels are about
+    1, the range that quantizers expect.
     """
     if how == "none":
         return x

@@ -11,11 +11,11 @@ class TemperatureConfig(Config):
     """The learned scale (and, for the sigmoid loss, bias) of the logits."""
 
     init: float = Field(1 / 0.07, gt=0)
-    """First value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10."""
+    """Initial value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10."""
     max: float = Field(100.0, gt=0)
-    """The scale is held at or below this."""
+    """Upper limit of the scale."""
     bias: float | None = None
-    """First value of a learned bias of the logits (SigLIP: -10); null for none. The sigmoid loss needs one."""
+    """Initial value of a learned bias of the logits (SigLIP: -10); null for no bias. The sigmoid loss needs one."""
 
     @model_validator(mode="after")
     def _init_below_max(self) -> TemperatureConfig:

@@ -1,6 +1,7 @@
-"""Quantizers: vectors to discrete codes and back, by one contract (`Quantizer`).
+"""Quantizers: vectors to discrete codes and back, with one contract (`Quantizer` in base.py).
 
-To add one: a file with its config class beside its module class, a line in `QuantizerConfig`, a line in the list of
+After the towers, whose projected features they quantize; before the tokenizer, which contains them. To add one: a file
+with its module and its config class, a line in `QuantizerConfig`, a line in the list of
 tests/quantizers/test_contract.py.
 """
 
@@ -27,7 +28,7 @@ QuantizerConfig = Annotated[
     FSQConfig | LFQConfig | BSQConfig | VQConfig | SimVQConfig | IdentityConfig | ResidualConfig | ProductConfig,
     Field(discriminator="kind"),
 ]
-"""Any quantizer's configuration, chosen by ``kind``; ``.build()`` makes the module."""
+"""Configuration of any quantizer, chosen by ``kind``; ``.build()`` makes the module."""
 
 for _nesting in (ResidualConfig, ProductConfig):
     _nesting.model_rebuild(_types_namespace={"QuantizerConfig": QuantizerConfig})

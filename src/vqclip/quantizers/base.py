@@ -1,8 +1,15 @@
-"""The contract of a quantizer: what every one of them takes, returns and promises.
+"""The contract of all quantizers: inputs, outputs and guarantees.
 
-Shapes (DESIGN section 2): ``...`` any leading dimensions, D the quantizer's ``dim``, C codebooks a token, K codes a
-codebook. Inside, a quantizer sees ``(T, G, D)``: T tokens and a group axis G, which is 1 except in a `Product`, where
-one stateless layer serves G codebooks at once; its statistics carry G as their first axis.
+Shapes: ``...`` any leading dimensions, D the quantizer's ``dim``, C codebooks per token, K codes per codebook. The
+private methods work on ``(T, G, D)``: T tokens and a group axis G. G is 1 except in a `Product`, which quantizes its
+parts in one call; statistics then have G as their first axis.
+
+    out = quantizer(x)                         # forward: no communication
+    stats = out.stats + ...                    # sum over microbatches
+    stats = sync([stats, ...], order)          # sum over ranks, once per step
+    loss = weights · quantizer.losses(stats)
+    quantizer.update(stats)                    # after the optimizer step: move codes, replace dead ones
+    quantizer.decode(out.ids) == out.vectors   # bit for bit
 """
 
 from __future__ import annotations
@@ -10,11 +17,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import _register_namedtuple
 
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import full_precision
@@ -25,8 +32,9 @@ from vqclip.quantizers.vectors import straight_through
 from vqclip.seeds import derive_seed
 
 
-class QuantizerOutput(NamedTuple):
-    """What a quantizer returns."""
+@dataclass(frozen=True, eq=False)
+class QuantizerOutput:
+    """Output of a quantizer."""
 
     vectors: Tensor
     """``(..., D)`` quantized vectors with the gradient of the input, 0 where masked; float32 (float64 for float64)."""
@@ -37,27 +45,27 @@ class QuantizerOutput(NamedTuple):
 
 
 class Quantizer(nn.Module, ABC):
-    """Maps vectors to discrete codes and back; knows nothing of images or text.
+    """Base class of modules that map vectors to discrete codes and back.
 
-    What every quantizer keeps (tests/quantizers/test_contract.py):
+    Guarantees of every quantizer (tests/quantizers/test_contract.py):
 
     - ``decode(ids)`` equals ``vectors``, bit for bit.
-    - A masked token is as good as absent, in every output, statistic and gradient.
-    - Forward holds no collective, in training neither. Ranks meet in `losses` and `update` only.
-    - It computes in float32 (float64 for float64 input) whatever autocast or ``.bfloat16()`` say.
+    - A masked token has no effect on any other output, statistic or gradient.
+    - Forward calls no collective, also in training. Only `losses` and `update` do.
+    - It computes in float32 (float64 for float64 input), also under autocast and after ``.bfloat16()``.
     - NaN in the input gives NaN vectors, never an id out of range.
 
-    A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`; `_bound`, `_pass_gradient`,
-    `_statistics`, `losses`, `metrics`, `update`, `spawn` and `refinement` where it differs from what is here. All of
-    them see ``(T, G, D)``.
+    A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`. It overrides `_bound`,
+    `_pass_gradient`, `_statistics`, `losses`, `metrics`, `update`, `spawn` and `refinement` if the defaults here do not
+    fit. The private methods get ``(T, G, D)``.
 
     Args:
         dim: D, the width of the vectors.
         codebook_sizes: K of each of the C codebooks; at most 2^63 each, so that ids fit int64.
-        loss_weights: the weight of each entry of `losses` in the training loss, by the same names.
+        loss_weights: name → weight in the training loss, for each entry of `losses`.
 
     Raises:
-        ConfigError: a codebook is larger than int64 can count.
+        ConfigError: a codebook has more codes than int64 can count.
     """
 
     def __init__(self, dim: int, codebook_sizes: Sequence[int], loss_weights: Mapping[str, float] | None = None):
@@ -72,10 +80,10 @@ class Quantizer(nn.Module, ABC):
         self.codebook_sizes = tuple(codebook_sizes)
         self.loss_weights = dict(loss_weights or {})
         self.key = 0
-        """Stream of this quantizer's draws; see `set_seed`, without which all quantizers draw alike."""
+        """Key of this quantizer's random draws; equal for all quantizers until `set_seed` is called."""
         self.waiting = False
-        """Whether a quantizer beside this one, another stage of a `Residual`, has yet to start. As long as any has,
-        forward draws tokens for a start: compiled, it then changes once and not at the start of every stage."""
+        """True while any stage of the same `Residual` is not initialised. Until then forward draws tokens for
+        initialisation, so that a compiled forward changes once and not for every stage."""
 
     @property
     def bits(self) -> float:
@@ -83,7 +91,7 @@ class Quantizer(nn.Module, ABC):
         return math.fsum(math.log2(size) for size in self.codebook_sizes)
 
     def extra_repr(self) -> str:
-        """What ``repr`` shows."""
+        """Return the arguments for ``repr``."""
         return f"dim={self.dim}, codebook_sizes={self.codebook_sizes}"
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> QuantizerOutput:
@@ -110,7 +118,7 @@ class Quantizer(nn.Module, ABC):
         return QuantizerOutput(vectors.reshape(x.shape), ids.reshape(*x.shape[:-1], len(self.codebook_sizes)), stats)
 
     def encode(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The ids alone, without gathering statistics: ``(..., D)`` → ``(..., C)`` int64, -1 where masked.
+        """Return the ids without computing statistics: ``(..., D)`` → ``(..., C)`` int64, -1 where masked.
 
         Raises:
             ShapeError: as in `forward`.
@@ -130,8 +138,8 @@ class Quantizer(nn.Module, ABC):
             ids: ``(..., C)`` integers in ``[0, K)``, or -1 for an absent token.
 
         Returns:
-            ``(..., D)``, equal to the `vectors` that came with the ids, bit for bit; 0 for -1. Code values are float32
-            numbers, also where ``vectors`` is float64 (unless the codebook itself was made float64).
+            ``(..., D)``, equal bit for bit to the `vectors` that forward returned with the ids; 0 for -1. Code values
+            are float32 numbers, also if ``vectors`` is float64 (unless the codebook itself is float64).
 
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
@@ -142,9 +150,9 @@ class Quantizer(nn.Module, ABC):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
 
     def continuous(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What ``forward(x, mask).vectors`` would be without the rounding, ``(..., D)`` → ``(..., D)``.
+        """Return ``forward(x, mask).vectors`` without the rounding, ``(..., D)`` → ``(..., D)``.
 
-        For figures "with the quantizer bypassed" and for looking at the quantization error.
+        Used to evaluate with the quantizer bypassed, and to measure the quantization error.
 
         Raises:
             ShapeError: as in `forward`.
@@ -158,21 +166,21 @@ class Quantizer(nn.Module, ABC):
         return vectors.reshape(x.shape)
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """Unweighted auxiliary losses, name → scalar: means over the tokens of all ranks.
+        """Return unweighted auxiliary losses, name → scalar: means over the tokens of all ranks.
 
-        On statistics that are not reduced yet this is a collective, which every rank must enter; the training step
-        reduces all of them at once before, with `vqclip.quantizers.sync`.
+        A collective if the statistics are not reduced yet. The training step reduces those of all quantizers together
+        before, with `vqclip.quantizers.sync`.
         """
         return {}
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
-        """Codebook health, name → detached scalar; never a collective.
+        """Return measures of codebook usage, name → detached scalar; never a collective.
 
-        It describes the tokens in ``stats``, of this rank or of all: ``tokens`` is their number, ``usage`` the share of
-        codes among them, ``usage_if_uniform`` the share that as many tokens would reach if all codes were equally
-        likely, ``perplexity`` the exponential of the entropy of the code histogram and ``bits_used`` that entropy in
-        bits. With several codebooks these are means (the sum of the bits), and ``0/usage``, ``1/usage``, ...
-        those of each. Codebooks of more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted:
+        They describe the tokens in ``stats``, of this rank or of all: ``tokens`` is their number, ``usage`` the share
+        of codes that occur, ``usage_if_uniform`` the expected share for equally likely codes and the same number of
+        tokens, ``perplexity`` the exponential of the entropy of the code histogram, and ``bits_used`` that entropy in
+        bits. With several codebooks these are means (for bits, the sum), and ``0/usage``, ``1/usage``, ... describe
+        each one. Codebooks with more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted, and
         ``tokens`` is then the only entry.
         """
         metrics = {"tokens": stats["tokens"]}
@@ -187,73 +195,71 @@ class Quantizer(nn.Module, ABC):
         return metrics
 
     def update(self, stats: Stats, start: bool = True) -> None:
-        """Adapt codebooks after an optimizer step, once, on the statistics of all its micro-batches.
+        """Update codebooks after an optimizer step, once, with the statistics of all its microbatches.
 
-        A collective like `losses` where a quantizer has something to adapt; most have not. In evaluation mode nothing
-        changes.
+        A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode.
 
         Args:
-            stats: of forwards in training mode.
-            start: whether codes that wait for their first tokens may be set from these.
+            stats: statistics of forwards in training mode.
+            start: False: do not initialise a codebook in this step.
         """
 
     def spawn(self, groups: int = 1) -> Quantizer:
-        """Another quantizer of the same settings for a group axis of ``groups``, with codebooks drawn anew.
+        """Return a new quantizer with the same settings, for a group axis of ``groups``, with a new random codebook.
 
-        `Residual` takes one for every stage, `Product` one for all its parts together. A quantizer without state is
-        good for any number of either.
+        `Residual` makes one for every stage, `Product` one for all its parts. A quantizer without state returns itself.
         """
         return self
 
     def set_seed(self, seed: int) -> None:
-        """Key the draws of training (dropout's depths, replacement codes) by (seed, place in this module, step)."""
+        """Key the random draws of training (dropout depth, replacement codes) by (seed, path of the module, step)."""
         for path, module in self.named_modules():
             if isinstance(module, Quantizer):
                 module.key = derive_seed(seed, path)
 
     @property
     def refinement(self) -> Tensor | float | None:
-        """How many times finer than this quantizer's a next stage's codes should lie, a number or ``(D,)``, >= 1.
+        """Factor by which the codes of a next stage in `Residual` are finer: a number or ``(D,)``, >= 1.
 
-        None: no scaling of its codes refines what it leaves, so that it cannot be a stage of `Residual`.
+        None: no factor makes the codes fit the quantization error, so it cannot be a stage of `Residual`.
         """
         return None
 
     @property
     def started(self) -> bool:
-        """Whether its codes stand for something already; see `update`."""
+        """True if the codebook is initialised; see `update`."""
         return True
 
     @property
     def rank_local(self) -> bool:
-        """Whether ranks hold different codes, each its own tokens'."""
+        """True if each rank has its own codebook, from its own tokens."""
         return any(part.rank_local for part in self.parts() if part is not self)
 
     def parts(self) -> list[Quantizer]:
-        """This quantizer and all inside it."""
+        """Return this quantizer and all quantizers inside it."""
         return [part for part in self.modules() if isinstance(part, Quantizer)]
 
     @abstractmethod
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes: what `_bound` gave, ``(T, G, D)`` → values ``(T, G, D)`` without gradient and ids ``(T, G, C)``.
+        """Return code values ``(T, G, D)`` without gradient and ids ``(T, G, C)`` for the output of `_bound`.
 
-        Values have the dtype of the codes, float32 as a rule, so that `_decode` gives the same bits.
+        Values have the dtype of the codes, usually float32, so that `_decode` returns the same bits.
         """
 
     @abstractmethod
     def _decode(self, ids: Tensor) -> Tensor:
-        """``(T, G, C)`` int64 → the same values ``(T, G, D)``, 0 for -1."""
+        """Return the values ``(T, G, D)`` of ids ``(T, G, C)`` int64; 0 for -1."""
 
     def _bound(self, x: Tensor) -> Tensor:
-        """``(T, G, D)`` → what is rounded, on the scale of the codes."""
+        """Map ``(T, G, D)`` to the range of the codes, before rounding."""
         return x
 
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
-        """``values``, bit for bit, with a gradient for ``bounded``; NaN where that is."""
+        """Return ``values``, bit for bit, with a gradient for ``bounded``; NaN where ``bounded`` is NaN."""
         return straight_through(values, bounded)
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
-        """Values and ids as from `_nearest`, 0 and -1 where masked, and the statistics; ``keep`` as `_statistics`."""
+        """Return values and ids of `_nearest`, 0 and -1 where masked, and the statistics."""
         values, ids = self._nearest(bounded)
         if keep is not None:
             absent = ~keep[:, None, None]
@@ -261,10 +267,10 @@ class Quantizer(nn.Module, ABC):
         return values, ids, self._statistics(bounded, values, ids, keep)
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
-        """Sums over tokens, each with G as its first axis except ``tokens``; masked tokens must add nothing.
+        """Return sums over tokens, each with G as its first axis except ``tokens``; masked tokens add nothing.
 
         Args:
-            bounded: ``(T, G, D)``, with gradient; anything finite where masked.
+            bounded: ``(T, G, D)``, with gradient; any finite number where masked.
             values: ``(T, G, D)``, 0 where masked.
             ids: ``(T, G, C)``, -1 where masked.
             keep: ``(T,)`` bool or None, True = real token.
@@ -276,7 +282,7 @@ class Quantizer(nn.Module, ABC):
         return Stats(sums)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
-        # Codebooks stay in float32 under `.bfloat16()` and `.half()`: rounded codes would be other codes.
+        # Codebooks stay in float32 under `.bfloat16()` and `.half()`: rounding would change the codes.
         def keep_fp32(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in (torch.bfloat16, torch.float16) else moved
@@ -284,18 +290,18 @@ class Quantizer(nn.Module, ABC):
         return super()._apply(keep_fp32, recurse)
 
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One row a token in float32 or float64: ``(T, 1, D)``, 0 where masked, and the mask as ``(T,)``."""
+        """Return the tokens as ``(T, 1, D)`` in float32 or float64, 0 where masked, and the mask as ``(T,)``."""
         tokens = x.reshape(-1, 1, self.dim)
         tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
         if mask is None:
             return tokens, None
         keep = mask.reshape(-1)
-        # Whatever stands in the padding, NaN as well, reaches neither a statistic nor a gradient.
+        # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
         return tokens.masked_fill(~keep[:, None, None], 0), keep
 
 
-# So that a quantizer that was exported can be saved.
-_register_namedtuple(QuantizerOutput, serialized_type_name="vqclip.quantizers.QuantizerOutput")
+# Needed to export a quantizer.
+torch.export.register_dataclass(QuantizerOutput, serialized_type_name="vqclip.quantizers.QuantizerOutput")
 
 
 class QuantizerSection(Protocol):

@@ -1,4 +1,4 @@
-"""What LFQ and BSQ share: the signs of the channels are the code, and entropies keep the codebook in use."""
+"""Base class of LFQ and BSQ: the signs of the channels are the code, and entropy losses keep codes in use."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ MAX_BITS = 63
 class BinaryQuantizer(Quantizer):
     """Codes at the corners of a cube: ``radius`` where a channel is positive, ``-radius`` elsewhere.
 
-    Channel 0 is the most significant bit of the id. Three losses keep the codebook alive, each at least 0:
+    Channel 0 is the most significant bit of the id. Three losses, each at least 0:
 
     - ``token_entropy``: mean entropy (nats) of each token's soft assignment, a softmax of
-      ``2 <x, code> / entropy_temperature`` over all codes. Small: tokens are sure of their code.
+      ``2 <x, code> / entropy_temperature`` over all codes. Small: assignments are confident.
     - ``codebook_entropy_gap``: log K minus the entropy of the mean assignment over the tokens of all ranks. Small: all
-      codes are used. The published entropy loss is the sum of the two, less log K.
+      codes are used. The published entropy loss is the sum of the two minus log K.
     - ``commitment``: mean squared distance of the channels from their code.
 
-    Both entropies are exact (`vqclip.quantizers.entropy`). The second needs one number per code, so above
-    ``MAX_COUNTED_CODES`` (2^20) codes there is no such loss and no usage metric; use `Product` of smaller ones there.
+    Both entropies are exact (`vqclip.quantizers.entropy`). The second needs one number per code, so codebooks with more
+    than ``MAX_COUNTED_CODES`` (2^20) codes have neither this loss nor usage metrics; use a `Product` of smaller ones.
 
     Args:
         bits: number of channels, 1 to 63.
         radius: absolute value of every channel of a code, > 0.
-        entropy_temperature: of the soft assignment, > 0.
-        loss_weights: of the three losses, in the training loss; one that is left out weighs 0. Without any: 0.1, 0.1
-            and 0.25, less ``codebook_entropy_gap`` where there is none.
+        entropy_temperature: temperature of the soft assignment, > 0.
+        loss_weights: weights of the three losses in the training loss; 0 for a missing one. None: 0.1, 0.1 and 0.25,
+            without ``codebook_entropy_gap`` if that loss does not exist.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
@@ -60,11 +60,11 @@ class BinaryQuantizer(Quantizer):
 
     @property
     def refinement(self) -> float:
-        """A bit's next stage halves its step."""
+        """Each residual stage halves the quantization step."""
         return 2.0
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, over all ranks' tokens; 0 without tokens."""
+        """Return the losses of the class, over the tokens of all ranks; 0 without tokens."""
         stats = stats.sync()
         count = stats["tokens"].clamp(min=1)
         losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
@@ -83,11 +83,11 @@ class BinaryQuantizer(Quantizer):
         return self._signs((ids >> shifts) & 1 == 1).masked_fill(ids < 0, 0)
 
     def _signs(self, positive: Tensor) -> Tensor:
-        """Bits → values in float32."""
+        """Return the values of bits in float32."""
         return (positive.float() * 2 - 1) * self.radius
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
-        # <x, code> differs by 2 radius x between a bit's two values, and the assignment has another factor of 2.
+        # <x, code> differs by 2 radius x between the two values of a bit, and the softmax contains another factor 2.
         logits = bounded * (4 * self.radius / self.entropy_temperature)
         uncertainty = reduce(bit_entropy(logits), "t g d -> t g", "sum")
         error = reduce((bounded - values).square(), "t g d -> t g", "mean")
@@ -105,15 +105,15 @@ class BinaryLossWeights(Config):
     """Weights of the losses of LFQ and BSQ in the training loss."""
 
     token_entropy: Annotated[float, Field(ge=0)] = 0.1
-    """Of the mean entropy of a token's soft assignment: higher makes tokens surer of their code."""
+    """Weight of the mean entropy of a token's soft assignment: higher makes assignments more confident."""
     codebook_entropy_gap: Annotated[float, Field(ge=0)] = 0.1
-    """Of log K less the entropy of the mean assignment: higher spreads tokens over more codes."""
+    """Weight of log K minus the entropy of the mean assignment: higher spreads tokens over more codes."""
     commitment: Annotated[float, Field(ge=0)] = 0.25
-    """Of the mean squared distance to the codes: higher keeps the channels near them."""
+    """Weight of the mean squared distance to the codes: higher keeps the channels closer to them."""
 
 
 def binary_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists at this size; see `resolve_weights`.
+    """Return the weight of every loss that exists at this size; see `resolve_weights`.
 
     Raises:
         ConfigError: a weight of a loss that is unknown, or that does not exist at this size.

@@ -17,15 +17,15 @@ from vqclip.quantizers.vectors import unit
 class BSQ(BinaryQuantizer):
     """Binary Spherical Quantization (Zhao et al. 2024, https://arxiv.org/abs/2406.07548).
 
-    The vector is brought to unit length and every channel becomes ``±1 / √bits``, so codes have unit length too and
-    quantization cannot be far off: the commitment loss is bounded. Losses: `BinaryQuantizer`; the paper's codebook
-    entropy takes the codebook for a product of independent bits, this one is exact.
+    The vector is scaled to unit length and every channel becomes ``±1 / √bits``. Codes have unit length too, so the
+    commitment loss is bounded. Losses: see `BinaryQuantizer`. The paper approximates the codebook entropy with
+    independent bits; here it is exact.
 
     Args:
         bits: number of channels, 2 to 63.
-        entropy_temperature: of the soft assignment in the entropy losses, > 0; the paper's inverse temperature τ of 100
-            is 0.01.
-        loss_weights: of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, as in `BinaryQuantizer`.
+        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0; the paper's inverse
+            temperature τ = 100 is 0.01.
+        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).

@@ -1,4 +1,4 @@
-"""What a quantizer refuses: inputs, ids and settings that cannot be right."""
+"""Checks of a quantizer's inputs, ids and settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from vqclip.errors import ConfigError, ShapeError
 
 
 def require_vectors(name: str, dim: int, x: Tensor, mask: Tensor | None) -> None:
-    """Raises ShapeError for what `Quantizer.forward` does not take: width, dtype, or a mask that does not fit."""
+    """Check the input of `Quantizer.forward`.
+
+    Raises:
+        ShapeError: wrong width or dtype, or a mask that does not fit.
+    """
     if x.ndim == 0 or x.shape[-1] != dim:
         raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {dim}): one channel per entry")
     if not x.is_floating_point():
@@ -24,16 +28,20 @@ def require_vectors(name: str, dim: int, x: Tensor, mask: Tensor | None) -> None
 
 
 def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
-    """Raises ShapeError for what `Quantizer.decode` does not take: width, dtype, or ids that are out of range."""
+    """Check the input of `Quantizer.decode`.
+
+    Raises:
+        ShapeError: wrong width or dtype, or an id out of range.
+    """
     width = len(sizes)
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
     if ids.ndim == 0 or ids.shape[-1] != width:
         raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
-    if torch.compiler.is_compiling():  # the check below looks at values, which a graph cannot
+    if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
         return
     largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
-    wide = ids.long()  # a narrow type could not hold what it is compared with
+    wide = ids.long()  # a narrow dtype could not hold the sizes
     wrong = (wide < -1) | (wide > largest)
     if bool(wrong.any()):
         *_, codebook = (int(index) for index in wrong.nonzero()[0])
@@ -44,7 +52,7 @@ def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
 
 
 def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weight of every loss that exists: 0 where only others are given, the defaults where none are.
+    """Return the weight of every existing loss: 0 for a missing one, or the defaults if ``weights`` is None.
 
     Raises:
         ConfigError: a weight for a loss that does not exist.
@@ -55,7 +63,11 @@ def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[s
 
 
 def check_channels(name: str, channels: int, least: int = 2) -> None:
-    """Raises ConfigError where vectors have so few channels that normalising leaves a sign, without a gradient."""
+    """Check that vectors have enough channels to be normalised.
+
+    Raises:
+        ConfigError: normalising would leave only a sign, without a gradient.
+    """
     if channels < least:
         raise ConfigError(
             f"{name}: got {channels} channel{'s' * (channels > 1)}, of which only a sign would be left, without a "

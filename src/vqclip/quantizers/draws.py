@@ -1,45 +1,45 @@
-"""Random numbers from a key, in tensors: equal on every rank, without a generator's state or a look at a value."""
+"""Random numbers from a key, as tensors: equal on every rank, without generator state or device synchronisation."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 LAST = 2**63 - 1
-"""What is sorted behind every random number."""
+"""Sort key that is larger than every random number."""
 
 
 def stream(key: int, step: Tensor) -> Tensor:
-    """() int64 that names the stream of one layer in one step.
+    """Return the () int64 random stream of one layer in one step.
 
     Args:
-        key: names the layer in the run.
-        step: () int64, number of the optimizer step.
+        key: key of the layer in the run.
+        step: () int64, the number of the optimizer step.
     """
     return _mix(_mix(step + key))
 
 
 def random_integers(stream: Tensor, index: Tensor) -> Tensor:
-    """One number of a stream for every entry of ``index``, int64, uniform over ``[0, 2^62)``.
+    """Return one number of a stream for every entry of ``index``, int64, uniform over ``[0, 2^62)``.
 
-    The finaliser of SplitMix64 (Steele et al. 2014) over a counter: any two of them are as good as independent. It
-    needs int64 arithmetic only, so it compiles, runs on the device of ``index`` and never waits for it.
+    The finaliser of SplitMix64 (Steele et al. 2014) over a counter: different indices give practically independent
+    numbers. It uses only int64 arithmetic, so it can be compiled and runs on the device of ``index`` without waiting.
     """
     return _mix(stream + index) & (2**62 - 1)
 
 
 def random_order(stream: Tensor, index: Tensor, keep: Tensor) -> Tensor:
-    """Random permutation of the last dimension, in which what is not kept comes last.
+    """Return a random permutation of the last dimension, with the entries that are not kept at the end.
 
     Args:
         stream: broadcast against ``index``.
-        index: ``(..., n)`` int64, by which the entries are known: another arrangement of them is the same permutation.
+        index: ``(..., n)`` int64, the identity of each entry: the permutation does not depend on their arrangement.
         keep: ``(..., n)`` bool.
     """
     return random_integers(stream, index).masked_fill(~keep, LAST).argsort(dim=-1, stable=True)
 
 
 def _mix(x: Tensor) -> Tensor:
-    # int64 wraps around; the constants are SplitMix64's, as signed numbers.
+    # int64 wraps around. The constants of SplitMix64 as signed numbers.
     x = x + -7046029254386353131
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685

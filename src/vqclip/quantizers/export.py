@@ -1,4 +1,4 @@
-"""A codebook as a matrix."""
+"""Codebooks as matrices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
 @torch.no_grad()
 def codebook_matrix(quantizer: Quantizer, codebook: int, limit: int = MAX_COUNTED_CODES) -> Tensor:
-    """What each code of one codebook adds to a quantized vector.
+    """Return the contribution of each code of one codebook to a quantized vector.
 
     Args:
-        quantizer: of any family.
-        codebook: which one, 0 to C - 1.
-        limit: most codes that are made into a matrix.
+        quantizer: any quantizer.
+        codebook: index of the codebook, 0 to C - 1.
+        limit: largest number of codes.
 
     Returns:
-        ``(K, D)`` of the codes' type, float32 as a rule. Channels that belong to other codebooks (of a `Product`) are
-        0, and codes of a stage (of a `Residual`) have the size that they are added with, so that
-        ``quantizer.decode(ids)`` is the sum of ``codebook_matrix(quantizer, c)[ids[..., c]]`` over c.
+        ``(K, D)`` in the dtype of the codes, usually float32. Channels of other codebooks (of a `Product`) are 0, and
+        codes of a stage (of a `Residual`) are scaled, so that ``quantizer.decode(ids)`` is the sum over c of
+        ``codebook_matrix(quantizer, c)[ids[..., c]]``.
 
     Raises:
-        ShapeError: there is no such codebook, or it has more codes than ``limit``, as those that nobody stores can.
+        ShapeError: no such codebook, or it has more codes than ``limit``, which implicit codebooks can.
     """
     name, sizes = type(quantizer).__name__, quantizer.codebook_sizes
     if not 0 <= codebook < len(sizes):
@@ -34,7 +34,7 @@ def codebook_matrix(quantizer: Quantizer, codebook: int, limit: int = MAX_COUNTE
     if sizes[codebook] > limit:
         raise ShapeError(
             f"{name}: codebook {codebook} has {sizes[codebook]} codes, as a matrix {sizes[codebook]} × {quantizer.dim} "
-            f"numbers; expected at most {limit} codes: decode the ids that are needed, or train a Product of smaller "
+            f"numbers; expected at most {limit} codes: decode only the ids you need, or train a Product of smaller "
             "codebooks"
         )
     device = next((tensor.device for tensor in (*quantizer.parameters(), *quantizer.buffers())), torch.device("cpu"))

@@ -16,36 +16,41 @@ from vqclip.nn.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.vectors import ids_from_digits
 
-MARGIN = 1e-3  # how far the bounded value reaches beyond the outermost levels, of their range (Mentzer et al.)
-MAX_LEVELS = 1000  # beyond, the margin would reach past the rounding of the outermost level
-
+MARGIN = 1e-3  # distance of the bound from the outermost levels, relative to their range (Mentzer et al.)
+MAX_LEVELS = 1000  # with more, the margin would exceed half a step
 
 Layout = Literal["original", "symmetric", "uniform"]
-"""Where the levels lie; see `FSQ`."""
+"""Positions of the levels; see `FSQ`."""
 
 
 class FSQ(Quantizer):
     """Finite Scalar Quantization (Mentzer et al. 2023, https://arxiv.org/abs/2309.15505).
 
-    Channel i is squashed by tanh and rounded to one of ``levels[i]`` values; the product of the levels is the codebook.
-    No codebook is stored, there is nothing to collapse and no auxiliary loss. Channel 0 is the least significant digit
-    of the id. Where the L levels of a channel lie:
+    Channel i is bounded by tanh and rounded to one of ``levels[i]`` values. The codebook is the product of the levels;
+    it is not stored, cannot collapse and needs no auxiliary loss:
 
-    - ``original``: at ``-1, ..., 0, ..., 1``, or at ``-1, ..., 0, ..., 1 - 2/L`` where L is even. Codes and ids are
-      those of vector-quantize-pytorch's ``FSQ(levels)``. With 2 levels (refused there) the threshold is at 0.
-    - ``symmetric``: evenly from -1 to 1 (Parker et al. 2024, https://arxiv.org/abs/2411.19842), its
-      ``preserve_symmetry``. The outermost levels catch half as wide a range as the others.
-    - ``uniform``: the same, and the squashed value may reach half a step beyond the outermost levels, so that all catch
-      the same. What is left of it fits a next stage exactly: the layout for `Residual`, that of its ``ResidualFSQ``.
+        bounded = tanh(x / width + shift) · reach - offset, in units of the levels   # `_Squash`
+        digit   = round(bounded)                      # 0 .. L - 1 in every channel
+        value   = (digit - zero) / unit               # the quantized vector
+        id      = digit_0 + L_0 (digit_1 + L_1 (...)) # channel 0 is the least significant digit
+
+    Positions of the L levels of a channel:
+
+    - ``original``: ``-1, ..., 0, ..., 1``, or ``-1, ..., 0, ..., 1 - 2/L`` for an even L. Codes and ids equal those of
+      vector-quantize-pytorch's ``FSQ(levels)``. With 2 levels (refused there) the threshold is at 0.
+    - ``symmetric``: evenly spaced from -1 to 1 (Parker et al. 2024, https://arxiv.org/abs/2411.19842), its
+      ``preserve_symmetry``. The outermost levels cover half the range of the others.
+    - ``uniform``: like ``symmetric``, but the bounded value may exceed the outermost levels by half a step, so that all
+      levels cover equal ranges. The remainder then fits a next stage exactly: for `Residual`, its ``ResidualFSQ``.
 
     Args:
-        levels: L of every channel, each 2 to 1000; the paper advises 5 and more. Good mixes for K of about 2^8, 2^10,
-            2^12, 2^14, 2^16: ``(8, 6, 5)``, ``(8, 5, 5, 5)``, ``(7, 5, 5, 5, 5)``, ``(8, 8, 8, 6, 5)``,
+        levels: L of every channel, each 2 to 1000; the paper recommends at least 5. Good choices for K of about 2^8,
+            2^10, 2^12, 2^14, 2^16: ``(8, 6, 5)``, ``(8, 5, 5, 5)``, ``(7, 5, 5, 5, 5)``, ``(8, 8, 8, 6, 5)``,
             ``(8, 8, 8, 5, 5, 5)``.
-        layout: where the levels lie.
+        layout: positions of the levels.
 
     Raises:
-        ConfigError: no levels, a number of levels out of range, more codes than int64 can count, or no such layout.
+        ConfigError: no levels, a number of levels out of range, more codes than int64 can count, or unknown layout.
     """
 
     levels: Tensor
@@ -55,21 +60,21 @@ class FSQ(Quantizer):
         if layout not in get_args(Layout):
             raise ConfigError(f"FSQ: layout is {layout!r}, expected one of {', '.join(get_args(Layout))}")
         super().__init__(dim=len(levels), codebook_sizes=(math.prod(levels),))
-        # Integers, for `.bfloat16()` leaves these alone; not saved, for they are configuration.
+        # Integers, which `.bfloat16()` does not change; not saved, because they are configuration.
         self.register_buffer("levels", torch.tensor(levels, dtype=torch.int64), persistent=False)
         self.layout = layout
         self._bases = tuple(levels)
 
     @property
     def refinement(self) -> Tensor | None:
-        """``(D,)``: what rounding leaves is that much smaller than the range; None where it does not fit the levels."""
+        """``(D,)``: the range divided by the rounding error; None for layouts whose levels do not fit the error."""
         return self.levels if self.layout == "uniform" else None
 
     def _bound(self, x: Tensor) -> Tensor:
         return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))
 
     def _curve(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Width, shift, reach, offset and unit of `_Squash`, each ``(D,)``."""
+        """Return width, shift, reach, offset and unit of `_Squash`, each ``(D,)``."""
         one, zero = torch.ones_like(self.levels), torch.zeros_like(self.levels)
         if self.layout == "symmetric":
             return one, zero, one, zero, one
@@ -78,7 +83,7 @@ class FSQ(Quantizer):
             return reach, zero, reach, zero, one
         reach = (self.levels - 1).to(dtype) * (1 + MARGIN) / 2
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(dtype)
-        # At 2 levels this shift would put the threshold at -3.8, where no activation ever is.
+        # With 2 levels this shift would put the threshold at -3.8, out of reach of activations.
         shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
         return one, shift, reach, offset, self.levels // 2
 
@@ -87,7 +92,7 @@ class FSQ(Quantizer):
             unit = self._unit(bounded)
             if self.layout == "original":
                 digits = (bounded * unit).round_().add_(unit)
-            else:  # 0 lies between two levels where their number is even: up, as the peer rounds it
+            else:  # an even number of levels has 0 between two of them: rounded up, as vector-quantize-pytorch does
                 digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
             digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), self._wide(self.levels - 1, bounded))
             ids = ids_from_digits(digits.to(torch.int32), self._bases)
@@ -101,24 +106,24 @@ class FSQ(Quantizer):
         return self._values(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
 
     def _values(self, digits: Tensor) -> Tensor:
-        """``(T, G, D)`` digits, ``0, ..., L - 1`` → values in float32: the one place where they are computed."""
+        """Return the values of ``(T, G, D)`` digits ``0, ..., L - 1`` in float32, for encoding and decoding."""
         unit = self._unit(digits).float()
         return digits.float().sub_(unit).div_(unit)
 
     def _unit(self, like: Tensor) -> Tensor:
-        """``(G, D)``: digits in a unit of the value, and the digit (a half at times) of the value 0."""
+        """Return ``(G, D)``: digits per unit of the value, which is also the (half-integer) digit of the value 0."""
         unit = self.levels // 2 if self.layout == "original" else (self.levels - 1) / 2
         return self._wide(unit, like)
 
     @staticmethod
     def _wide(constant: Tensor, like: Tensor) -> Tensor:
-        """``(D,)`` → ``(G, D)``, for `torch` is slow to broadcast over an inner dimension as small as D."""
+        """Expand ``(D,)`` to ``(G, D)``: torch broadcasts slowly over an inner dimension as small as D."""
         dtype = like.dtype if like.is_floating_point() else torch.float32
         return constant.to(dtype).expand(like.shape[1:]).contiguous()
 
 
 class _Squash(torch.autograd.Function):
-    """``(tanh(x / width + shift) * reach - offset) / unit``; in a line of tensors it takes twice the memory."""
+    """``(tanh(x / width + shift) * reach - offset) / unit`` with half the memory of the plain expression."""
 
     @staticmethod
     def forward(
@@ -136,14 +141,14 @@ class _Squash(torch.autograd.Function):
 
 
 class FSQConfig(Config):
-    """Finite scalar quantization: one codebook of as many codes as the product of ``levels``."""
+    """Finite scalar quantization: one codebook, whose size is the product of ``levels``."""
 
     kind: Literal["fsq"] = "fsq"
     levels: Annotated[tuple[Annotated[int, Field(ge=2, le=MAX_LEVELS)], ...], Field(min_length=1)] = (8, 5, 5, 5)
     """Number of levels of each channel; their product is the codebook size, their count the quantizer's width."""
     layout: Layout = "original"
-    """Where the levels lie: original; symmetric (evenly from -1 to 1); uniform (so that each catches as much, for
-    residual quantization)."""
+    """Positions of the levels: original; symmetric (evenly from -1 to 1); uniform (equal ranges, for residual
+    quantization)."""
 
     @model_validator(mode="after")
     def _fits_int64(self) -> FSQConfig:

@@ -14,9 +14,9 @@ from vqclip.quantizers.base import Quantizer
 
 
 class Identity(Quantizer):
-    """Passes vectors through, 0 where masked: what a model reaches without a bottleneck of codes.
+    """Returns its input, 0 where masked: the baseline without a bottleneck of codes.
 
-    It has no codebook: ids have shape ``(..., 0)``, and there is nothing to decode.
+    It has no codebook: ids have shape ``(..., 0)`` and cannot be decoded.
 
     Args:
         dim: D, the width of the vectors, at least 1.

@@ -1,4 +1,4 @@
-"""K-means, the same on every rank that gives it the same vectors."""
+"""K-means that gives equal results on all ranks for equal vectors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vqclip.quantizers.vectors import unit
 
 
 def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Lloyd's algorithm from the first ``size`` different vectors; a centre without vectors stays where it is.
+    """Run Lloyd's algorithm from the first ``size`` different vectors; a centre without vectors does not move.
 
-    Where there are fewer different ones, there are fewer centres: of two equal ones rounding would say which gets their
-    vectors. Time grows with M K D, ``iterations`` times.
+    With fewer different vectors there are fewer centres: rounding would decide which of two equal centres gets their
+    vectors. Time is proportional to M K D and ``iterations``.
 
     Args:
         x: ``(G, M, D)`` vectors of G separate problems, M >= 1, in random order.
         size: K, the number of centres.
-        iterations: how many times vectors are assigned and centres moved.
+        iterations: number of assignment and update steps.
         cosine: keep centres at unit length.
 
     Returns:
-        Centres ``(G, K, D)``, how many vectors each has ``(G, K)``, and whether it is one ``(G, K)``.
+        Centres ``(G, K, D)``, the number of vectors of each ``(G, K)``, and True for each valid centre ``(G, K)``.
     """
     groups, count, dim = x.shape
     seeds = find_new(x, torch.ones(count, dtype=torch.bool, device=x.device), x[:, :0])

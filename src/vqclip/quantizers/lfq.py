@@ -14,23 +14,23 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers.binary import MAX_BITS, BinaryLossWeights, BinaryQuantizer, binary_weights
 
 Bound = Literal["none", "tanh"]
-"""What happens to channels before they are rounded."""
+"""Function applied to channels before rounding."""
 
 
 class LFQ(BinaryQuantizer):
     """Lookup-Free Quantization (MAGVIT-v2: Yu et al. 2023, https://arxiv.org/abs/2310.05737).
 
-    Every channel becomes ``scale`` (where positive) or ``-scale``. Ids are those of vector-quantize-pytorch; losses:
+    Every channel becomes ``scale`` (if positive) or ``-scale``. Ids equal those of vector-quantize-pytorch. Losses: see
     `BinaryQuantizer`.
 
     Args:
         bits: number of channels, 1 to 63.
-        entropy_temperature: of the soft assignment in the entropy losses, > 0. The published 0.01 suits channels
-            within about ±0.02 of their threshold; a higher one lets the losses act on tokens further away from it.
-        loss_weights: of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``, as in `BinaryQuantizer`.
+        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0. The published 0.01 affects
+            channels within about ±0.02 of the threshold; a higher one affects tokens further away.
+        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
         scale: absolute value of every channel of a code, > 0.
-        bound: ``tanh``: channels are ``scale · tanh(x)`` before they are rounded, never further than ``scale`` from
-            their code, so that the straight-through gradient fades where the sign is settled; ``none``: as they come.
+        bound: ``tanh``: channels are ``scale · tanh(x)`` before rounding, at most ``scale`` from their code, so that
+            the straight-through gradient vanishes far from the threshold; ``none``: unchanged.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
@@ -68,7 +68,7 @@ class LFQConfig(Config):
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Absolute value of every channel of a code."""
     bound: Bound = "none"
-    """tanh: channels go through scale · tanh first, for a gradient that fades where the sign is settled."""
+    """tanh: apply scale · tanh to channels first, so that the gradient vanishes far from the threshold."""
 
     @model_validator(mode="after")
     def _losses_exist(self) -> LFQConfig:

@@ -1,4 +1,4 @@
-"""Trained quantizers of vector-quantize-pytorch, as ours: the same ids for the same vectors."""
+"""Conversion of trained quantizers of vector-quantize-pytorch: equal ids for equal vectors."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from vqclip.quantizers.vq import VQ
 
 
 def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quantizer:
-    """Make ours from an instance of that library's, which is looked at, not imported.
+    """Convert a quantizer of that library, which is not imported.
 
-    Taken over are codebooks, their moving averages and what decides about ids; of the training, the decay, the way of
-    learning and quantize dropout. Losses and replacement of dead codes are ours: see `VQ`. Ids are equal in evaluation,
-    up to vectors that lie between two codes within a rounding error: of a ResidualFSQ, the last stages are hardly more
-    than that once the product of a channel's levels over the stages passes 10^6.
+    Copies the codebooks, their moving averages and all settings that determine ids; of the training settings, the
+    decay, the learning method and quantize dropout. Losses and replacement of dead codes follow `VQ`. Ids are equal in
+    evaluation, except for vectors within a rounding error of the border between two codes. In a ResidualFSQ this
+    concerns the last stages once the product of a channel's levels over the stages exceeds 10^6.
 
     Args:
         module: a ``VectorQuantize``, ``ResidualVQ``, ``FSQ``, ``ResidualFSQ`` or ``LFQ`` (version 1.29 and later).
-        inner: of a module with projections, make only what lies between its ``project_in`` and ``project_out``, which
-            you then apply yourself: ``ours(module.project_in(x))``.
+        inner: convert only the part between a module's ``project_in`` and ``project_out``, which you apply yourself:
+            ``ours(module.project_in(x))``.
 
     Returns:
         In evaluation mode, on the module's device. Ids have one column per codebook, ``(..., C)``.
 
     Raises:
-        ConfigError: another class, or an option that ours have no counterpart of; the message names it.
+        ConfigError: another class, or an option without a counterpart here; the message names it.
     """
     name = type(module).__name__
     if name not in _MAKERS:
         raise ConfigError(f"from_vector_quantize_pytorch: got a {name}, expected one of {', '.join(_MAKERS)}")
     if getattr(module, "has_projections", False) and not inner:
         raise ConfigError(
-            f"from_vector_quantize_pytorch: this {name} projects its input, which a quantizer here does not. Pass "
-            "inner=True, and call ours between module.project_in and module.project_out"
+            f"from_vector_quantize_pytorch: this {name} projects its input, which quantizers here do not; pass "
+            "inner=True, and call the result between module.project_in and module.project_out"
         )
     quantizer = _MAKERS[name](module).eval()
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
@@ -89,7 +89,7 @@ def _residual_vq(module: Any) -> Quantizer:
         implicit_neural_codebook=module.implicit_neural_codebook,
         codebook_sizes_that_differ=not module.uniform_codebook_size,
         several_heads=not isinstance(first, VQ),
-        # The peer brings what is left to unit length once more at every stage.
+        # That library normalises the remainder again at every stage.
         use_cosine_sim=isinstance(first, VQ) and first.cosine and len(stages) > 1,
         beam_search=(module.eval_beam_size or 1) > 1,
     )
@@ -115,7 +115,7 @@ def _residual_fsq(module: Any) -> Quantizer:
 
 
 def _least(module: Any) -> int:
-    """Stages that quantize dropout always leaves."""
+    """Return the number of stages that quantize dropout never drops."""
     if not module.quantize_dropout:
         return 1
     _refuse(module, quantize_dropout_multiple_of=module.quantize_dropout_multiple_of > 1)
@@ -153,6 +153,6 @@ def _refuse(module: nn.Module, **options: Any) -> None:
     for option, present in options.items():
         if present:
             raise ConfigError(
-                f"from_vector_quantize_pytorch: this {type(module).__name__} has {option.replace('_', ' ')}, of which "
-                "the quantizers here have no counterpart with equal ids"
+                f"from_vector_quantize_pytorch: this {type(module).__name__} has {option.replace('_', ' ')}, for "
+                "which the quantizers here have no counterpart with equal ids"
             )

@@ -1,4 +1,4 @@
-"""What VQ and SimVQ share: a table of codes, the nearest of which stands for a vector."""
+"""Base class of VQ and SimVQ: a vector becomes the nearest code of a table."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.quantizers.vectors import SHORT, straight_through, unit
 
 CHUNK = 2**20
-"""Scores (tokens × codes) that are held at a time when looking for the nearest code: 4 MiB in float32."""
+"""Scores (tokens × codes) computed at a time in the search for the nearest code: 4 MiB in float32."""
 
 GradientPath = Literal["straight_through", "rotation"]
-"""How the gradient of a code reaches the vector that it stands for: as it is, or turned (`_Rotation`)."""
+"""Gradient from a code to its vector: unchanged, or rotated (`_Rotation`)."""
 
 
 class TableQuantizer(Quantizer):
-    """Looks a vector up among the codes that `codes` gives.
+    """Replaces each vector by the nearest of the codes that `codes` returns.
 
     Losses, each a mean over the tokens of all ranks:
 
     - ``commitment``: mean squared distance of the vector from its code; its gradient moves the vector.
-    - ``codebook``: the same number; its gradient moves the code. Only where codes are learned by gradient.
+    - ``codebook``: the same number; its gradient moves the code. Only if codes are learned by gradient.
 
-    `update` counts the steps for which a code has not been used; `metrics` tells the longest of them as ``oldest``.
+    `update` counts the steps since each code was used; `metrics` has the largest count as ``oldest``.
 
     Args:
         dim: D, at least 1.
         codebook_size: K, at least 2.
         groups: G, the number of codebooks; more than 1 in a `Product`.
-        gradient: how gradients pass.
-        loss_weights: by the names of the losses.
+        gradient: gradient from codes to vectors, ``rotation`` or ``straight_through``.
+        loss_weights: name → weight of the loss.
 
     Raises:
-        ConfigError: a number out of range, or no such way for gradients.
+        ConfigError: a number out of range, or unknown ``gradient``.
     """
 
     age: Tensor
@@ -68,25 +68,25 @@ class TableQuantizer(Quantizer):
 
     @abstractmethod
     def codes(self) -> Tensor:
-        """``(G, K, D)``, with gradient where they are learned by it."""
+        """Return the codes ``(G, K, D)``, with gradient if they are learned by gradient."""
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """See the class."""
+        """Return the losses of the class."""
         stats = stats.sync()
         count = stats["tokens"].clamp(min=1)
         return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
 
     def no_weight_decay(self) -> set[str]:
-        """Names of what AdamW must not pull to 0: codes lie where the vectors are."""
+        """Return the names of parameters without weight decay: codes must stay near the vectors."""
         return {"codebook", "transform"}
 
     @property
     def refinement(self) -> float | None:
-        """A stage of its own learns how large what is left is."""
+        """1: the codes of each stage learn the scale of the remainder."""
         return 1.0
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
-        """As of any quantizer, and ``oldest``: steps since the least recently used code was last used."""
+        """Return the metrics of `Quantizer`, and ``oldest``: steps since the least recently used code was used."""
         return {**super().metrics(stats), "oldest": self.age.max()}
 
     def update(self, stats: Stats, start: bool = True) -> None:
@@ -96,7 +96,6 @@ class TableQuantizer(Quantizer):
                 self._count_step(stats.sync()["codes"])
 
     def _count_step(self, counts: Tensor) -> None:
-        """``(G, K)`` how often each code was used in it."""
         waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
         self.age.copy_(torch.where(counts > 0, 0, waited))
         self.step.add_(1)
@@ -125,7 +124,7 @@ class TableQuantizer(Quantizer):
 
 
 def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:
-    """Sum over tokens of the mean over channels of the squared difference: twice ``(T, G, D)`` → ``(G,)``."""
+    """Sum the squared difference of two ``(T, G, D)`` over tokens, averaged over channels → ``(G,)``."""
     error = reduce((a - b).square(), "t g d -> t g", "mean")
     if keep is not None:
         error = error.masked_fill(~keep[:, None], 0)
@@ -133,15 +132,15 @@ def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
-    """The code of the least Euclidean distance, the first of several: ``(T, G, D)``, ``(G, K, D)`` → ``(T, G)`` int64.
+    """Return the id of the nearest code, the first of equals: ``(T, G, D)``, ``(G, K, D)`` → ``(T, G)`` int64.
 
-    ``among`` ``(G, K)`` bool restricts it to some of the codes.
+    ``among`` ``(G, K)`` bool restricts the search to some codes. A vector with NaN gets any id in range.
 
-    ``argmax <x, c> - |c|² / 2`` takes one matrix product, and but for a compiled graph, a bounded number of scores is
-    held at a time. A vector with NaN gets some code in range.
+    Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in a compiled graph, a limited number of scores
+    is computed at a time.
     """
-    # From the middle of the codes, or those far from 0 would differ in their last digits only. Not from their mean,
-    # which a single code far out takes along.
+    # Relative to the median of the codes, for precision when all codes are far from 0. A single distant code would
+    # move the mean.
     middle = codes.median(dim=1, keepdim=True).values
     x, codes = x - middle.transpose(0, 1), codes - middle
     half_norm = codes.square().sum(dim=-1).div_(2)[:, None]
@@ -149,24 +148,24 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
         half_norm = half_norm.masked_fill(~among[:, None], torch.inf)
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
-    # A graph takes them all at once: the number of parts would be part of it.
+    # A graph computes all at once, because the number of parts would be part of the graph.
     parts = (x,) if torch.compiler.is_compiling() else x.split(max(64, CHUNK // (groups * size)))
     found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def look_up(codes: Tensor, ids: Tensor) -> Tensor:
-    """``(G, K, D)``, ``(T, G)`` → ``(T, G, D)``."""
+    """Return the codes of ids: ``(G, K, D)``, ``(T, G)`` → ``(T, G, D)``."""
     groups, size, _ = codes.shape
     rows = ids + size * torch.arange(groups, device=ids.device)
-    return F.embedding(rows, codes.flatten(0, 1)) + 0.0  # -0.0 would not come back from a sum
+    return F.embedding(rows, codes.flatten(0, 1)) + 0.0  # a sum of codes never gives -0.0
 
 
 class _Rotation(torch.autograd.Function):
-    """``x``, whose gradient comes as if through the constant map that turns and scales ``x`` onto ``q``.
+    """``x`` with the gradient of the constant linear map that rotates and scales ``x`` to ``q``.
 
     The rotation trick (Fifty et al. 2024, https://arxiv.org/abs/2410.06424): gradients keep their angle to the code, so
-    that vectors of one code do not all get the same. The map is two reflections, so that no D × D matrix is needed.
+    vectors with the same code get different gradients. The rotation is two reflections, without a D × D matrix.
     """
 
     @staticmethod
@@ -184,4 +183,4 @@ class _Rotation(torch.autograd.Function):
         turned = grad - 2 * (grad * w).sum(-1, keepdim=True) * w + 2 * (grad * v).sum(-1, keepdim=True) * u
         length = x.norm(dim=-1, keepdim=True)
         turned = turned * q.norm(dim=-1, keepdim=True) / length.clamp(min=SHORT)
-        return torch.where(length < SHORT, grad, turned), None  # what has no direction cannot be turned
+        return torch.where(length < SHORT, grad, turned), None  # a vector without direction cannot be rotated

@@ -1,4 +1,4 @@
-"""Product quantization: the channels are split, and each part has a codebook of its own."""
+"""Product quantization: the channels are split into parts, each with its own codebook."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 
-if TYPE_CHECKING:  # the package resolves the name to its union, which holds this file's own configuration
+if TYPE_CHECKING:  # the package binds the name to its union, which contains `ProductConfig`
     from vqclip.quantizers.base import QuantizerSection as QuantizerConfig
 
 
 class Product(Quantizer):
-    """Several codebooks a token (product quantization: Jégou et al. 2011; multi-codebook: UniTok, Ma et al. 2025).
+    """Several codebooks per token (product quantization: Jégou et al. 2011; multi-codebook: UniTok, Ma et al. 2025).
 
-    Vectors are split into ``codebooks`` runs of ``layer.dim`` neighbouring channels, each quantized as ``layer`` does;
-    ids and vectors are put side by side. Codebook c has column c of the ids, and metrics of its own as ``c/usage``.
-    Losses are means over the codebooks, with the weights of the layer.
+    Vectors are split into ``codebooks`` parts of ``layer.dim`` neighbouring channels. Each part is quantized by
+    ``layer``; ids and vectors are concatenated. Codebook c has column c of the ids and metrics ``c/usage``. Losses are
+    means over the codebooks, with the weights of the layer.
 
-    All codebooks are computed at once, in a group axis; a layer with state has one of its own for each.
+    All parts are computed together, in the group axis; a layer with state has a separate codebook for each.
 
     Args:
-        layer: the quantizer of one part, itself a `Product` or `Residual` if need be; only its settings are taken.
+        layer: the quantizer of one part, which may be a `Product` or `Residual`; only its settings are used.
         codebooks: number of parts, at least 1.
-        groups: G, how many of it; more than 1 in another `Product`.
+        groups: G, the number of such products; more than 1 inside another `Product`.
 
     Raises:
         ConfigError: ``codebooks`` is less than 1.
@@ -44,31 +44,31 @@ class Product(Quantizer):
         self.codebooks = codebooks
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """Those of the layer, each the mean over codebooks."""
+        """Return the layer's losses, each the mean over codebooks."""
         return self.layer.losses(stats)
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
-        """Those of the layer: means over codebooks, and of each as ``0/usage``, ``1/usage``, ..."""
+        """Return the layer's metrics: means over codebooks, and ``0/usage``, ``1/usage``, ... for each."""
         return self.layer.metrics(stats)
 
     def update(self, stats: Stats, start: bool = True) -> None:
-        """The layer's own."""
+        """Update the layer; see `Quantizer.update`."""
         self.layer.update(stats, start)
 
     @property
     def started(self) -> bool:
-        """Whether the layer is."""
+        """True if the layer is initialised."""
         return self.layer.started
 
     def decode(self, ids: Tensor) -> Tensor:
-        """Decode every codebook's part; a part whose id is -1 is 0. See `Quantizer.decode`."""
+        """Decode all parts; a part with id -1 is 0. See `Quantizer.decode`."""
         if not self.codebook_sizes:
-            return self.layer.decode(ids)  # says that there is nothing to decode
+            return self.layer.decode(ids)  # raises the layer's error
         return super().decode(ids)
 
     @property
     def refinement(self) -> Tensor | float | None:
-        """The layer's, for every part."""
+        """The layer's refinement, repeated for every part."""
         ratio = self.layer.refinement
         return ratio.repeat(self.codebooks) if isinstance(ratio, Tensor) else ratio
 

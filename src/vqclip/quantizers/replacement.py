@@ -1,4 +1,15 @@
-"""Which tokens take the place of dead codes, and which vectors are the same."""
+"""Replacement of dead codes by tokens, and detection of equal vectors.
+
+    dead, tokens = codes that are used too rarely, tokens drawn from the global batch (`Draw`)
+    usable = tokens that equal no code and no token before them
+    the n-th dead code becomes the n-th usable token
+
+Equal vectors are found by sorting, without comparing all pairs:
+
+    for each of 3 directions:
+        sort vectors by their projection; a neighbour within rounding distance is equal
+        of each run of equal vectors, all but the first are repeated
+"""
 
 from __future__ import annotations
 
@@ -6,26 +17,26 @@ import torch
 from torch import Tensor
 
 SAME = 1e-10
-"""Squared distance, in units of the squared lengths, under which two vectors are rounded versions of one."""
+"""Squared distance, relative to the squared lengths, below which two vectors are equal up to rounding."""
 
 LINES = 3
-"""Along which vectors are compared: on one of them, a third one may come between two that are the same."""
+"""Number of directions: in a single one, another vector may come between two equal ones."""
 
 
 def replacements(codes: Tensor, dead: Tensor, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """A different token for every dead code, as long as there are any.
+    """Replace each dead code by a different token, while tokens are available.
 
-    A token that equals a code or another token is left out: of two equal codes one gets all their tokens, and which one
-    is for rounding to decide, which differs from one number of processes to another. Nothing waits for the device.
+    A token that equals a code or another token is not used: rounding, which depends on the number of processes, would
+    decide which of two equal codes gets their tokens. Does not synchronise with the device.
 
     Args:
         codes: ``(G, K, D)``.
-        dead: ``(G, K)`` bool, where a new code is wanted.
+        dead: ``(G, K)`` bool, True for codes to replace.
         tokens: ``(G, M, D)`` candidates in random order.
-        present: ``(M,)`` bool, False for a candidate that is none.
+        present: ``(M,)`` bool, False for entries without a token.
 
     Returns:
-        ``(G, K, D)`` with tokens where the second, ``(G, K)`` bool, is True, and ``codes`` elsewhere.
+        The new codes ``(G, K, D)``, and ``(G, K)`` bool, True for replaced codes.
     """
     usable = find_new(tokens, present, codes)
     order = (~usable).byte().argsort(dim=-1, stable=True)
@@ -37,10 +48,7 @@ def replacements(codes: Tensor, dead: Tensor, tokens: Tensor, present: Tensor) -
 
 
 def find_new(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
-    """Which present tokens equal no code and no present token before them, up to rounding (`SAME`).
-
-    Vectors that are the same are neighbours when all are sorted along a line, so only neighbours are compared; with
-    several lines hardly any escape.
+    """Find the present tokens that equal no code and no present token before them, up to rounding (`SAME`).
 
     Args:
         tokens: ``(G, M, D)``.
@@ -53,7 +61,7 @@ def find_new(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
     size = codes.shape[1]
     both = torch.cat((codes, tokens), dim=1)
     real = torch.cat((present.new_ones(size), present))
-    # Distances along a line are told best from the middle.
+    # Centred, for precise projections.
     weight = real[:, None].to(both.dtype)
     centred = both - (both * weight).sum(dim=1, keepdim=True) / weight.sum().clamp(min=1)
     same = SAME * both.square().sum(dim=-1)
@@ -64,14 +72,14 @@ def find_new(tokens: Tensor, present: Tensor, codes: Tensor) -> Tensor:
 
 
 def _mark_repeated(vectors: Tensor, same: Tensor, real: Tensor, line: int) -> Tensor:
-    """``(G, N)`` bool: real vectors that are like one before them, as far as neighbours on this line tell."""
+    """Return ``(G, N)`` bool, True for real vectors that equal an earlier one and are its neighbour on this line."""
     direction = torch.arange(1, vectors.shape[-1] + 1, device=vectors.device, dtype=vectors.dtype)
-    direction = (direction.square() + line).sin()  # any that no two vectors are likely to be level on
+    direction = (direction.square() + line).sin()  # any direction on which different vectors rarely coincide
     position = (vectors @ direction).masked_fill(~real, torch.inf)
     order = position.argsort(dim=1, stable=True)
     ordered, near = vectors.gather(1, order[..., None].expand_as(vectors)), same.gather(1, order)
     apart = (ordered[:, 1:] - ordered[:, :-1]).square().sum(dim=-1)
     differs = torch.cat((real.new_ones(len(vectors), 1), apart > near[:, 1:] + near[:, :-1]), dim=1)
-    run = differs.cumsum(dim=1) - 1  # vectors that are the same share a number
+    run = differs.cumsum(dim=1) - 1  # equal vectors have the same number
     first = order.new_full(order.shape, order.shape[1]).scatter_reduce(1, run, order, "amin")
     return torch.zeros_like(differs).scatter(1, order, first.gather(1, run) < order)

@@ -1,4 +1,4 @@
-"""Residual quantization: each stage quantizes what the stages before it left."""
+"""Residual quantization: each stage quantizes the error of the stages before it."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ from vqclip.quantizers.draws import random_integers, stream
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import summary
 
-if TYPE_CHECKING:  # the package resolves the name to its union, which holds this file's own configuration
+if TYPE_CHECKING:  # the package binds the name to its union, which contains `ResidualConfig`
     from vqclip.quantizers.base import QuantizerSection as QuantizerConfig
 
 
 FINEST = 2.0**24
-"""How many times finer than the first stage's codes the last one's may lie, for float32 to add them up."""
+"""Largest factor between the first and the last stage's codes; beyond it float32 cannot add them."""
 
 
 class Residual(Quantizer):
     """Several stages of one quantizer (residual VQ: SoundStream, Zeghidour et al. 2021, arXiv 2107.03312).
 
-    The vector is brought to the range of the codes once, as the layer does. Stage i then takes the codes nearest to
-    what is left, its own codes being ``refinement^i`` times finer: half for LFQ and BSQ, a level's width for FSQ (with
-    the uniform layout), as they are for VQ and SimVQ, which learn the scale. The vector is the sum of the stages'
-    codes; its gradient passes once. Stages that start with k-means do so one step after another, each on what stages
-    with codes have left.
+        remainder = bound(x)                           # once, by the first stage
+        for i in range(depth):
+            code_i = nearest_i(remainder * refinement^i) / refinement^i
+            remainder = remainder - code_i
+        vector = code_0 + code_1 + ...                 # straight-through gradient, once
 
-    Ids stand stage after stage: stage i of a layer with C codebooks has columns ``i C`` to ``(i + 1) C - 1``.
+    ``refinement`` is 2 for LFQ and BSQ, the number of levels for FSQ (with the uniform layout), and 1 for VQ and SimVQ,
+    which learn the scale. Stages with k-means are initialised one per step, each on the remainder of the earlier ones.
 
-    With ``dropout`` only the first d stages count in a training step, d from ``least`` to ``depth`` drawn by (seed,
-    layer, step): the same on every rank, without a word between them. The others' ids are -1, they add 0 to the vector
-    and nothing to any statistic; so does a stage whose ids are set to -1 later, to spend fewer bits.
+    Stage i of a layer with C codebooks has the columns ``i C`` to ``(i + 1) C - 1`` of the ids.
 
-    Losses are the sums of the stages' own, metrics named ``0/usage``, ``1/usage``, ... beside their means.
+    With ``dropout`` only the first d stages are active in a training step. d, from ``least`` to ``depth``, is drawn by
+    (seed, layer, step) and so equal on all ranks without communication. An inactive stage has ids -1 and adds nothing
+    to the vector or to statistics. Ids of late stages may also be set to -1 afterwards, to use fewer bits.
+
+    Losses are sums over stages; metrics are means, and ``0/usage``, ``1/usage``, ... for each stage.
 
     Args:
-        layer: the quantizer of a stage; only its settings are taken, every stage gets one of its own.
+        layer: the quantizer of a stage; only its settings are used, every stage is a new one.
         depth: number of stages, at least 1.
-        dropout: train with fewer stages at random; `update` must then be called once a step, for the next draw.
-        least: stages that are never dropped, 1 to ``depth``.
-        groups: G, how many of it; more than 1 in a `Product`.
+        dropout: train with a random number of stages; `update` must then be called once per step, for the next draw.
+        least: number of stages that are never dropped, 1 to ``depth``.
+        groups: G, the number of such quantizers; more than 1 inside a `Product`.
 
     Raises:
-        ConfigError: a number out of range, a layer whose codes do not refine what it leaves (cosine VQ, other layouts
-            of FSQ, Identity), or more stages than float32 has digits for.
+        ConfigError: a number out of range, a layer that cannot be refined (cosine VQ, other layouts of FSQ, Identity),
+            or more stages than the precision of float32 allows.
     """
 
     step: Tensor
@@ -67,7 +70,7 @@ class Residual(Quantizer):
         self.dropout = dropout
         self.least = least
         self.limit: int | None = None
-        """Stages that count, in training and evaluation alike; None for all (or as dropout draws). See `at_depth`."""
+        """Number of active stages, in training and evaluation; None for all (or dropout's). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         _refresh_waiting(self)
         self.register_load_state_dict_post_hook(_refresh_waiting)
@@ -79,18 +82,18 @@ class Residual(Quantizer):
 
     @property
     def refinement(self) -> Tensor | float | None:
-        """That of all stages together."""
+        """The product of the stages' refinements."""
         ratio = self.stages[0].refinement
         return None if ratio is None else ratio**self.depth
 
     @property
     def started(self) -> bool:
-        """Whether all stages are."""
+        """True if all stages are initialised."""
         return all(stage.started for stage in self.stages)
 
     @property
     def stages(self) -> list[Quantizer]:
-        """The quantizers of the stages, coarsest first."""
+        """Quantizers of the stages, coarsest first."""
         return list(self.layers)  # type: ignore[arg-type]
 
     def spawn(self, groups: int = 1) -> Residual:
@@ -98,26 +101,26 @@ class Residual(Quantizer):
         return Residual(self.stages[0], self.depth, self.dropout, self.least, groups)
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """The sum over stages of each loss of the layer."""
+        """Return the sum over stages of each loss of the layer."""
         stats = stats.sync()
         each = [stage.losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
-        """Those of every stage i as ``i/...``, and over the stages that have tokens; ``tokens`` is of the first one."""
+        """Return each stage's metrics as ``i/...``, means over stages with tokens, and ``tokens`` of the first."""
         each = [stage.metrics(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         used = torch.stack([m["tokens"] > 0 for m in each])
-        used[0] = True  # so that there is something to take the mean of
+        used[0] = True  # so that the mean is not empty
         whole = {n: summary(n, torch.stack([m[n].double() for m in each])[used]) for n in each[0] if "/" not in n}
         nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
         return {**whole, "tokens": each[0]["tokens"], **nested}
 
     def update(self, stats: Stats, start: bool = True) -> None:
-        """Every stage's own, and the number of the step by which dropout draws."""
+        """Update every stage, and the step number that keys dropout."""
         for i, stage in enumerate(self.stages):
             already = stage.started
             stage.update(stats.under(str(i)), start)
-            # What this stage leaves has just changed: the next one starts on what it leaves from now on.
+            # A stage that has just been initialised changes the remainder: the next one starts in the next step.
             start = start and already
         _refresh_waiting(self)
         if self.training:
@@ -154,7 +157,7 @@ class Residual(Quantizer):
         return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nest(stats)
 
     def _stage_masks(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
-        """Which tokens each stage sees: ``(T,)`` or None for all."""
+        """Return for each stage the tokens that it quantizes: ``(T,)`` bool, or None for all."""
         depth: Tensor | int
         if self.limit is not None:
             depth = self.limit
@@ -167,7 +170,7 @@ class Residual(Quantizer):
         return [every & (i < depth) for i in range(self.depth)]
 
     def _fineness(self, stage: int) -> Tensor | float:
-        """How many times finer the codes of a stage lie: a number, or ``(D,)`` in float32, of which all are exact."""
+        """Return the factor by which a stage's codes are finer: a number, or ``(D,)`` in float32, which is exact."""
         if stage == 0:
             return 1.0
         ratio = self.stages[0].refinement
@@ -176,15 +179,15 @@ class Residual(Quantizer):
 
 
 def depth_of(module: nn.Module) -> int:
-    """Stages of the deepest `Residual` in a module, such as a whole model; 1 where there is none."""
+    """Return the number of stages of the deepest `Residual` in a module; 1 if there is none."""
     return max((part.depth for part in module.modules() if isinstance(part, Residual)), default=1)
 
 
 @contextmanager
 def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
-    """Within the block, let only the first ``depth`` stages of every `Residual` in ``module`` count, nested ones alike.
+    """Use only the first ``depth`` stages of every `Residual` in ``module`` within the block, including nested ones.
 
-    The others' ids are -1, so that a token costs fewer bits.
+    The ids of other stages are -1, so that a token needs fewer bits.
 
     Raises:
         ConfigError: ``depth`` is less than 1.
@@ -202,7 +205,7 @@ def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
 
 
 def _refresh_waiting(module: nn.Module, keys: object = None) -> None:
-    """Tell every stage whether any of them has yet to start; after a load, the hooks of the stages run first."""
+    """Update `Quantizer.waiting` of all stages. As a load hook it runs after those of the stages."""
     assert isinstance(module, Residual)
     waiting = not module.started
     for part in module.parts():
@@ -220,17 +223,17 @@ def _check_refinement(layer: Quantizer, depth: int) -> None:
     ratio = layer.refinement
     if ratio is None:
         raise ConfigError(
-            f"Residual: the codes of this {type(layer).__name__} do not refine what it leaves; expected FSQ with the "
-            "layout uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
+            f"Residual: the codes of this {type(layer).__name__} cannot be refined; expected FSQ with the layout "
+            "uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
         )
     largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
     if largest**depth > FINEST:
         useful = int(math.log(FINEST) / math.log(largest))
-        raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}: float32 has no digits for more")
+        raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}, the precision of float32")
 
 
 class ResidualConfig(Config):
-    """Residual quantization: several stages of one quantizer, each for what the ones before it left."""
+    """Residual quantization: several stages of one quantizer, each for the error of the stages before it."""
 
     kind: Literal["residual"] = "residual"
     layer: QuantizerConfig
@@ -238,9 +241,9 @@ class ResidualConfig(Config):
     depth: Annotated[int, Field(ge=1, le=MAX_CODEBOOKS)]
     """Number of stages, and so of ids per codebook of the layer."""
     dropout: bool = False
-    """In training, let only the first few stages count, a number drawn for every step."""
+    """Use a random number of stages in every training step."""
     least: Annotated[int, Field(ge=1)] = 1
-    """Stages that dropout always leaves."""
+    """Number of stages that are never dropped."""
 
     @model_validator(mode="after")
     def _least_is_a_depth(self) -> ResidualConfig:

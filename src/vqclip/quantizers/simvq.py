@@ -18,16 +18,15 @@ from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
 
 class SimVQ(TableQuantizer):
-    """Vector quantization by one learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
+    """Vector quantization with a learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
 
-    Every code moves with the layer, the unused ones too, so none is left behind. Losses: ``commitment`` and
-    ``codebook``, as in `TableQuantizer`.
+    The layer moves all codes, also unused ones. Losses: ``commitment`` and ``codebook``, see `TableQuantizer`.
 
     Args:
         dim: D, at least 1.
         codebook_size: K, at least 2.
         gradient: ``rotation`` or ``straight_through``.
-        loss_weights: of ``commitment`` and ``codebook``; 0.25 and 1 without any; only the first may be 0.
+        loss_weights: weights of ``commitment`` and ``codebook``; 0.25 and 1 by default; only the first may be 0.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
@@ -58,7 +57,7 @@ class SimVQ(TableQuantizer):
         return SimVQ(self.dim, size, self.gradient, self.loss_weights, groups)
 
     def codes(self) -> Tensor:
-        """``(G, K, D)``, with gradient for the layer."""
+        """Return the codes ``(G, K, D)``, with gradient for the layer."""
         return self.codebook @ self.transform
 
 
@@ -66,9 +65,9 @@ class SimVQLossWeights(Config):
     """Weights of SimVQ's losses in the training loss."""
 
     commitment: Annotated[float, Field(ge=0)] = 0.25
-    """Of the mean squared distance that pulls vectors to their codes."""
+    """Weight of the mean squared distance that moves vectors to their codes."""
     codebook: Annotated[float, Field(gt=0)] = 1.0
-    """Of the same distance, pulling the codes to their vectors."""
+    """Weight of the same distance, moving codes to their vectors."""
 
 
 class SimVQConfig(Config):
@@ -80,7 +79,7 @@ class SimVQConfig(Config):
     codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
     """Number of codes."""
     gradient: GradientPath = "rotation"
-    """How gradients pass: straight_through, or rotation (the rotation trick)."""
+    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
     loss_weights: SimVQLossWeights = SimVQLossWeights()
     """Weights of the two losses."""
 

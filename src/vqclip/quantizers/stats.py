@@ -1,4 +1,4 @@
-"""What a quantizer adds up in forward, and the one place where ranks put their sums together."""
+"""Statistics that quantizers sum in forward, and their reduction over ranks."""
 
 from __future__ import annotations
 
@@ -15,49 +15,53 @@ from vqclip.quantizers.draws import random_integers, random_order
 
 
 class Order(NamedTuple):
-    """Where this rank's samples stand in the global batch: with it, a draw is the same on any number of ranks."""
+    """Positions of this rank's samples in the global batch, which make draws independent of the number of ranks."""
 
     places: Tensor
-    """``(B,)`` int64: the place in the global batch of every entry of the first dimension of this rank's batch."""
+    """``(B,)`` int64: position in the global batch of each sample of this rank's batch."""
     size: int
-    """G, the samples of the global batch."""
+    """G, the number of samples in the global batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """Tokens to be drawn from the global batch, when the ranks meet: forward knows only this rank's part of it.
+    """A request for random tokens of the global batch, fulfilled by `sync`: forward sees only this rank's tokens.
 
-    No token is drawn twice. The draws go through all samples in random order, then through them again; a sample gives
-    another of its real tokens every time, in random order. Without samples (see `sync`), every real token is one.
+        order = random permutation of the G samples, keyed by the stream
+        for m in range(M):
+            sample = order[m % G]
+            token = the (m // G)-th of the sample's real tokens, in random order; none if it has no more
+
+    No token is drawn twice. Without an `Order` (see `sync`), every real token counts as a sample.
     """
 
     stream: Tensor
-    """() int64, the stream of random numbers, equal on all ranks; see `vqclip.quantizers.draws`."""
+    """() int64, the random stream, equal on all ranks; see `vqclip.quantizers.draws`."""
     count: int
-    """M, how many. Those beyond the tokens that there are yield nothing."""
+    """M, the number of draws. Draws beyond the number of tokens return nothing."""
     vectors: Tensor
-    """``(T, G, D)`` this rank's tokens, without gradient; referred to, not copied."""
+    """``(T, G, D)`` this rank's tokens, without gradient; a reference, not a copy."""
     keep: Tensor | None
     """``(T,)`` bool, True = real token; all by default."""
     shared: bool = True
-    """From the tokens of all ranks; else each rank draws from its own."""
+    """True: draw from the tokens of all ranks. False: each rank draws from its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stats(Mapping[str, Tensor]):
     """Named sums and counts over tokens: immutable, added with ``+``, differentiable where a loss needs them.
 
-    Every entry is a sum over tokens, so adding entries is adding batches: micro-batches by ``a + b``, ranks by
-    ``sync()``. Means are taken only at the very end, as reduced sum over reduced count: a mean of per-rank means is
-    wrong when ranks hold different numbers of tokens.
+    Every entry is a sum over tokens, so sums of entries are entries of joined batches: ``a + b`` joins microbatches,
+    ``sync()`` joins ranks. A mean is computed only at the end, as reduced sum over reduced count: a mean of per-rank
+    means is wrong when ranks have different numbers of tokens.
 
-    As a mapping it shows the sums, of this rank or of all; a rank's own sums stand beside them under ``own/``.
+    As a mapping it contains the sums, of this rank or of all ranks. Sums under ``own/`` are never reduced over ranks.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
-        draws: name → tokens to draw. Once reduced, the sums have ``<name>/vectors`` ``(M, G, D)`` and
-            ``<name>/present`` ``(M, 1, 1)`` in their stead, 0 where a draw met no real token.
-        is_global: the sums already cover all ranks.
+        draws: name → request for tokens. The reduction replaces it by the sums ``<name>/vectors`` ``(M, G, D)`` and
+            ``<name>/present`` ``(M, 1, 1)``, both 0 for draws without a token.
+        is_global: True if the sums cover all ranks.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class Stats(Mapping[str, Tensor]):
         return len(self.sums)
 
     def __add__(self, other: Stats) -> Stats:
-        """Statistics of both batches together, e.g. of two micro-batches, this one's tokens first."""
+        """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
         drawn, also_drawn = ({name: draw.count for name, draw in stats.draws.items()} for stats in (self, other))
@@ -84,14 +88,14 @@ class Stats(Mapping[str, Tensor]):
                 f"{sorted(other)}, with draws {drawn} and {also_drawn}"
             )
         if self.is_global or other.is_global:
-            raise ShapeError("statistics that cover all ranks already cannot be added: reduce the sum of the batches")
+            raise ShapeError("statistics that cover all ranks already cannot be added: add first, then reduce the sum")
         return Stats(
             {name: total + other.sums[name] for name, total in self.sums.items()},
             {name: _join_draws(draw, other.draws[name]) for name, draw in self.draws.items()},
         )
 
     def under(self, prefix: str) -> Stats:
-        """The part whose names begin with ``prefix/``, without it: one stage's of several."""
+        """Return the entries whose names begin with ``prefix/``, without the prefix: the inverse of `nest`."""
         start = len(prefix) + 1
         return Stats(
             {name[start:]: total for name, total in self.sums.items() if name.startswith(f"{prefix}/")},
@@ -101,26 +105,26 @@ class Stats(Mapping[str, Tensor]):
 
     @staticmethod
     def nest(parts: Mapping[str, Stats]) -> Stats:
-        """Several statistics as one, each under its own prefix; `under` takes them apart again."""
+        """Join several statistics, each under its own prefix."""
         return Stats(
             {f"{prefix}/{name}": total for prefix, part in parts.items() for name, total in part.sums.items()},
             {f"{prefix}/{name}": draw for prefix, part in parts.items() for name, draw in part.draws.items()},
         )
 
     def detach(self) -> Stats:
-        """The same sums without their gradient, e.g. to keep a running total for `Quantizer.metrics`."""
+        """Return the sums without gradient, e.g. for a running total for `Quantizer.metrics`."""
         return Stats({name: total.detach() for name, total in self.sums.items()}, self.draws, self.is_global)
 
     def local(self) -> Stats:
-        """The same sums taken as if this rank were alone: `Quantizer.losses` on them never meets another rank."""
+        """Return the sums marked as global, as for a single rank, so that `Quantizer.losses` needs no collective."""
         if self.is_global:
             return self
         return Stats(self.sums | _draw_tokens(self.draws, None), is_global=True)
 
     def sync(self, order: Order | None = None, group: Any = None) -> Stats:
-        """Sums over all ranks, itself when it has them already. A collective: every rank must call it.
+        """Return the sums over all ranks; itself if already global. A collective: every rank must call it.
 
-        Several statistics are cheaper together: `sync`.
+        The function `sync` reduces several statistics in one collective.
         """
         return sync([self], order, group)[0]
 
@@ -128,24 +132,24 @@ class Stats(Mapping[str, Tensor]):
 def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) -> list[Stats]:
     """Reduce several statistics over all ranks in one collective, keeping gradients.
 
-    Call it once a step on the statistics of all quantizers of both modalities; `Quantizer.losses` and
-    `Quantizer.update` then find them reduced and communicate nothing. Every rank must call it with statistics of the
-    same quantizers, in the same order, a rank without a single token too.
+    Call it once per step on the statistics of all quantizers of both modalities; `Quantizer.losses` and
+    `Quantizer.update` then need no communication. Every rank, also one without tokens, must pass statistics of the same
+    quantizers in the same order.
 
-    Every rank computes the same loss from the same result, so the backward of the reduction needs no collective
-    (`vqclip.dist.replicated_sum`). Sums travel as float64, in which counts below 2^53 are exact. A drawn token is
-    the sum over ranks of itself and zeros.
+    All ranks compute the same loss from the result, so the backward of the reduction needs no collective
+    (`vqclip.dist.replicated_sum`). Sums are reduced in float64, in which counts below 2^53 are exact. A drawn token is
+    reduced as the sum of itself and zeros of the other ranks.
 
     Args:
-        stats: any number of statistics; those that are global already are returned as they are.
-        order: where this rank's samples stand in the global batch, for draws. By default every real token counts as a
-            sample, rank after rank, for which the ranks tell each other their numbers of tokens where there is
-            anything to draw: one small collective more.
+        stats: any number of statistics; global ones are returned unchanged.
+        order: positions of this rank's samples in the global batch, for draws. By default every real token counts as a
+            sample, rank after rank. If there is anything to draw, this takes a second, small collective, for the
+            numbers of tokens.
         group: the process group, all ranks by default.
 
     Returns:
-        One global `Stats` for each given one: counts in their integer dtype, and floating-point sums as float64 (in
-        one process without an order as they are).
+        One global `Stats` for each given one: counts in their integer dtype, floating-point sums in float64 (unchanged
+        in one process without an order).
     """
     if dist.world_size(group) == 1 and order is None:
         return [entry.local() for entry in stats]
@@ -163,7 +167,7 @@ def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) 
 
 
 OWN = "own/"
-"""An entry with this in its path is a rank's own and never summed over ranks."""
+"""Prefix of entries that are never summed over ranks; may be inside a longer path."""
 
 
 def _is_own(name: str) -> bool:
@@ -171,7 +175,7 @@ def _is_own(name: str) -> bool:
 
 
 def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What travels, and what stays on this rank."""
+    """Return the sums to reduce over ranks and those that stay on this rank, with draws fulfilled."""
     shared = {name: draw for name, draw in entry.draws.items() if draw.shared}
     alone = {name: draw for name, draw in entry.draws.items() if not draw.shared}
     travels = {name: total for name, total in entry.sums.items() if not _is_own(name)}
@@ -181,7 +185,7 @@ def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[s
 
 
 def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Order | None]:
-    """The order for each of the statistics: that of the samples, or all real tokens, rank after rank."""
+    """Return the order for each of the statistics: the given one, or all real tokens, rank after rank."""
     waiting = [any(draw.shared for draw in entry.draws.values()) and not entry.is_global for entry in stats]
     if order is not None or not any(waiting):
         return [order] * len(stats)
@@ -198,12 +202,12 @@ def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Ord
 
 
 def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
-    """``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 where the token is not on this rank."""
+    """Return ``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 for tokens of other ranks."""
     found = {}
     for name, draw in draws.items():
         row = _rows(draw, order) if len(draw.vectors) else draw.stream.new_full((draw.count,), -1)
         present = (row >= 0)[:, None, None]
-        # One row more, for what is elsewhere: an empty rank has no other to point at.
+        # An additional row of zeros for tokens of other ranks, because an empty rank has no row.
         vectors = torch.cat((draw.vectors, draw.vectors.new_zeros(1, *draw.vectors.shape[1:])))[row]
         found[f"{name}/vectors"] = vectors
         found[f"{name}/present"] = present.to(vectors.dtype)
@@ -211,9 +215,9 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
 
 
 def _rows(draw: Draw, order: Order | None) -> Tensor:
-    """``(M,)``: the row of ``draw.vectors`` that each draw means, -1 where another rank has it, or no one."""
+    """Return ``(M,)``: each draw's row in ``draw.vectors``, -1 if another rank or no rank has the token."""
     keep = _keep(draw)
-    # Without an order every real token is a sample; their number stays on the device.
+    # Without an order every real token is a sample. Their number stays on the device.
     places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
     filled = keep.sum().clamp(min=1) if order is None else size
     tokens, left = divmod(len(keep), len(places))
@@ -225,11 +229,11 @@ def _rows(draw: Draw, order: Order | None) -> Tensor:
     device, keep = keep.device, keep.view(-1, tokens)
     turn, index = torch.arange(draw.count, device=device), torch.arange(size, device=device)
     place = random_order(draw.stream, index, index < filled)[turn % filled]
-    here = torch.full((size + 1,), -1, device=device)  # the last one for tokens that have no place
+    here = torch.full((size + 1,), -1, device=device)  # the last entry collects tokens without a place
     here = here.scatter(0, places.where(places >= 0, size), torch.arange(len(places), device=device))[:size]
     sample, again = here[place], turn // filled
-    # Negative indices: numbers of the stream that the samples have not used. By their number among the real ones, so
-    # that padding changes nothing.
+    # Negative indices give numbers of the stream that the order of samples does not use. Tokens are counted among the
+    # real ones, so that padding changes nothing.
     own = random_integers(draw.stream, -1 - places)[:, None]
     token = random_order(own, keep.cumsum(dim=1) - 1, keep)[sample, again.clamp(max=tokens - 1)]
     found = (sample >= 0) & (again < keep.sum(dim=1)[sample])
@@ -237,14 +241,13 @@ def _rows(draw: Draw, order: Order | None) -> Tensor:
 
 
 def _keep(draw: Draw) -> Tensor:
-    """``(T,)`` bool."""
     return (
         torch.ones(len(draw.vectors), dtype=torch.bool, device=draw.vectors.device) if draw.keep is None else draw.keep
     )
 
 
 def _number_tokens(keep: Tensor, begin: Tensor | int) -> Tensor:
-    """``(T,)`` the number of every real token, -1 for padding."""
+    """Return ``(T,)`` consecutive numbers of the real tokens, -1 for padding."""
     return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
 
 
@@ -261,6 +264,6 @@ def _unpack_sums(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict
     return sums
 
 
-# So that a quantizer, or a model that returns its statistics, can be exported.
+# Needed to export a quantizer, or a model that returns its statistics.
 torch.export.register_dataclass(Draw, serialized_type_name="vqclip.quantizers.Draw")
 torch.export.register_dataclass(Stats, serialized_type_name="vqclip.quantizers.Stats")

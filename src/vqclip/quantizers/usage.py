@@ -1,4 +1,4 @@
-"""How much of a codebook is in use, from exact counts of ids (C codebooks, K codes each)."""
+"""Codebook usage from exact counts of ids (C codebooks with K codes each)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_COUNTED_CODES = 2**20
-"""Codebooks with more codes than this are not counted: a histogram of them would cost more than it tells."""
+"""Codebooks with more codes are not counted, because of the size of the histogram."""
 
 
 def histogram(ids: Tensor, size: int) -> Tensor:
     """Count every code.
 
-    The shape of the result depends on ``size`` alone, so it compiles without a graph break (`torch.bincount` does not).
+    The shape of the result depends only on ``size``, so it compiles without a graph break, unlike `torch.bincount`.
 
     Args:
-        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens that do not count.
+        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens to ignore.
         size: K, the codes in each codebook.
 
     Returns:
@@ -31,18 +31,18 @@ def histogram(ids: Tensor, size: int) -> Tensor:
 
 
 def sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Sum of the vectors of each code, always added in their order, on a GPU as well (`index_add` takes any).
+    """Sum the vectors of each code, in their order also on a GPU (the order of `index_add` is not deterministic).
 
     Args:
         x: ``(T, C, D)`` vectors.
-        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens that do not count.
+        ids: ``(T, C)`` int64 in ``[0, size)``, or negative for tokens to ignore.
         size: K, the codes in each codebook.
 
     Returns:
         ``(C, K, D)``.
     """
     codebooks, dim = x.shape[1:]
-    # One more code in each codebook takes up what does not count.
+    # An additional code in each codebook collects the ignored tokens.
     bins = ids.where(ids >= 0, size) + (size + 1) * torch.arange(codebooks, device=ids.device)
     counts = histogram(bins.reshape(-1, 1), codebooks * (size + 1)).flatten()
     rows = bins.flatten().argsort(stable=True)
@@ -51,24 +51,24 @@ def sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
 
 
 def usage(counts: Tensor) -> Tensor:
-    """Share of the codes seen at least once: ``(C, K)`` counts → ``(C,)`` float64 in [0, 1]."""
+    """Return the share of codes with a count above 0: ``(C, K)`` counts → ``(C,)`` float64 in [0, 1]."""
     return (counts > 0).double().mean(dim=-1)
 
 
 def usage_if_uniform(tokens: Tensor, size: int) -> Tensor:
-    """Expected `usage` of K codes by this many tokens if all codes were equally likely: float64 in [0, 1]."""
+    """Return the expected `usage` of K equally likely codes by ``tokens`` tokens: float64 in [0, 1]."""
     return -torch.expm1(tokens.double() * math.log1p(-1 / size))
 
 
 def perplexity(counts: Tensor) -> Tensor:
-    """Exponential of the entropy of the code histogram: ``(C, K)`` counts → ``(C,)`` float64 in [1, K]."""
+    """Return the exponential of the entropy of the histogram: ``(C, K)`` counts → ``(C,)`` float64 in [1, K]."""
     counts = counts.double()
     share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.special.entr(share).sum(dim=-1).exp()
 
 
 def summary(name: str, each: Tensor) -> Tensor:
-    """One number for several codebooks' or stages' ``(C,)``: their sum, largest or mean, as the metric's name says."""
+    """Reduce a metric of several codebooks or stages, ``(C,)``, to its sum, maximum or mean, depending on the name."""
     if name == "bits_used":
         return each.sum()
     return each.max() if name == "oldest" else each.mean()

@@ -1,4 +1,4 @@
-"""Arithmetic of vectors and ids that several quantizers share."""
+"""Arithmetic on vectors and ids for several quantizers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 SHORT = 1e-6
-"""A vector of less than this length has no direction."""
+"""Shorter vectors have no direction."""
 
 
 def unit(x: Tensor) -> Tensor:
-    """``(..., D)`` brought to length 1; below a length of 1e-6 it is 0 instead, without a gradient that explodes.
+    """Scale ``(..., D)`` to length 1; vectors shorter than 1e-6 become 0, so that the gradient does not explode.
 
-    A large vector is scaled down first, lest its square overflow: by a power of two, so that no bit changes.
+    A large vector is divided by a power of two first, which is exact, so that its square does not overflow.
     """
     x = x * torch.where(x.detach().abs().amax(dim=-1, keepdim=True) > 2.0**60, 2.0**-70, 1.0).to(x.dtype)
     length = x.norm(dim=-1, keepdim=True)
@@ -22,15 +22,15 @@ def unit(x: Tensor) -> Tensor:
 
 
 def straight_through(quantized: Tensor, x: Tensor) -> Tensor:
-    """``quantized`` in value, bit for bit, with the gradient of ``x``; NaN where ``x`` is (Bengio et al. 2013).
+    """Return ``quantized``, bit for bit, with the gradient of ``x``; NaN where ``x`` is NaN (Bengio et al. 2013).
 
-    ``quantized + (x - x.detach())``: the usual ``x + (quantized - x).detach()`` rounds, so its value is not a code.
+    Computed as ``quantized + (x - x.detach())``: the usual ``x + (quantized - x).detach()`` rounds.
     """
     return (x - x.detach()).add_(quantized)
 
 
 def ids_from_digits(digits: Tensor, bases: Sequence[int]) -> Tensor:
-    """Number in a mixed radix, least significant digit first: ``(..., d)`` integer or bool digits → ``(...)`` int64.
+    """Convert mixed-radix digits, least significant first, to ids: ``(..., d)`` integer or bool → ``(...)`` int64.
 
     Horner's rule on integers: exact up to 2^63 codes, and faster than a sum over so short a dimension.
     """

@@ -1,4 +1,4 @@
-"""Vector quantization: a table of codes that follow the vectors."""
+"""Vector quantization: a table of codes that move with the vectors."""
 
 from __future__ import annotations
 
@@ -36,42 +36,46 @@ from vqclip.quantizers.vq_losses import (
 log = logging.getLogger(__name__)
 
 TRAINED = "tokens_to_follow"
-"""Entry of the statistics that says that they were taken in training mode."""
+"""Entry of statistics that were computed in training mode."""
 
 KMEANS_VECTORS = 8
-"""Vectors drawn for every code to start from."""
+"""Number of vectors for k-means per code."""
 
 
 class VQ(TableQuantizer):
     """Vector Quantization (VQ-VAE: van den Oord et al. 2017, https://arxiv.org/abs/1711.00937).
 
-    A vector becomes the nearest of K codes. With ``learning="ema"`` each code is the moving mean of the vectors that it
-    stood for (the paper's appendix), with ``"gradient"`` a loss pulls it there. All of it happens in `update`, from the
-    statistics of the whole global batch: forward changes nothing.
+    A vector becomes the nearest of K codes. With ``learning="ema"`` each code is the moving mean of its vectors (the
+    paper's appendix), with ``"gradient"`` a loss moves it. Forward changes nothing; `update` uses the statistics of the
+    global batch:
 
-    - Dead codes: one whose moving count falls below ``dead_below`` of the average code's is replaced by a token of the
-      global batch (SoundStream: Zeghidour et al. 2021), drawn by (seed, step, layer), at most a quarter of the codes in
-      one step (or 64). No two codes take the same token, and none one that equals a code.
-    - ``kmeans``: the first `update` sets the codes by k-means over up to 8 K tokens of the global batch, drawn alike.
+        first step:  codes = k-means of up to 8 K random tokens
+        later:       sizes  = decay · sizes  + (1 - decay) · counts of each code
+                     totals = decay · totals + (1 - decay) · sums of each code's vectors
+                     codes  = totals / sizes
+        always:      codes with sizes < dead_below · mean size are replaced by random tokens
+
+    Dead codes follow SoundStream (Zeghidour et al. 2021): at most a quarter of the codes (or 64) in one step become
+    tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
-    (`TableQuantizer`) and, where it has a weight, ``orthogonality``: mean squared cosine between different codes (Shin
-    et al. 2021, https://arxiv.org/abs/2112.00384); where it has a weight ``diversity``: log K less the entropy of the
-    mean of a softmax over ``-distance² / diversity_temperature``, which needs a number for every token and code.
+    (`TableQuantizer`); if their weight is above 0, ``orthogonality`` (only with ``gradient``): mean squared cosine
+    between different codes (Shin et al. 2021, https://arxiv.org/abs/2112.00384), and ``diversity``: log K minus the
+    entropy of the mean softmax over ``-distance² / diversity_temperature``, which needs tokens × codes numbers.
 
     Args:
         dim: D, at least 1.
         codebook_size: K, from 2 to 2^20.
         learning: ``ema`` or ``gradient``.
-        decay: of the moving counts and means, in [0, 1).
+        decay: decay of the moving counts and means, in [0, 1).
         cosine: vectors and codes have unit length (Yu et al. 2021, https://arxiv.org/abs/2110.04627).
-        kmeans: start with k-means.
-        dead_below: share of the average code's count below which a code is replaced, in [0, 1); 0 for never.
+        kmeans: initialise with k-means.
+        dead_below: share of the average count below which a code is replaced, in [0, 1); 0 for never.
         gradient: ``rotation`` or ``straight_through``.
         diversity_temperature: > 0.
-        sync_codebook: False: every rank follows its own tokens and `update` communicates nothing. Codebooks then drift
-            apart; the training loop gives every rank rank 0's for each checkpoint and evaluation.
-        loss_weights: by the names above; one that is left out weighs 0. Without any: commitment 0.25, codebook 1.
+        sync_codebook: False: each rank uses only its own tokens, and `update` needs no communication. Codebooks then
+            diverge; the training loop copies rank 0's to all ranks for each checkpoint and evaluation.
+        loss_weights: name → weight; 0 for a missing one. By default commitment 0.25, codebook 1.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
@@ -118,7 +122,7 @@ class VQ(TableQuantizer):
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
         self.register_buffer("has_started", torch.tensor(not kmeans))
-        # What forward may ask without waiting for the device.
+        # A copy that forward can read without waiting for the device.
         self._is_started = not kmeans
         self.register_load_state_dict_post_hook(_refresh_started)
         if not sync_codebook:
@@ -130,11 +134,11 @@ class VQ(TableQuantizer):
         return VQ(**self._settings, groups=groups)
 
     def codes(self) -> Tensor:
-        """``(G, K, D)``."""
+        """Return the codes ``(G, K, D)``."""
         return self._normalize(self.codebook)
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """See the class."""
+        """Return the losses of the class."""
         stats = stats.sync()
         losses = super().losses(stats)
         if "orthogonality" in self.loss_weights:
@@ -146,24 +150,24 @@ class VQ(TableQuantizer):
 
     @property
     def refinement(self) -> float | None:
-        """None with cosine: what is left of a unit vector is shorter than any code."""
+        """1; None with cosine: the remainder of a unit vector is shorter than any code."""
         return None if self.cosine else 1.0
 
     @property
     def started(self) -> bool:
-        """Whether k-means has set the codes, or does not."""
+        """True if the codebook is initialised; always without k-means."""
         return self._is_started
 
     @property
     def rank_local(self) -> bool:
-        """With ``sync_codebook`` off."""
+        """True without ``sync_codebook``."""
         return not self.sync_codebook
 
     def update(self, stats: Stats, start: bool = True) -> None:
-        """Move the codes after the tokens of the global batch, replace dead ones, count the step.
+        """Move the codes to the tokens of the global batch, replace dead codes, and count the step.
 
-        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is off. In
-        evaluation mode nothing changes.
+        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is False. Does
+        nothing in evaluation mode.
 
         Raises:
             ConfigError: the statistics are those of a forward in evaluation mode.
@@ -173,7 +177,7 @@ class VQ(TableQuantizer):
         if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
         if not self._is_started:
-            _refresh_started(self)  # buffers may have been filled by other means than load_state_dict
+            _refresh_started(self)  # buffers may have been changed without load_state_dict
         stats = stats.sync() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
         if f"{own}drawn/vectors" not in stats and self._draws_wanted():
@@ -219,7 +223,7 @@ class VQ(TableQuantizer):
         return min(size, max(size // 4, 64)) if self.dead_below > 0 else 0
 
     def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
-        """Sum over tokens of their soft assignment: ``(T, G, D)`` → ``(G, K)``."""
+        """Return the sum over tokens of their soft assignments: ``(T, G, D)`` → ``(G, K)``."""
         codes = self.codes().to(bounded.dtype)
         products = torch.einsum("tgd,gkd->tgk", bounded, codes)
         share = ((2 * products - codes.square().sum(-1)) / self.diversity_temperature).softmax(dim=-1)
@@ -228,10 +232,10 @@ class VQ(TableQuantizer):
         return share.sum(dim=0)
 
     def _follow(self, counts: Tensor, vectors: Tensor | None) -> None:
-        """Move the averages by one step. ``counts`` ``(G, K)``, ``vectors`` ``(G, K, D)``: sums over tokens."""
+        """Update the moving averages with ``counts`` ``(G, K)`` and ``vectors`` ``(G, K, D)``, sums over tokens."""
         counts = counts.to(self.sizes.dtype)
         seen = counts.sum() > 0
-        # At first every code counts as used alike, and as the mean of its vectors.
+        # The averages start with equal counts and the current codes.
         average = counts.mean(dim=-1, keepdim=True).expand_as(counts)
         fresh = (self.sizes.sum(dim=-1, keepdim=True) == 0) & seen
         sizes = torch.where(fresh, average, self.sizes)
@@ -242,15 +246,15 @@ class VQ(TableQuantizer):
         totals = torch.where(fresh[..., None], self.codebook * average[..., None], self.totals)
         totals = torch.where(seen, torch.lerp(vectors.to(totals.dtype), totals, self.decay), totals)
         self.totals.copy_(totals)
-        # A code that nothing has chosen for very long keeps its place instead of becoming 0 / 0.
+        # A code that has not been used for very long keeps its value instead of becoming 0 / 0.
         known = seen & (moved > 1e-6 * moved.mean(dim=-1, keepdim=True))
         mean = totals / torch.where(known, moved, 1)[..., None]
         self.codebook.copy_(self._normalize(torch.where(known[..., None], mean, self.codebook)))
 
     def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
-        """Set the codes by k-means over the drawn tokens ``(M, G, D)``; wait for the next step where there are none.
+        """Initialise the codes by k-means of the drawn tokens ``(M, G, D)``; if there are none, wait for the next step.
 
-        Where there are fewer different ones than codes, the others stay where they are.
+        With fewer different tokens than codes, the other codes do not change.
         """
         found = vectors[present.flatten() > 0].to(self.codebook.dtype)
         if not len(found):
@@ -271,7 +275,7 @@ class VQ(TableQuantizer):
         self._set_codes(replaced, codes, average.expand_as(self.sizes))
 
     def _set_codes(self, where: Tensor, codes: Tensor, sizes: Tensor) -> None:
-        """New codes ``(G, K, D)`` where ``where`` ``(G, K)``, counting as used ``sizes`` times a step."""
+        """Set codes ``(G, K, D)`` where ``where`` ``(G, K)`` is True, with ``sizes`` as their moving counts."""
         self.codebook.copy_(torch.where(where[..., None], codes, self.codebook))
         self.sizes.copy_(torch.where(where, sizes, self.sizes))
         if self.learning == "ema":
@@ -279,7 +283,7 @@ class VQ(TableQuantizer):
 
 
 class VQConfig(Config):
-    """Vector quantization: a table of codes that follow the vectors."""
+    """Vector quantization: a table of codes that move with the vectors."""
 
     kind: Literal["vq"] = "vq"
     dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -287,21 +291,21 @@ class VQConfig(Config):
     codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
     """Number of codes."""
     learning: Learning = "ema"
-    """How codes follow the vectors: ema (moving mean of those they stand for) or gradient (the codebook loss)."""
+    """Update rule of the codes: ema (moving mean of their vectors) or gradient (the codebook loss)."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Of the moving counts and means; higher is slower."""
+    """Decay of the moving counts and means; higher is slower."""
     cosine: bool = False
     """Vectors and codes have unit length."""
     kmeans: bool = True
-    """Start the codes with k-means over tokens of the first batch."""
+    """Initialise the codes with k-means of tokens of the first batch."""
     dead_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """A code used less than this share of the average code is replaced by a token of the batch; 0 for never."""
+    """A code with less than this share of the average count is replaced by a token of the batch; 0 for never."""
     gradient: GradientPath = "rotation"
-    """How gradients pass: straight_through, or rotation (the rotation trick)."""
+    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
     diversity_temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the soft assignment in the diversity loss."""
+    """Temperature of the soft assignment in the diversity loss."""
     sync_codebook: bool = True
-    """Follow the tokens of all ranks. False: each rank its own; for a checkpoint or an evaluation all take rank 0's."""
+    """Use the tokens of all ranks. False: each rank uses its own; checkpoints and evaluations use rank 0's codes."""
     loss_weights: VQLossWeights = VQLossWeights()
     """Weights of the losses."""
 
@@ -333,8 +337,7 @@ def _refresh_started(module: nn.Module, keys: object = None) -> None:
 
 @functools.cache
 def _warn_unsynchronised() -> None:
-    """Once, for however many layers."""
-    log.warning("VQ: sync_codebook is false: each rank's codebook follows its own tokens only, and they drift")
+    log.warning("VQ: sync_codebook is false: each rank's codebook uses its own tokens only, and codebooks diverge")
 
 
 def _check_range(name: str, value: float) -> None:

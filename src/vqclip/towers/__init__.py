@@ -1,6 +1,7 @@
 """Towers: networks that map pixels or text to a grid or sequence of features ``(B, N, D)``.
 
-A tower is one file with its config class beside it and one line in a union below.
+After `vqclip.data`, which yields pixels and token numbers; before the quantizers. To add a tower: one file with its
+config class, and one line in a union below.
 """
 
 from typing import Annotated

@@ -47,10 +47,10 @@ class _Convolutions(nn.Module):
 
 
 class ConvolutionalTowerConfig(Config):
-    """A plain stack of strided convolutions: each stage halves the picture, the last one's cells are the tokens."""
+    """A plain stack of strided convolutions: each stage halves the image, the last one's cells are the tokens."""
 
     random_weights: ClassVar[dict[str, object]] = {}
-    """What to change to build the same network without fetching weights."""
+    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["convolutional"] = "convolutional"
     image_size: int = Field(ge=8, le=4096)
@@ -58,7 +58,7 @@ class ConvolutionalTowerConfig(Config):
     channels: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field([32, 64, 128, 192], min_length=1, max_length=8)
     """Channels of each stage; there are (image_size / 2^stages)² tokens."""
     channels_per_group: int = Field(4, ge=1)
-    """Channels that are normalised together; must divide every entry of `channels`."""
+    """Number of channels that are normalised together; must divide every entry of `channels`."""
 
     @model_validator(mode="after")
     def _groups_divide_channels(self) -> ConvolutionalTowerConfig:
@@ -70,7 +70,7 @@ class ConvolutionalTowerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _stages_halve_the_picture(self) -> ConvolutionalTowerConfig:
+    def _stages_halve_the_image(self) -> ConvolutionalTowerConfig:
         cell = 2 ** len(self.channels)
         if self.image_size % cell:
             raise ValueError(
@@ -79,7 +79,7 @@ class ConvolutionalTowerConfig(Config):
             )
         if self.image_size == cell and self.channels_per_group == 1:
             raise ValueError(
-                "got channels_per_group 1 with a single token, so that each group has one number, which is normalised "
+                "got channels_per_group 1 with a single token: each group is one number, which is normalised "
                 "to 0; expected channels_per_group 2 or more, a larger image_size or fewer stages in channels"
             )
         return self

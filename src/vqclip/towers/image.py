@@ -26,13 +26,13 @@ _ELSEWHERE = {
     "device": "a tower is built on the CPU",
     "dtype": "a tower is built in fp32",
 }
-"""Arguments of ``timm.create_model`` that the tower decides itself."""
+"""Arguments of ``timm.create_model`` that the tower sets itself."""
 
 _NOT_THE_NETWORK = (
     *("pretrained", "checkpoint", "cache_dir", "model_", "feature", "out_indices", "pruned", "kwargs_filter"),
     *("scriptable", "exportable", "no_jit"),
 )
-"""How arguments begin that say where weights come from or how timm works, and nothing of the network's size."""
+"""Prefixes of arguments that choose weights or timm's behaviour and do not describe the network."""
 
 
 class ImageTower(nn.Module):
@@ -40,12 +40,12 @@ class ImageTower(nn.Module):
 
     Args:
         backbone: module ``(B, 3, H, W) -> (B, N, D)``; ``set_grad_checkpointing`` is forwarded to it.
-        normalize: what is done to the pixels first.
+        normalize: normalisation of the pixels.
 
     Attributes:
         image_size: height and width in pixels.
-        num_tokens: N, patches an image.
-        width: D, features a patch.
+        num_tokens: N, patches per image.
+        width: D, features per patch.
     """
 
     def __init__(self, backbone: nn.Module, normalize: Normalize):
@@ -62,19 +62,18 @@ class ImageTower(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, H, W)`` uint8 or 0..1 → patch features ``(B, N, D)``."""
-        if (
-            images.shape[0] == 0
-        ):  # some backbones cannot reshape an empty batch, and every weight needs its (zero) gradient
+        # Some backbones cannot reshape an empty batch, and all weights need a (zero) gradient.
+        if images.shape[0] == 0:
             return self.backbone(self.normalize(images.new_zeros(1, *images.shape[1:])))[:0]
         return self.backbone(self.normalize(images))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade compute for memory: recompute the backbone's activations in the backward pass."""
+        """Recompute the backbone's activations in the backward pass, to save memory."""
         self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
 class _TimmFeatures(nn.Module):
-    """A timm model's last feature map as ``(B, N, D)``, prefix (class, register) tokens dropped."""
+    """A timm model's last feature map as ``(B, N, D)``, without prefix (class, register) tokens."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -114,7 +113,7 @@ class TimmTowerConfig(Config):
     """An image tower made by ``timm.create_model``."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
-    """What to change to build the same network without fetching weights."""
+    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["timm"] = "timm"
     name: str
@@ -126,28 +125,28 @@ class TimmTowerConfig(Config):
     checkpoint: Path | None = None
     """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
     args: dict[str, Any] = {}
-    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`; none
-    that names weights or files."""
+    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`.
+    Arguments that name weights or files are not allowed."""
     group_norm: int | None = Field(None, ge=1)
-    """Channels a group: gives the model group normalisation in place of its own `norm_layer`; null keeps that."""
+    """Channels per group: replaces the model's `norm_layer` by group normalisation; null keeps it."""
     channels_last: bool = False
-    """Keep weights and activations with channels last in memory: faster for convolutions, of no use to a ViT."""
+    """Use the channels-last memory format: faster for convolutions, no effect on the speed of a ViT."""
 
     @field_validator("args")
     @classmethod
     def _args_are_the_networks(cls, args: dict[str, Any]) -> dict[str, Any]:
         for name in args:
             if name in _ELSEWHERE:
-                raise ValueError(f"got {name!r}, which is not free: {_ELSEWHERE[name]}")
+                raise ValueError(f"got {name!r}, which cannot be set: {_ELSEWHERE[name]}")
             if name.startswith(_NOT_THE_NETWORK):
                 raise ValueError(
-                    f"got {name!r}, which is no property of the network; expected arguments of the model's class. "
-                    "Weights come from `pretrained` or `checkpoint` beside args"
+                    f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
+                    "Set weights with `pretrained` or `checkpoint` beside args"
                 )
         return args
 
     @model_validator(mode="after")
-    def _one_word_on_the_weights(self) -> TimmTowerConfig:
+    def _one_source_of_weights(self) -> TimmTowerConfig:
         if self.pretrained and self.checkpoint is not None:
             raise ValueError(
                 f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
@@ -160,8 +159,8 @@ class TimmTowerConfig(Config):
         """Make the tower.
 
         Raises:
-            ConfigError: for a name or arguments that timm does not take, a model with batch normalisation, or a
-                checkpoint that does not fit.
+            ConfigError: a name or arguments that timm refuses, a model with batch normalisation, or a checkpoint that
+                does not fit.
         """
         import timm
 
@@ -170,18 +169,18 @@ class TimmTowerConfig(Config):
         with self._translate_errors():
             model = self._create()
             _require_whole_patches(model, self.image_size)
-            facts: Any = model.pretrained_cfg or {}
+            defaults: Any = model.pretrained_cfg or {}
             if self.checkpoint is not None:
-                classifier = facts.get("classifier") or ()
+                classifier = defaults.get("classifier") or ()
                 load_checkpoint(model, self.checkpoint, [classifier] if isinstance(classifier, str) else classifier)
             if self.channels_last:
                 model = model.to(memory_format=torch.channels_last)
-            # timm's own statistics belong to its pretrained weights; from scratch they are as good as any.
-            mean, std = facts.get("mean", OPENAI_MEAN), facts.get("std", OPENAI_STD)
+            # timm's statistics fit its pretrained weights; without these any will do.
+            mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
             return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
 
     def _create(self) -> Any:
-        """The timm model; one that refuses ``img_size``, as convolutional ones do, takes images of any size."""
+        """Make the timm model, without ``img_size`` if it refuses that: convolutional ones take any size."""
         from timm import create_model
 
         args = {"pretrained": self.pretrained, "num_classes": 0, "global_pool": "", **self.args}
@@ -198,7 +197,7 @@ class TimmTowerConfig(Config):
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Turn what a model's constructor or first forward says to sizes that do not go together into ConfigError."""
+        """Raise the errors of a model's constructor or first forward as ConfigError."""
         try:
             yield
         except ConfigError:
@@ -207,9 +206,9 @@ class TimmTowerConfig(Config):
             if not self.pretrained:
                 raise
             raise ConfigError(
-                f"tower.pretrained: timm's weights of {self.name!r} can neither be fetched nor are in its cache: "
-                f"{type(error).__name__}: {error}; download them where there is a network (the cache is that of "
-                "huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
+                f"tower.pretrained: the weights of {self.name!r} are not in timm's cache and cannot be downloaded: "
+                f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
+                "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
                 "(pretrained: false)"
             ) from error
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
@@ -223,7 +222,7 @@ class OpenCLIPImageTowerConfig(Config):
     """The vision half of an open_clip model."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
-    """What to change to build the same network without fetching weights."""
+    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["open_clip"] = "open_clip"
     model: str
@@ -233,7 +232,11 @@ class OpenCLIPImageTowerConfig(Config):
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:
-        """Make the tower; raises ConfigError for an unknown model or tag, or a vision half that cannot be one."""
+        """Make the tower.
+
+        Raises:
+            ConfigError: unknown model or tag, or a vision half that does not return features of patches.
+        """
         from vqclip.towers.open_clip import create_open_clip
 
         clip = create_open_clip(self.model, self.pretrained)
@@ -257,7 +260,7 @@ class OpenCLIPImageTowerConfig(Config):
 
 @contextmanager
 def _translate_open_clip_errors(model: str) -> Iterator[None]:
-    """Turn what an open_clip vision half says that does not give features of its patches into ConfigError."""
+    """Raise the errors of a vision half that cannot return features of patches as ConfigError."""
     try:
         yield
     except ConfigError:
@@ -270,7 +273,7 @@ def _translate_open_clip_errors(model: str) -> Iterator[None]:
 
 
 def _require_whole_patches(model: Any, image_size: int) -> None:
-    """Refuse a size of which timm would not look at the last rows and columns."""
+    """Check that patches cover the whole image; timm would ignore the last rows and columns."""
     from timm.layers import PatchEmbed
 
     patches = getattr(model, "patch_embed", None)
@@ -280,32 +283,33 @@ def _require_whole_patches(model: Any, image_size: int) -> None:
     if any(image_size % side for side in patches.patch_size):
         near = sorted({max(1, image_size // patch) * patch, (image_size // patch + 1) * patch})
         raise ConfigError(
-            f"tower.image_size: got {image_size} with patches of {patch} pixels, which would leave the last "
-            f"{image_size % patch} rows and columns unseen; expected a multiple of {patch}, such as "
+            f"tower.image_size: got {image_size} with patches of {patch} pixels, which would ignore the last "
+            f"{image_size % patch} rows and columns; expected a multiple of {patch}, such as "
             f"{' or '.join(map(str, near))}, or another patch_size in args"
         )
 
 
 def _freeze_unused(tower: nn.Module, features: Tensor) -> None:
-    """Freeze weights that the features do not depend on, such as a head's norm: DDP would wait for their gradient."""
+    """Freeze weights that do not affect the features, such as a head's norm: DDP would wait for their gradient."""
     weights = [weight for weight in tower.parameters() if weight.requires_grad]
     for weight, gradient in zip(weights, torch.autograd.grad(features.sum(), weights, allow_unused=True), strict=True):
         weight.requires_grad_(gradient is not None)
 
 
 def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.GroupNorm:
-    """Group normalisation (Wu & He 2018) with about so many channels a group."""
+    """Make group normalisation (Wu & He 2018) with about ``channels_per_group`` channels per group."""
     groups = max(1, channels // channels_per_group)
     if channels % groups:
         raise ConfigError(
-            f"tower.group_norm: got {channels_per_group} channels a group, which do not divide a layer of {channels}"
+            f"tower.group_norm: got {channels_per_group} channels per group, which do not divide a layer of {channels}"
         )
     return nn.GroupNorm(groups, channels, **factory)
 
 
 def _refuse_batch_norm(backbone: nn.Module) -> None:
-    """Batch norm ties a sample to the others of its rank: N processes would not compute what one computes."""
-    names = [name for name, module in backbone.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    """Refuse batch normalisation: a sample's features would depend on the other samples of its rank."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    names = [name for name, module in backbone.named_modules() if isinstance(module, kinds)]
     if names:
         raise ConfigError(
             f"tower: got a model with {len(names)} batch-normalisation layers (first: {names[0]}), whose statistics "

@@ -1,4 +1,4 @@
-"""One place that asks open_clip for a whole model and turns its complaints into ours."""
+"""Creation of open_clip models, with errors that name the setting."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vqclip.towers.weights import require_plain_size
 
 
 def create_open_clip(model: str, pretrained: str | None) -> Any:
-    """Make an open_clip model whose text half is a module of its own (``.visual``, ``.text``).
+    """Make an open_clip model with separate halves ``.visual`` and ``.text``.
 
     Args:
         model: name of an open_clip model configuration.
         pretrained: tag of pretrained weights, path of a local file, or None for random weights.
 
     Raises:
-        ConfigError: for a model or tag that open_clip does not know.
+        ConfigError: a model or tag that open_clip does not know, or weights that cannot be loaded.
     """
     import open_clip
 
-    # By this list alone: open_clip would take "local-dir:..." and "hf-hub:..." too, and fetch weights nobody asked for.
+    # Only names of this list: open_clip also accepts "local-dir:..." and "hf-hub:...", which would download weights.
     if model not in open_clip.list_models():
         raise unknown_model_error("tower.model", "open_clip", model, open_clip.list_models())
     config = open_clip.get_model_config(model)

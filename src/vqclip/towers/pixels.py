@@ -1,4 +1,4 @@
-"""Pixels to normalised floats, on the device: batches travel as uint8, a quarter of the bytes of fp32."""
+"""Normalisation of pixels on the device: batches are sent as uint8, a quarter of the bytes of fp32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class Normalize(nn.Module):
-    """Check pixels and bring them to zero mean and unit deviation a channel.
+    """Checks pixels and normalises each channel to zero mean and unit deviation.
 
     Args:
         image_size: height and width that the tower expects, in pixels.
@@ -27,7 +27,7 @@ class Normalize(nn.Module):
     def __init__(self, image_size: int, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD):
         super().__init__()
         self.image_size = image_size
-        # Constants of the architecture, not weights: kept out of the state dict.
+        # Constants of the architecture, not weights: not in the state dict.
         self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
@@ -41,7 +41,7 @@ class Normalize(nn.Module):
             ``(B, 3, H, W)`` in the dtype of the tower's weights.
 
         Raises:
-            ShapeError: when shape or dtype is another.
+            ShapeError: wrong shape or dtype.
         """
         size = self.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
@@ -50,7 +50,7 @@ class Normalize(nn.Module):
                 "tokenizer.preprocess makes such a tensor from a PIL image"
             )
         if images.dtype == torch.uint8:
-            # A new tensor, so in place: three times as fast.
+            # In place on the new tensor: three times as fast.
             return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
         if not images.is_floating_point():
             raise ShapeError(f"images: got dtype {images.dtype}, expected uint8 (0..255) or floating point (0..1)")

@@ -22,7 +22,7 @@ MAX_CONTEXT = 4096
 """Largest context length."""
 _CACHED_WORDS = 100_000
 _LONG_WORD = 64
-"""Characters of a word that is not worth remembering."""
+"""Longer words, in characters, are not cached."""
 
 
 class TextTower(nn.Module):
@@ -32,14 +32,14 @@ class TextTower(nn.Module):
         transformer: an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs.
 
     Attributes:
-        context_length: N, positions a caption; captions are cut or padded to it.
-        width: D, features a token.
+        context_length: N, positions per caption; captions are cut or padded to it.
+        width: D, features per token.
         vocab_size: size of the byte-pair vocabulary.
     """
 
     def __init__(self, transformer: nn.Module):
         super().__init__()
-        # Features are taken before the projection, which would wait for a gradient that never comes.
+        # Features are taken before the projection, which would get no gradient.
         transformer.text_projection = None  # type: ignore[assignment]
         self.transformer = transformer
         self.context_length = int(transformer.context_length)  # type: ignore[arg-type]
@@ -49,19 +49,19 @@ class TextTower(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """N, token positions a caption, padding included."""
+        """N, token positions per caption, padding included."""
         return self.context_length
 
     @property
     def sees_padding(self) -> bool:
-        """Whether a token's features depend on the padding after it."""
+        """True if a token's features depend on the padding after it."""
         text: Any = self.transformer
-        return text.attn_mask is None and not text.use_pad_mask  # MobileCLIP's learned to look at it
+        return text.attn_mask is None and not text.use_pad_mask  # as in MobileCLIP
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """``(B, N)`` bool, True up to and including the first end mark; a row without one holds no real token.
+        """Return ``(B, N)`` bool, True up to and including the first end mark; a row without one has no real token.
 
-        The number of padding, 0, cannot tell: it is also that of "!" inside a word.
+        The padding's number 0 is ambiguous: it is also the number of "!" inside a word.
         """
         is_end = tokens == self.end_of_text
         end = is_end.int().argmax(dim=1, keepdim=True)  # the first of equals
@@ -69,10 +69,10 @@ class TextTower(nn.Module):
         return (positions <= end) & is_end.any(dim=1, keepdim=True)
 
     def require_captions(self, tokens: Tensor) -> None:
-        """Look at the values, which `forward`, in the hot path, does not: each row must be a caption.
+        """Check that each row is a caption; `forward` does not check values, to save time.
 
         Raises:
-            ShapeError: when shape or dtype is another, for a number outside the vocabulary, or a row without end mark.
+            ShapeError: wrong shape or dtype, a number outside the vocabulary, or a row without end mark.
         """
         self._require_shape(tokens)
         for number in tokens[(tokens < 0) | (tokens >= self.vocab_size)].tolist():
@@ -84,12 +84,12 @@ class TextTower(nn.Module):
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``(B, N)`` int64 token numbers → features ``(B, N, D)``; those of padding mean nothing.
+        """Map ``(B, N)`` int64 token numbers to features ``(B, N, D)``; those of padding are undefined.
 
-        Columns at the end that are padding in every row may be missing, unless the tower `sees_padding`.
+        The last columns may be left out if they are padding in every row, unless the tower `sees_padding`.
 
         Raises:
-            ShapeError: when shape or dtype is another.
+            ShapeError: wrong shape or dtype.
         """
         self._require_shape(tokens)
         if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
@@ -109,7 +109,7 @@ class TextTower(nn.Module):
             )
 
     def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores: open_clip's causal mask, or one of the padding by `mask` instead of its own."""
+        """Return the mask to add to the scores: open_clip's causal mask, or one of the padding (see `mask`)."""
         text: Any = self.transformer
         length = tokens.shape[1]
         if text.attn_mask is not None:
@@ -122,7 +122,7 @@ class TextTower(nn.Module):
         return repeat(hidden, "b keys -> (b heads) queries keys", heads=text.heads, queries=length)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Trade compute for memory: recompute the transformer's activations in the backward pass."""
+        """Recompute the transformer's activations in the backward pass, to save memory."""
         self.transformer.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
@@ -130,22 +130,22 @@ class TransformerTowerConfig(Config):
     """A text transformer of your own size (open_clip's module and vocabulary)."""
 
     random_weights: ClassVar[dict[str, Any]] = {}
-    """What to change to build the same network without fetching weights."""
+    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = Field(32, ge=4, le=MAX_CONTEXT)
-    """Token positions a caption, start and end marks included; longer captions are cut."""
+    """Token positions per caption, start and end marks included; longer captions are cut."""
     width: int = Field(512, ge=8, le=MAX_WIDTH)
-    """Features a token."""
+    """Features per token."""
     heads: int = Field(8, ge=1)
     """Attention heads; must divide `width`."""
     layers: int = Field(12, ge=1, le=MAX_LAYERS)
     """Transformer blocks."""
     causal: bool = True
-    """True: a token sees only those before it, as in CLIP. False: it sees the whole caption but the padding."""
+    """True: a token attends to earlier tokens only, as in CLIP. False: to the whole caption without padding."""
     token_std: float = Field(0.02, gt=0, le=10)
-    """Deviation of the initial token embeddings. CLIP's 0.02 suits long runs; in short ones the first steps move such
-    small embeddings more than they differ, and words that were distinct are not: 1 keeps them apart."""
+    """Standard deviation of the initial token embeddings. CLIP's 0.02 suits long runs. In short runs the first steps
+    move such small embeddings by more than their differences, so that words become similar; 1 avoids this."""
 
     _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 
@@ -168,7 +168,7 @@ class TransformerTowerConfig(Config):
         return TextTower(transformer)
 
     def vocabulary(self) -> BPE:
-        """What turns captions into this tower's token numbers."""
+        """Return the vocabulary that maps captions to this tower's token numbers."""
         return BPE(self.context_length)
 
 
@@ -176,7 +176,7 @@ class OpenCLIPTextTowerConfig(Config):
     """The text half of an open_clip model."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
-    """What to change to build the same network without fetching weights."""
+    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["open_clip"] = "open_clip"
     model: str
@@ -185,7 +185,11 @@ class OpenCLIPTextTowerConfig(Config):
     """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
 
     def build(self) -> TextTower:
-        """Make the tower; raises ConfigError for an unknown model or tag, or a text tower that is not open_clip's."""
+        """Make the tower.
+
+        Raises:
+            ConfigError: unknown model or tag, or a text half that is not open_clip's own transformer.
+        """
         from open_clip.transformer import TextTransformer
 
         from vqclip.towers.open_clip import create_open_clip
@@ -199,7 +203,7 @@ class OpenCLIPTextTowerConfig(Config):
         return TextTower(text)
 
     def vocabulary(self) -> BPE:
-        """What turns captions into this tower's token numbers."""
+        """Return the vocabulary that maps captions to this tower's token numbers."""
         import open_clip
 
         config = open_clip.get_model_config(self.model) or {}
@@ -209,27 +213,27 @@ class OpenCLIPTextTowerConfig(Config):
 class BPE:
     """open_clip's byte-pair vocabulary at a fixed context length.
 
-    Holds only the length, so that data-loader workers receive it cheaply; the tables are loaded once a process.
+    Contains only the length, so that it is cheap to send to data-loader workers; each process loads the tables once.
 
     Args:
-        context_length: N, token positions a caption.
+        context_length: N, token positions per caption.
     """
 
     def __init__(self, context_length: int):
         self.context_length = context_length
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """``list[str]`` of length B → ``(B, N)`` int64, start and end marks included, padded with 0.
+        """Map B captions to ``(B, N)`` int64, start and end marks included, padded with 0.
 
         Raises:
-            ShapeError: for anything but a list or tuple of str.
+            ShapeError: not a list or tuple of str.
         """
         return self.with_lengths(captions)[0]
 
     def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """Tokenize captions as a call does, and return the length of each before it was cut.
+        """Tokenize captions as `__call__` does, and return the length of each before it was cut.
 
-        A length is in tokens, start and end marks included; of captions longer than `MAX_CONTEXT` it is one more.
+        Lengths are in tokens, start and end marks included, and at most `MAX_CONTEXT` + 1.
         """
         bpe = _bpe()
         rows = [[bpe.sot_token_id, *bpe.encode(text), bpe.eot_token_id] for text in require_captions(captions)]
@@ -242,14 +246,14 @@ class BPE:
 
 
 class CaptionLengths(Counter[int]):
-    """Counts captions by their length in tokens, as `BPE.with_lengths` gives it."""
+    """Counts of captions by their length in tokens, see `BPE.with_lengths`."""
 
     def count_cut(self, context_length: int) -> int:
-        """Number of captions that are longer than ``context_length``."""
+        """Return the number of captions that are longer than ``context_length``."""
         return sum(count for length, count in self.items() if length > context_length)
 
     def length_for(self, percent: int) -> int:
-        """The smallest context length that cuts at most ``100 - percent`` of 100 captions."""
+        """Return the smallest context length that holds ``percent`` % of captions without a cut."""
         held = 0
         for length in sorted(self):
             held += self[length]
@@ -258,7 +262,7 @@ class CaptionLengths(Counter[int]):
         return 0
 
     def describe_cuts(self, context_length: int, key: str = "context_length") -> str | None:
-        """Say how many captions are cut, and which lengths would hold more of them; None where none is cut."""
+        """Describe how many captions are cut and which lengths would hold more of them; None if none is cut."""
         cut, total = self.count_cut(context_length), self.total()
         if not cut:
             return None
@@ -272,7 +276,7 @@ class CaptionLengths(Counter[int]):
 
 
 class _Bounded(dict[str, str]):
-    """A cache that is emptied when it is full: open_clip's own keeps every word of every caption for ever."""
+    """A cache that is cleared when it is full: open_clip's own cache grows without limit."""
 
     def __setitem__(self, word: str, pairs: str) -> None:
         if len(self) >= _CACHED_WORDS:
@@ -283,12 +287,12 @@ class _Bounded(dict[str, str]):
 
 @lru_cache(maxsize=1)
 def _bpe() -> Any:
-    """open_clip's tokenizer, for which a caption that holds ``<end_of_text>`` is text like any other."""
+    """Return open_clip's tokenizer, changed so that ``<end_of_text>`` in a caption is ordinary text."""
     from open_clip import tokenizer as theirs
 
     tokenizer = theirs.SimpleTokenizer()
-    # Its pattern finds the marks in captions before anything else. Without them their letters and brackets are split
-    # as in any text, and no caption, however it is written (`&lt;end_of_text&gt;`), gives the number of a mark.
+    # Its pattern matches marks in captions first. Without that alternative their letters and brackets are split like
+    # other text, and no caption, also not `&lt;end_of_text&gt;`, gives the number of a mark.
     marks = "|".join(tokenizer.decoder[number] for number in tokenizer.all_special_ids) + "|"
     pattern: str = tokenizer.pat.pattern
     if not pattern.startswith(marks):

@@ -1,4 +1,4 @@
-"""First weights from a local file: read without running what it holds, loaded strictly."""
+"""Initial weights from a local file, read without running code and loaded strictly."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vqclip.io.tensors import nonfinite_names, tensor_differences
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:
-    """Load the weights in ``path`` into ``model``: every one, and no other. Half precision is widened to fp32.
+    """Load all weights in ``path`` into ``model``, which must have exactly these. Half precision becomes fp32.
 
     Args:
-        model: what is filled.
-        path: a safetensors file (by its ending) or a PyTorch file of tensors alone: a state dict, or one under
-            ``state_dict`` or ``model``.
-        unused: modules that the file may hold and ``model`` does not have, such as a classifier.
+        model: the model to fill.
+        path: a safetensors file (by its suffix) or a PyTorch file that contains only tensors: a state dict, or one
+            under ``state_dict`` or ``model``.
+        unused: modules that the file may contain and ``model`` does not have, such as a classifier.
 
     Raises:
-        ConfigError: for a file that is missing, damaged or holds more than tensors, and for missing, unexpected or
-            wrongly shaped or typed tensors.
+        ConfigError: a file that is missing, damaged or contains more than tensors; missing or unexpected tensors, or
+            tensors of the wrong shape or dtype.
     """
     expected = model.state_dict()
     state = {
@@ -43,17 +43,17 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
 
 
 def _widen_half(tensor: Tensor, expected: Tensor | None) -> Tensor:
-    """Half precision as fp32, where the shape fits: a few bytes may claim to be any number of elements."""
+    """Convert half precision to fp32 if the shape fits: a small file can declare a huge tensor."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if half and expected is not None and expected.shape == tensor.shape else tensor
 
 
 def require_plain_size(path: Path) -> None:
-    """Refuse a PyTorch file whose parts, unpacked, are larger than the file: torch itself packs nothing.
+    """Check that a PyTorch file is not compressed, as torch's own files are not: unpacking could fill the memory.
 
     Raises:
-        ValueError: it is such a file, or a damaged one.
-        OSError: it cannot be read.
+        ValueError: its parts are larger than the file, or it is damaged.
+        OSError: the file cannot be read.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -71,11 +71,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(f"tower.checkpoint: {path}: no such file") from error
-    except Exception as error:  # a damaged file makes torch and pickle raise nearly anything
+    except Exception as error:  # torch and pickle raise many kinds of errors for damaged files
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"tower.checkpoint: {path} cannot be read: {type(error).__name__}: {reason}; expected a .safetensors file, "
-            "or a PyTorch file that holds tensors alone (torch.load with weights_only=True)"
+            "or a PyTorch file that contains only tensors (torch.load with weights_only=True)"
         ) from error
     for key in ("state_dict", "model"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
@@ -85,6 +85,6 @@ def _read(path: Path) -> dict[str, Tensor]:
         for name, value in stored.items()
     ):
         raise ConfigError(
-            f"tower.checkpoint: {path}: got a {type(stored).__name__} that is no state dict; expected tensors by name"
+            f"tower.checkpoint: {path}: got a {type(stored).__name__}, expected a state dict: tensors by name"
         )
     return stored
