@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
 
-from tests.ranks import RankError
+from tests.ranks import RankError, for_each
 from vqclip import dist
 from vqclip.errors import DistributedError, ShapeError
 
@@ -73,30 +73,32 @@ def rows(sizes, seed=0):
     return torch.randn(sum(sizes), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_value_and_gradient_equal_one_process(ranks, op, sizes):
+def test_value_and_gradient_equal_one_process(ranks, sizes):
     x = rows(sizes)
-    check_against_one_process(op, x, sizes, ranks(len(sizes), run_op, op, x, sizes))
+    found = ranks(len(sizes), for_each, run_op, [(op, x, sizes) for op in OPS])
+    for op, results in zip(OPS, zip(*found, strict=True), strict=True):
+        check_against_one_process(op, x, sizes, results)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_in_a_subgroup_ranks_count_within_it(ranks, op):
+def test_in_a_subgroup_ranks_count_within_it(ranks):
     sizes = (2, 5)
     x = rows(sizes)
-    results = ranks(4, run_op, op, x, sizes, [1, 3])
-    assert results[0] is None
-    assert results[2] is None
-    check_against_one_process(op, x, sizes, [results[1], results[3]])
+    found = ranks(4, for_each, run_op, [(op, x, sizes, [1, 3]) for op in OPS])
+    for op, results in zip(OPS, zip(*found, strict=True), strict=True):
+        assert results[0] is None
+        assert results[2] is None
+        check_against_one_process(op, x, sizes, [results[1], results[3]])
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("members", [None, [1, 2]], ids=["world", "subgroup"])
-def test_compiled_without_a_graph_break(ranks, op, members):
+def test_compiled_without_a_graph_break(ranks, members):
     sizes = (4, 1)
     x = rows(sizes)
-    results = ranks(2 if members is None else 3, run_op, op, x, sizes, members, "aot_eager", True)
-    check_against_one_process(op, x, sizes, [r for r in results if r is not None])
+    cases = [(op, x, sizes, members, "aot_eager", True) for op in OPS]
+    found = ranks(2 if members is None else 3, for_each, run_op, cases)
+    for op, results in zip(OPS, zip(*found, strict=True), strict=True):
+        check_against_one_process(op, x, sizes, [each for each in results if each is not None])
 
 
 @pytest.mark.slow

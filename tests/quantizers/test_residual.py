@@ -123,9 +123,9 @@ def test_health_is_that_of_the_stages_that_took_part() -> None:
     [(FSQ((4, 4)), "FSQ"), (FSQ((4, 4), "symmetric"), "FSQ"), (Identity(4), "Identity"), (VQ(4, 8, cosine=True), "VQ")],
 )
 def test_what_cannot_be_refined_is_refused(layer: Quantizer, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"codes of this {name} do not refine what it leaves"):
+    with pytest.raises(ConfigError, match=f"codes of this {name} cannot be refined"):
         Residual(layer, 2)
-    with pytest.raises(ConfigError, match="codes of this Product do not refine"):
+    with pytest.raises(ConfigError, match="codes of this Product cannot be refined"):
         Residual(Product(layer, 2), 2)
 
 

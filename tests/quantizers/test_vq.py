@@ -6,8 +6,6 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers import BSQ, VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
-from vqclip.quantizers.kmeans import kmeans
-from vqclip.quantizers.nearest import _Rotation, nearest
 from vqclip.train.optim import parameter_groups
 
 
@@ -94,24 +92,6 @@ def test_statistics_of_evaluation_are_refused() -> None:
         quantizer.train().update(stats)
 
 
-def test_nearest_far_from_the_origin() -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes = 100 + 0.1 * torch.randn(1, 64, 32, generator=generator)
-    x = 100 + 0.1 * torch.randn(2000, 1, 32, generator=generator)
-    exact = torch.cdist(x[:, 0].double(), codes[0].double()).argmin(dim=1)
-    assert (nearest(x, codes)[:, 0] != exact).double().mean() < 1e-3
-
-
-@pytest.mark.parametrize("far", [3e3, 1e5])
-def test_nearest_beside_a_code_far_out(far: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randn(1, 64, 8, generator=generator)
-    codes[0, 0] = far
-    x = torch.randn(4000, 1, 8, generator=generator)
-    expected = torch.cdist(x[:, 0].double(), codes[0].double()).argmin(dim=1)
-    assert torch.equal(nearest(x, codes)[:, 0], expected)
-
-
 def test_orthogonality_of_codes_without_direction() -> None:
     quantizer = VQ(4, 4, learning="gradient", kmeans=False, loss_weights={"orthogonality": 1.0})
     with torch.no_grad():
@@ -142,28 +122,6 @@ def test_statistics_from_before_another_state_are_refused() -> None:
     quantizer.load_state_dict(fresh)
     with pytest.raises(ConfigError, match="without drawn tokens"):
         quantizer.update(after)
-
-
-def test_the_rotation_turns_gradients_with_the_vector() -> None:
-    x, q = torch.randn(2, 20, 1, 5, dtype=torch.float64)
-    x.requires_grad_()
-    upstream = torch.randn(20, 1, 5, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(_Rotation.apply(x, q), x, upstream)
-    scale = (q.norm(dim=-1) / x.norm(dim=-1)).squeeze(-1)
-    # Its angle to the vector is what the upstream gradient's to the code is, and so is its length, but for the scale.
-    torch.testing.assert_close((gradient * x).sum(-1), (upstream * q).sum(-1))
-    torch.testing.assert_close(gradient.norm(dim=-1).squeeze(-1), upstream.norm(dim=-1).squeeze(-1) * scale)
-
-
-def test_kmeans_finds_clusters() -> None:
-    x, corners = clusters(2000)
-    centres, members, placed = kmeans(x[None], 32)
-    assert placed.all()
-    assert members.sum() == 2000
-    assert torch.cdist(corners, centres[0]).min(dim=1).values.max() < 0.5
-    few, _, placed = kmeans(x[None, :3], 8)
-    assert few.shape == (1, 8, 3)
-    assert placed[0].tolist() == [True] * 3 + [False] * 5
 
 
 def test_codes_do_not_decay() -> None:

@@ -12,14 +12,11 @@ The softmax loss, on each rank with its B images, and the texts from `vqclip.los
         dI += dS @ texts;  dT += dSᵀ @ images
     sum dT over ranks (reduce-scatter); dscale = Σ <images, dI>
 
-The sigmoid loss needs one round. Both are custom operators that return the loss and its gradients, so that
-`torch.compile` keeps one graph; `vqclip.losses.tiles.attach_gradients` connects them to autograd.
+The sigmoid loss needs one round. A custom operator returns the loss and its gradients, so that `torch.compile` keeps
+one graph; `vqclip.losses.tiles.attach_gradients` connects them to autograd.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,30 +43,31 @@ def tiled_softmax(
     image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
 ) -> Tensor:
     """Return the loss of `vqclip.losses.ContrastiveLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
-    return _run(torch.ops.vqclip.tiled_softmax, image, text, scale, torch.zeros_like(scale), keys, impl, group)
+    return _run(image, text, scale, torch.zeros_like(scale), keys, "softmax", impl, group)
 
 
 def tiled_sigmoid(
     image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
 ) -> Tensor:
     """Return the loss of `vqclip.losses.SigmoidLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
-    return _run(torch.ops.vqclip.tiled_sigmoid, image, text, scale, bias, keys, impl, group)
+    return _run(image, text, scale, bias, keys, "sigmoid", impl, group)
 
 
 def _run(
-    op: Callable[..., Any],
     image: Tensor,
     text: Tensor,
     scale: Tensor,
     bias: Tensor,
     keys: Tensor | None,
+    kind: str,
     impl: str,
     group: dist.Group,
 ) -> Tensor:
     scale, bias = scale.to(image.dtype), bias.to(image.dtype)
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    found = op(*(tensor.detach() for tensor in inputs), keys, impl, dist.group_name(group), wants_grad)
+    detached = [tensor.detach() for tensor in inputs]
+    found = torch.ops.vqclip.tiled_loss(*detached, keys, kind, impl, dist.group_name(group), wants_grad)
     return attach_gradients(*inputs, Gradients(*found))
 
 
@@ -148,59 +146,33 @@ def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -
     return Gradients(*(like.new_empty(like.shape) for like in (scale, image, text, scale, scale)))
 
 
-def _run_operator(
-    by: Callable[..., Gradients],
+@torch.library.custom_op("vqclip::tiled_loss", mutates_args=())
+def _operator(
     image: Tensor,
     text: Tensor,
     scale: Tensor,
     bias: Tensor,
     keys: Tensor | None,
+    kind: str,
     impl: str,
-    group_name: str,
+    group: str,
     wants_grad: bool,
-) -> Outputs:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     note = "" if keys is None else ", with keys"
-    exchange = EXCHANGES[impl](text, dist.group_by_name(group_name), wants_grad, note)
+    exchange = EXCHANGES[impl](text, dist.group_by_name(group), wants_grad, note)
     keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
-    return by(image, text, scale, bias, keys, exchange, wants_grad).separate()
+    compute = {"softmax": _softmax, "sigmoid": _sigmoid}[kind]
+    return compute(image, text, scale, bias, keys, exchange, wants_grad).separate()
 
 
-@torch.library.custom_op("vqclip::tiled_softmax", mutates_args=())
-def _softmax_op(
-    image: Tensor,
-    text: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    keys: Tensor | None,
-    impl: str,
-    group: str,
-    wants_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _run_operator(_softmax, image, text, scale, bias, keys, impl, group, wants_grad)
-
-
-@torch.library.custom_op("vqclip::tiled_sigmoid", mutates_args=())
-def _sigmoid_op(
-    image: Tensor,
-    text: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    keys: Tensor | None,
-    impl: str,
-    group: str,
-    wants_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _run_operator(_sigmoid, image, text, scale, bias, keys, impl, group, wants_grad)
-
-
-@_softmax_op.register_fake
-@_sigmoid_op.register_fake
+@_operator.register_fake
 def _like(
     image: Tensor,
     text: Tensor,
     scale: Tensor,
     bias: Tensor,
     keys: Tensor | None,
+    kind: str,
     impl: str,
     group: str,
     wants_grad: bool,

@@ -1,0 +1,129 @@
+"""Towers from both halves of open_clip models."""
+
+from __future__ import annotations
+
+import json
+
+import open_clip
+import pytest
+import torch
+
+from tests.data.hostile import marking_pickle
+from vqclip.errors import ConfigError
+from vqclip.towers.image import OpenCLIPImageTowerConfig
+
+
+def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="tower.model: the vision half of 'coca_ViT-B-32'.*such as ViT-B-16"):
+        OpenCLIPImageTowerConfig(model="coca_ViT-B-32").build()
+
+    def offline(*args, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("open_clip.create_model", offline)
+    with pytest.raises(ConfigError, match="tower.model: open_clip cannot make roberta-ViT-B-32: OSError: no network"):
+        OpenCLIPImageTowerConfig(model="roberta-ViT-B-32").build()
+
+
+@pytest.fixture(scope="module")
+def tiny_open_clip(tmp_path_factory):
+    """A small model configuration and a local file of its weights, as open_clip reads them."""
+    folder = tmp_path_factory.mktemp("open_clip")
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "patch_size": 16, "head_width": 16},
+        "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+    }
+    (folder / "vqclip-test.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+    torch.manual_seed(0)
+    model = open_clip.create_model("vqclip-test")
+    torch.save(model.state_dict(), folder / "weights.pt")
+    return model.eval(), "vqclip-test", str(folder / "weights.pt")
+
+
+def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
+    model, name, weights = tiny_open_clip
+    tower = OpenCLIPImageTowerConfig(model=name, pretrained=weights).build().eval()
+    images = torch.rand(2, 3, 32, 32)
+    expected = model.visual.forward_intermediates(tower.normalize(images), indices=1, output_fmt="NLC")
+    features = model.visual.ln_post(expected["image_intermediates"][-1])
+    assert tower(images).shape == (2, 4, 32)
+    torch.testing.assert_close(tower(images), features)
+    tower.train()(images).sum().backward()
+    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+@pytest.fixture
+def open_clip_model(tmp_path):
+    """Adds a model configuration with some vision half; gives its name."""
+
+    def add(**vision):
+        text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+        config = {"embed_dim": 16, "vision_cfg": {"image_size": 32, **vision}, "text_cfg": text}
+        (tmp_path / "vqclip-other.json").write_text(json.dumps(config))
+        open_clip.add_model_config(tmp_path)
+        return "vqclip-other"
+
+    return add
+
+
+def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
+    name = open_clip_model(image_size=224, timm_model_name="vit_tiny_patch16_224", timm_pool="avg", timm_proj="linear")
+    tower = OpenCLIPImageTowerConfig(model=name).build()
+    images = torch.rand(1, 3, 224, 224)
+    trunk = tower.backbone.model
+    torch.testing.assert_close(tower.eval()(images), trunk.forward_features(tower.normalize(images))[:, 1:])
+    tower.train()(images).sum().backward()
+    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_an_open_clip_tower_that_cannot_be_used_is_refused(open_clip_model, monkeypatch):
+    name = open_clip_model(layers=[1, 1, 1, 1], width=8)  # as in RN50
+    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: bn1\).*choose a ViT"):
+        OpenCLIPImageTowerConfig(model=name).build()
+    monkeypatch.setattr("vqclip.towers.image._refuse_batch_norm", lambda backbone: None)
+    with pytest.raises(ConfigError, match="the vision half of 'vqclip-other' is a ModifiedResNet, .*such as ViT-B-16"):
+        OpenCLIPImageTowerConfig(model=name).build()
+
+
+def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
+    from vqclip.towers.text import OpenCLIPTextTowerConfig
+
+    model, name, weights = tiny_open_clip
+    config = OpenCLIPTextTowerConfig(model=name, pretrained=weights)
+    tower = config.build().eval()
+    tokens = config.vocabulary()(["a cat", "a much longer caption about a dog"])
+    features = model.ln_final(model.transformer(*_embedded(model, tokens)))
+    torch.testing.assert_close(tower(tokens), features)
+    tower(tokens).sum().backward()
+    assert [n for n, p in tower.named_parameters() if p.grad is None] == []
+
+
+def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path):
+    _, name, _ = tiny_open_clip
+    torch.save({"nothing": torch.zeros(1)}, tmp_path / "weights.pt")
+    with pytest.raises(
+        ConfigError, match=r"tower.pretrained: .*weights.pt' cannot be loaded as weights of vqclip-test"
+    ):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+
+
+def test_open_clip_weights_that_are_a_pickle_are_not_run(tiny_open_clip, tmp_path):
+    _, name, _ = tiny_open_clip
+    (tmp_path / "weights.pt").write_bytes(marking_pickle(tmp_path / "was here"))
+    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded as weights of vqclip-test: .*[Ww]eights.only"):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+    assert not (tmp_path / "was here").exists()
+
+
+def test_an_unknown_open_clip_model_or_tag_is_refused():
+    with pytest.raises(ConfigError, match="no model 'ViT-B-61'; did you mean one of: ViT-B-16"):
+        OpenCLIPImageTowerConfig(model="ViT-B-61").build()
+    for name in ("local-dir:/nowhere", "hf-hub:nobody/nothing"):
+        with pytest.raises(ConfigError, match=f"open_clip has no model '{name}'"):
+            OpenCLIPImageTowerConfig(model=name).build()
+    with pytest.raises(ConfigError, match="got 'laion', which is neither a file nor one of the tags.*laion400m_e31"):
+        OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="laion").build()
+    with pytest.raises(ConfigError, match="trained with QuickGELU.*expected ViT-B-32-quickgelu"):
+        OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="openai").build()
