@@ -149,7 +149,3 @@ def test_weights_that_cannot_be_fetched_are_a_clear_error(monkeypatch):
     monkeypatch.setattr("timm.models._builder.load_pretrained", offline)
     with pytest.raises(ConfigError, match="tower.pretrained: .*'vit_tiny_patch16_224'.*local cache.*tower.checkpoint"):
         TimmTowerConfig(name="vit_tiny_patch16_224", image_size=224, pretrained=True).build()
-
-
-def _embedded(model, tokens):
-    return model.token_embedding(tokens) + model.positional_embedding, model.attn_mask

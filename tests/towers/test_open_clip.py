@@ -127,3 +127,7 @@ def test_an_unknown_open_clip_model_or_tag_is_refused():
         OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="laion").build()
     with pytest.raises(ConfigError, match="trained with QuickGELU.*expected ViT-B-32-quickgelu"):
         OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="openai").build()
+
+
+def _embedded(model, tokens):
+    return model.token_embedding(tokens) + model.positional_embedding, model.attn_mask
