@@ -54,8 +54,8 @@ PARTICIPLES = re.compile(r"^_?(?:[a-z]+(?:ed|en|wn|ld)|made|told|sent|kept|held|
 VERBS_THAT_HAPPEN_TO_FIT = {
     "embed", "_embed", "feed", "need", "_need", "seed", "_seed", "shared", "hidden", "open", "_open", "hold", "build",
     "_build", "child", "fold", "_fold", "golden", "scaled", "spread", "listen", "shutdown", "flatten", "_flatten",
-    "_own", "own", "spawn", "_rebuild", "widen", "_widen", "shorten", "token", "tighten", "unfold", "yield", "threshold",
-    "shed", "speed",
+    "_own", "own", "spawn", "_rebuild", "widen", "_widen", "shorten", "token", "tighten", "unfold", "yield",
+    "threshold", "shed", "speed",
 }  # fmt: skip
 HOUSEHOLD = {
     "look", "_look", "tell", "_tell", "hand_on", "agree", "_agree", "see", "say", "note", "put", "take",
