@@ -1,10 +1,10 @@
-"""What fewer bits do to the ids: encode.onnx with weights in int8, and the tokenizer with weights in bfloat16.
+"""Ids in lower precision: encode.onnx with weights in int8, and the tokenizer with weights in bfloat16.
 
-    python benchmarks/export.py --tokenizer runs/eurosat/tokenizer --modality image --data data/cls_eurosat
+    python benchmarks/export.py --tokenizer runs/eurosat/tokenizer --modality image --data data/cls_eurosat --split test
 
 Prints the share of ids that equal those in float32, and the cosine between the embeddings of both. int8: onnxruntime's
-dynamic quantization (weights in int8 for each channel, activations for each tensor on the way), of all layers and of
-matrix products alone. bfloat16: weights rounded to it and computed with in float32, and all of the tower in it.
+dynamic quantization (weights in int8 by channel, activations by tensor), of all layers and of matrix products alone.
+bfloat16: weights rounded to it with arithmetic in float32, and the whole tower in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
 from vqclip.data.images import open_images
+from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.export import export_onnx
 from vqclip.nn.precision import autocast
 
@@ -29,7 +30,7 @@ Encode = Callable[[Tensor], Tensor]
 
 
 def int8(folder: Path, **settings: Any) -> Encode:
-    """encode.onnx, quantized by onnxruntime."""
+    """Return ``encode`` of encode.onnx quantized by onnxruntime."""
     import onnxruntime
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -41,8 +42,8 @@ def int8(folder: Path, **settings: Any) -> Encode:
     return lambda inputs: torch.from_numpy(session.run(None, {name: inputs.numpy()})[0])
 
 
-def rounded(tokenizer: Any) -> Encode:
-    """The same tokenizer with weights of the tower rounded to bfloat16."""
+def round_weights(tokenizer: Any) -> Encode:
+    """Return ``encode`` with the weights of the tower rounded to bfloat16."""
     other = copy.deepcopy(tokenizer)
     with torch.no_grad():
         for weight in (*other.tower.parameters(), *other.project_in.parameters()):
@@ -51,7 +52,7 @@ def rounded(tokenizer: Any) -> Encode:
 
 
 def under_autocast(tokenizer: Any) -> Encode:
-    """The same tokenizer computing in bfloat16."""
+    """Return ``encode`` under bfloat16 autocast."""
 
     def encode(inputs: Tensor) -> Tensor:
         with autocast(torch.device("cpu"), "bf16"):
@@ -78,13 +79,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--modality", choices=("image", "text"), required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--limit", type=int, help="use only so many, evenly spread")
+    parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    parser.add_argument("--limit", type=int, help="number of inputs to use, evenly spread")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
-    inputs = list(batches(tokenizer, open_images(options.data, "test"), 50, options.limit))
+    inputs = list(batches(tokenizer, open_images(options.data, options.split), 50, options.limit))
     print("| encoder | ids equal, % | cosine of embeddings, mean | least |")
     print("|---|---|---|---|")
-    report("bfloat16 weights", tokenizer, rounded(tokenizer), inputs)
+    report("bfloat16 weights", tokenizer, round_weights(tokenizer), inputs)
     report("bfloat16 autocast", tokenizer, under_autocast(tokenizer), inputs)
     with tempfile.TemporaryDirectory() as temporary:
         folder = export_onnx(tokenizer, Path(temporary) / "onnx")

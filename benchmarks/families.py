@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 def run(config: Path, family: str, seed: int, steps: int, folder: Path) -> dict[str, Any] | None:
-    """What one training run reached; None, and a message, where it failed."""
+    """Return the results of one training run; None, with a message, if it failed."""
     name = f"{family}-{steps}-{seed}"
     done = folder / name / "summary.json"
     if not done.exists():

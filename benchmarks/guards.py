@@ -1,4 +1,4 @@
-"""What the guards cost: the training loop with all of them beside one without, in turns.
+"""Time of the guards: the training loop with all of them and without, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/guards.py
 
@@ -6,7 +6,7 @@ The method, and the model, are those of `benchmarks/training.py`, row `fsq`. `fs
 at loss and gradient, spikes, collapse, and the watchdog for steps that hang. `fsq, unguarded` has none of them.
 
 The rounds of two processes differ by more than the guards cost, so there are many, of one step each, and the last line
-says between which ratios their median lies with 95 % confidence (by order statistics: no distribution is supposed).
+says between which ratios their median is with 95 % confidence (by order statistics: no distribution is supposed).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vqclip.scenes import make_scenes
 
 
 def confident_median(values: list[float]) -> tuple[float, float]:
-    """The values between which the median of what they were drawn from lies, with 95 % confidence at least."""
+    """Return an interval that contains the median of the distribution with at least 95 % confidence."""
     ordered, number = sorted(values), len(values)
     outside, rank = 0.0, 0
     while outside + math.comb(number, rank) / 2**number <= 0.025:
@@ -41,7 +41,7 @@ def main() -> None:
     training.report(rounds)
     ratios = [on["cpu"] / off["cpu"] for on, off in zip(*rounds.values(), strict=True)]
     low, high = confident_median(ratios)
-    print(f"\nCPU time of a step with guards over one without: the median lies in {low:.3f} to {high:.3f}")
+    print(f"\nCPU time of a step with guards over one without: the median is in {low:.3f} to {high:.3f}")
 
 
 if __name__ == "__main__":

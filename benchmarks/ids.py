@@ -22,8 +22,8 @@ from vqclip.export import OnnxTokenizer, export_onnx, export_program
 Encode = Callable[[Tensor], Tensor]
 
 
-def encoded(encode: Encode, inputs: Tensor, size: int = 64, threads: int = 1, onednn: bool = True) -> Tensor:
-    """Ids of all inputs, ``(n, N, C)``."""
+def encode_all(encode: Encode, inputs: Tensor, size: int = 64, threads: int = 1, onednn: bool = True) -> Tensor:
+    """Return the ids ``(n, N, C)`` of all inputs."""
     torch.set_num_threads(threads)
     with torch.backends.mkldnn.flags(enabled=onednn), torch.inference_mode():
         return torch.cat([encode(part) for part in inputs.split(size)])
@@ -43,7 +43,7 @@ def main() -> None:
         tokenizer.double()
     source = open_images(options.data, options.split)
     inputs = torch.cat(list(batches(tokenizer, source, 256, options.limit)))
-    expected = encoded(tokenizer.encode, inputs)
+    expected = encode_all(tokenizer.encode, inputs)
     count = int((expected >= 0).sum())
     print(f"{options.data}, {options.modality}, {options.precision}: {len(inputs):,} samples, {count:,} ids")
 
@@ -52,13 +52,13 @@ def main() -> None:
         print(f"| {name} | {differing} of {count:,} | {1e6 * differing / count:.2f} per million |", flush=True)
 
     for size in (1, 7, 256):
-        report(f"batches of {size}", encoded(tokenizer.encode, inputs, size))
-    report("2 threads", encoded(tokenizer.encode, inputs, threads=2))
-    report("without oneDNN", encoded(tokenizer.encode, inputs, onednn=False))
-    report("torch.export", encoded(export_program(tokenizer, "encode").module(), inputs))
+        report(f"batches of {size}", encode_all(tokenizer.encode, inputs, size))
+    report("2 threads", encode_all(tokenizer.encode, inputs, threads=2))
+    report("without oneDNN", encode_all(tokenizer.encode, inputs, onednn=False))
+    report("torch.export", encode_all(export_program(tokenizer, "encode").module(), inputs))
     with tempfile.TemporaryDirectory() as folder:
         runtime = OnnxTokenizer(export_onnx(tokenizer, f"{folder}/onnx"), threads=1)
-        report("onnxruntime", encoded(lambda part: torch.from_numpy(runtime.encode(part.numpy())), inputs))
+        report("onnxruntime", encode_all(lambda part: torch.from_numpy(runtime.encode(part.numpy())), inputs))
 
 
 if __name__ == "__main__":

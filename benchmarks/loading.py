@@ -1,4 +1,4 @@
-"""What it costs to have a tokenizer: whole processes, beside one that does no more than `import torch`.
+"""Time and memory of loading a tokenizer: whole processes, beside one that only imports torch.
 
     OMP_NUM_THREADS=1 python benchmarks/loading.py
     OMP_NUM_THREADS=1 python benchmarks/loading.py --tokenizer runs/base/tokenizer --rounds 20
@@ -37,14 +37,14 @@ SAMPLES = {"image": 'Image.new("RGB", (64, 64))', "text": '["a red star"]'}
 
 
 class Cost(NamedTuple):
-    """Of a whole process."""
+    """Time and memory of a whole process."""
 
     wall: float
     """Seconds."""
     cpu: float
     """Seconds."""
     memory: float
-    """Most at any time, in MiB."""
+    """Peak memory in MiB."""
 
 
 def rows(folder: str) -> dict[str, str]:
@@ -68,7 +68,7 @@ def cost(program: str) -> Cost:
     return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
-def made(config: Path, folder: Path) -> str:
+def make_folder(config: Path, folder: Path) -> str:
     """A tokenizer folder of a configuration's sizes, with random weights."""
     make = (
         "import sys; from vqclip.config import load_config; from vqclip.train.config import TrainConfig;"
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="without the first")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as aside:
-        folder = str(options.tokenizer) if options.tokenizer else made(options.config, Path(aside) / "tokenizer")
+        folder = str(options.tokenizer) if options.tokenizer else make_folder(options.config, Path(aside) / "tokenizer")
         programs = rows(folder)
         rounds = [{name: cost(program) for name, program in programs.items()} for _ in range(options.rounds + 1)][1:]
         size = (Path(folder) / "model.safetensors").stat().st_size / 2**20

@@ -47,20 +47,20 @@ LIMIT_GIB = 12
 """open_clip is left out where its matrices would need more."""
 
 FORCING = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "GLIBC_TUNABLES")
-"""What the environment may say of instruction sets and memory."""
+"""Environment variables that set instruction sets and memory."""
 
 Loss = Callable[..., Tensor]
 
 
 def ours(name: str, impl: str) -> Loss:
-    """Of vqclip."""
+    """Return a loss of vqclip."""
     from vqclip.losses import ContrastiveLoss, SigmoidLoss
 
     return {"softmax": ContrastiveLoss, "sigmoid": SigmoidLoss}[name](impl)
 
 
 def theirs(name: str, rank: int, ranks: int) -> Loss:
-    """Of open_clip."""
+    """Return a loss of open_clip."""
     from open_clip.loss import ClipLoss, SigLipLoss
 
     if name == "sigmoid":
@@ -69,7 +69,7 @@ def theirs(name: str, rank: int, ranks: int) -> Loss:
 
 
 def features(size: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """This rank's pairs of a global batch of unit features that are more alike than chance."""
+    """This rank's pairs of a global batch of unit features, more similar than random ones."""
     generator = torch.Generator().manual_seed(0)
     image, noise = torch.randn(2, size, WIDTH, generator=generator)
     pair = F.normalize(image, dim=1), F.normalize(image + noise, dim=1)
@@ -136,7 +136,7 @@ def in_rank(rank: int, ranks: int, port: int, job: Callable[..., Any], args: tup
 
 
 def on_ranks(ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``job(rank, ranks, *args)`` returns in fresh processes."""
+    """Run ``job(rank, ranks, *args)`` in fresh processes and return the results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -177,7 +177,7 @@ def peak_mib(rank: int, ranks: int, name: str, size: int, impl: str | None) -> f
     once(loss, name, *features(64 * ranks, rank, ranks))  # libraries load what they need
     pair = features(size, rank, ranks)
     before = _memory_kib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     once(loss, name, *pair)
     return (_memory_kib("VmHWM") - before) / 1024
 

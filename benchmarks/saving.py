@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training: the pause of a save in the background beside that of one that is waited for.
+"""Pause of training by a checkpoint: saved in the background, and saved in the loop.
 
     OMP_NUM_THREADS=1 python benchmarks/saving.py
     OMP_NUM_THREADS=1 python benchmarks/saving.py --config configs/base.yaml --rounds 5

@@ -30,7 +30,7 @@ from vqclip.tokenizer import Tokenizer
 K = 10
 
 
-class Side:
+class ItemSet:
     """One modality of the set: ids and embeddings of every item."""
 
     def __init__(self, tokenizer: Tokenizer, batches: list[Tensor]):
@@ -41,12 +41,12 @@ class Side:
             self.coded = torch.cat([tokenizer.embed(ids) for ids in self.ids.split(len(batches[0]))])
 
 
-def read(model: CLIP, data: list[str]) -> tuple[Side, Side]:
+def read(model: CLIP, data: list[str]) -> tuple[ItemSet, ItemSet]:
     """Images and their first captions."""
     source = CaptionShardsData(path=tuple(data)).build()
     batches = list(EvalSet(source, model.image.transform, batch_size=64))
     captions = [model.text.preprocess([each[0] for each in batch.captions]) for batch in batches]
-    return Side(model.image, [batch.images for batch in batches]), Side(model.text, captions)
+    return ItemSet(model.image, [batch.images for batch in batches]), ItemSet(model.text, captions)
 
 
 def recall(found: Tensor) -> float:
@@ -55,17 +55,17 @@ def recall(found: Tensor) -> float:
 
 
 def overlap(found: Tensor, wanted: Tensor) -> float:
-    """Share of the items wanted that were found."""
+    """Return the share of the wanted items that were found."""
     return float((found[:, :, None] == wanted[:, None, :]).any(dim=1).float().mean())
 
 
 def float_search(queries: Tensor, items: Tensor) -> Tensor:
-    """The ten best."""
+    """Return the ten best items."""
     return (queries @ items.T).topk(K, dim=1).indices
 
 
-def found_rows(title: str, queries: Side, items: Side, search: CodeSearch) -> None:
-    """Lines of the first table."""
+def found_rows(title: str, queries: ItemSet, items: ItemSet, search: CodeSearch) -> None:
+    """Return the lines of the first table."""
     wanted = float_search(queries.continuous, items.continuous)
     for name, asked in (("continuous", queries.continuous), ("codes", queries.coded)):
         found = search.search(asked, K).items
@@ -87,7 +87,7 @@ def seconds(search: Callable[[Tensor, int], object], queries: Tensor, rounds: in
     return statistics.median(taken)
 
 
-def cost_rows(side: Side, index: CodeIndex, queries: Tensor, rounds: int) -> None:
+def cost_rows(side: ItemSet, index: CodeIndex, queries: Tensor, rounds: int) -> None:
     """Lines of the second table."""
     searches: dict[str, CodeSearch | FaissSearch] = {
         f"ids, cache {cache}": CodeSearch(index, side.tokenizer, cache)

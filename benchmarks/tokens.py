@@ -113,10 +113,10 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
 
     source = CaptionShardsData(path=str(options.shards))
     load = job._encoders
-    loaded = cache(lambda: load(given(Path()), torch.device("cpu")))
+    loaded = cache(lambda: load(make_options(Path()), torch.device("cpu")))
     job._encoders = lambda *_: loaded()
 
-    def given(out: Path) -> job.Options:
+    def make_options(out: Path) -> job.Options:
         return job.Options(
             options.tokenizer,
             source,
@@ -128,7 +128,7 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
 
     def one_pass() -> int:
         with tempfile.TemporaryDirectory() as folder:
-            return job.tokenize(given(Path(folder) / "out")).samples
+            return job.tokenize(make_options(Path(folder) / "out")).samples
 
     return one_pass
 

@@ -6,7 +6,7 @@
 open_clip reads shards with webdataset 0.2.86, so it runs with a Python of its own; any environment that has it will do.
 
 Method. Every row is a process that runs the real entry point up to the last round, before evaluation and checkpoints.
-The clocks are torch's, the same for both: a hook after every step of any optimizer, so that a step is all that lies
+The clocks are torch's, the same for both: a hook after every step of any optimizer, so that only a step is
 between two of them (reading and decoding images, forward, backward, clipping, the optimizer, and one report a round,
 log line and TensorBoard), and a wrapper around the DataLoader's `next` for the share of the data. The
 processes take turns, `--steps` steps each, one at a time, in changing order; the first round is warm-up and left out.
@@ -202,7 +202,7 @@ def remove_checks() -> None:
     TrainStep._check = lambda self, losses, grad_norm, step: None
 
 
-class Side:
+class RowProcess:
     """In the parent: one row's process."""
 
     def __init__(self, row: str, python: str, shards: Path, folder: Path, steps: int):
@@ -241,14 +241,14 @@ class Side:
 def measure(args: argparse.Namespace, shards: Path) -> dict[str, list[dict[str, float]]]:
     """Rounds of all rows in turn; the warm-up is left out."""
     rounds: dict[str, list[dict[str, float]]] = {row: [] for row in args.rows}
-    sides: list[Side] = []
+    sides: list[RowProcess] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "benchmark.json").write_text(json.dumps(PEER_MODEL))
         try:
             for row in args.rows:
                 python = args.peer_python if row == PEER else sys.executable
-                sides.append(Side(row, python, shards, folder, args.steps))
+                sides.append(RowProcess(row, python, shards, folder, args.steps))
                 sides[-1].turn()  # warm-up, one at a time
             for number in range(args.rounds):
                 first = number % len(sides)
@@ -262,7 +262,7 @@ def measure(args: argparse.Namespace, shards: Path) -> dict[str, list[dict[str, 
 
 
 def ratio(rounds: dict[str, list[dict[str, float]]], row: str, base: str, what: str) -> tuple[float, float, float]:
-    """How much of the base's time a row takes: median, smallest and largest over the rounds."""
+    """Return a row's time relative to the base: median, smallest and largest over the rounds."""
 
     def seconds(each: dict[str, float]) -> float:
         return each["cpu"] - each["data"] if what == "compute" else each[what]

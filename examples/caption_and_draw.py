@@ -36,13 +36,13 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 TRAINED_STEPS = 6
-"""Steps of an image that the drawing loss looks at in one update: all of them would cost most of the time."""
+"""Steps of an image in the drawing loss of one update; all steps would take most of the time."""
 COORDINATES = 8
 """Most coordinates that are kept of a codebook's vectors."""
 
 
 class Pairs(NamedTuple):
-    """A split, tokenized."""
+    """Tokenized split of the data."""
 
     ids: Tensor
     """``(B, N, C)`` int64."""
@@ -51,7 +51,7 @@ class Pairs(NamedTuple):
 
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> Pairs:
-    """Images to ids, every one once, with their first captions."""
+    """Encode all images to ids, with their first captions."""
     batches = list(
         EvalSet(CaptionShardsData(path=str(shards)).build(), tokenizer.transform, batch_size=256, limit=limit)
     )
@@ -60,7 +60,7 @@ def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> Pair
 
 
 class Words:
-    """Words of captions as numbers. One that the training captions lack is `UNKNOWN`, which is never written.
+    """Vocabulary of words. A word that is not in the training captions is `UNKNOWN`, which is never written.
 
     Args:
         captions: of the train split.
@@ -74,23 +74,23 @@ class Words:
 
     @staticmethod
     def split(caption: str) -> list[str]:
-        """Words and punctuation, each with the blank before it, so that joining them gives the caption."""
+        """Split into words and punctuation, each with the blank before it, so that joining them gives the caption."""
         return re.findall(r" ?\w+| ?[^\w\s]", caption)
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """B captions → ``(B, T)`` int64: begin, words, end, padding."""
+        """Convert B captions to ``(B, T)`` int64: begin, words, end, padding."""
         rows = [[self.numbers.get(word, UNKNOWN) for word in self.split(caption)] for caption in captions]
         rows = [[BEGIN, *row[: self.length - 2], END] for row in rows]
         return torch.tensor([row + [PAD] * (self.length - len(row)) for row in rows])
 
     def decode(self, words: Tensor) -> list[str]:
-        """``(B, T)`` → B captions, up to the end mark."""
+        """Convert ``(B, T)`` to B captions, up to the end mark."""
         rows = [row[: row.index(END)] if END in row else row for row in words.tolist()]
         return ["".join(self.names[word] for word in row).strip() for row in rows]
 
 
 def coordinates(tokenizer: ImageTokenizer) -> Tensor:
-    """``(C, K, r)``: the vectors of each codebook in the few directions that they differ in, of unit size."""
+    """Return ``(C, K, r)``: the vectors of each codebook in their principal directions, scaled to unit size."""
     each = []
     for number in range(len(tokenizer.codebook_sizes)):
         vectors = tokenizer.codebook(number)
@@ -114,8 +114,8 @@ class CaptionAndDraw(nn.Module):
         super().__init__()
         codebooks, _, axes = vectors.shape
         self.pad, self.steps, self.length = codes.pad, steps, length
-        # The pad id, which is no code, is read as zeros. A logit is quadratic in a code's coordinates: so the likeliest
-        # code can lie anywhere in the codebook, and not only at its rim.
+        # The pad id, which is not a code, is read as zeros. A logit is quadratic in a code's coordinates, so that the
+        # likeliest code can be anywhere in the codebook, not only at its rim.
         self.register_buffer("read", F.pad(vectors, (0, 0, 0, 1)))
         self.register_buffer("written", torch.cat([vectors, vectors.square() - 1], dim=-1))
         self.image_in = nn.Linear(codebooks * axes, width)
@@ -128,36 +128,36 @@ class CaptionAndDraw(nn.Module):
         self.blocks = nn.TransformerEncoder(block, 2, nn.LayerNorm(width), enable_nested_tensor=False)
         nn.init.normal_(self.word.weight, std=0.1)
 
-    def see(self, streams: Tensor) -> Tensor:
-        """Steps of an image ``(B, s, C)`` → ``(B, s, width)``."""
+    def embed_images(self, streams: Tensor) -> Tensor:
+        """Embed steps ``(B, s, C)`` of an image as ``(B, s, width)``."""
         codebook = torch.arange(streams.shape[2])
         vectors = self.read[codebook, streams].flatten(2)
         return self.image_in(vectors) + self.place[0, 1 : streams.shape[1] + 1]
 
-    def hear(self, words: Tensor) -> Tensor:
-        """Words ``(B, t)`` → ``(B, t, width)``."""
+    def embed_words(self, words: Tensor) -> Tensor:
+        """Embed words ``(B, t)`` as ``(B, t, width)``."""
         return self.word(words) + self.place[1, : words.shape[1]]
 
     def run(self, first: Tensor, second: Tensor) -> Tensor:
-        """What the model makes of ``second``, which follows ``first``."""
+        """Return the model's outputs for ``second``, which follows ``first``."""
         both = torch.cat([first, second], dim=1)
         mask = nn.Transformer.generate_square_subsequent_mask(both.shape[1])
         return self.blocks(both, mask=mask, is_causal=True)[:, first.shape[1] :]
 
     def caption(self, streams: Tensor, words: Tensor) -> Tensor:
-        """Logits ``(B, t, words)`` of the words that follow each of ``(B, t)``."""
-        return self.run(self.see(streams), self.hear(words)) @ self.word.weight.T
+        """Return the logits ``(B, t, words)`` of the next word after each of ``(B, t)``."""
+        return self.run(self.embed_images(streams), self.embed_words(words)) @ self.word.weight.T
 
     def draw(self, words: Tensor, streams: Tensor, steps: Tensor) -> Tensor:
-        """Logits ``(B, M, C, K)`` of steps ``(M,)`` of an image, of which ``(B, s, C)`` are known."""
+        """Return the logits ``(B, M, C, K)`` of steps ``(M,)`` of an image, given its first steps ``(B, s, C)``."""
         begin = self.place[0, :1].expand(len(words), 1, -1)
-        hidden = self.run(self.hear(words), torch.cat([begin, self.see(streams)], dim=1))[:, steps]
+        hidden = self.run(self.embed_words(words), torch.cat([begin, self.embed_images(streams)], dim=1))[:, steps]
         towards = self.image_out(hidden).unflatten(-1, (self.written.shape[0], -1))
         return torch.einsum("bmcr,ckr->bmck", towards, self.written)
 
 
 def train(model: CaptionAndDraw, streams: Tensor, words: Tensor, updates: int, seed: int) -> None:
-    """Teach both directions at once, with AdamW and a rate that rises and falls."""
+    """Train both directions together, with AdamW, warmup and decay."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=max(2, updates), pct_start=0.1)
@@ -185,7 +185,7 @@ def train(model: CaptionAndDraw, streams: Tensor, words: Tensor, updates: int, s
 
 @torch.no_grad()
 def write_captions(model: CaptionAndDraw, streams: Tensor) -> Tensor:
-    """The likeliest words ``(B, T)`` after images ``(B, S, C)``, one after another."""
+    """Generate the likeliest words ``(B, T)`` after images ``(B, S, C)``, one at a time."""
     words = torch.full((len(streams), 1), BEGIN)
     for _ in range(model.length - 1):
         logits = model.caption(streams, words)[:, -1]
@@ -196,7 +196,7 @@ def write_captions(model: CaptionAndDraw, streams: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw_images(model: CaptionAndDraw, words: Tensor, codes: DelayedCodes) -> Tensor:
-    """The likeliest ids ``(B, N, C)`` after words ``(B, T)``, one step after another."""
+    """Generate the likeliest ids ``(B, N, C)`` after words ``(B, T)``, one step at a time."""
     codebooks = len(codes.codebook_sizes)
     blank = codes.to_vocabulary(torch.zeros(1, model.steps - codebooks + 1, codebooks, dtype=torch.int64))
     streams = torch.empty(len(words), 0, codebooks, dtype=torch.int64)
@@ -209,18 +209,18 @@ def draw_images(model: CaptionAndDraw, words: Tensor, codes: DelayedCodes) -> Te
 
 @torch.no_grad()
 def embed_texts(tokenizer: TextTokenizer, captions: Sequence[str]) -> Tensor:
-    """``(B, E)``, from the captions' own ids."""
+    """Embed captions as ``(B, E)``, from their ids."""
     return tokenizer.embed(tokenizer.encode(captions))
 
 
 def judge(name: str, made: Tensor, asked: Tensor, true: Tensor, seed: int) -> None:
-    """Print how near what was made is to what was asked for, beside a shuffle of it and the truth.
+    """Print the similarity of generated items to their prompts, beside a shuffle of them and the truth.
 
     Args:
         name: what was made.
         made: ``(B, E)``.
         asked: ``(B, E)``, in the order of ``made``.
-        true: ``(B, E)``, what stands in the data in place of ``made``.
+        true: ``(B, E)``, the entry of the data in place of ``made``.
         seed: keys the shuffle, in which nothing stays in its place, and the bootstrap.
     """
     draws = torch.Generator().manual_seed(seed)
@@ -237,14 +237,14 @@ def judge(name: str, made: Tensor, asked: Tensor, true: Tensor, seed: int) -> No
 
 
 def interval(values: Tensor, draws: torch.Generator, rounds: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the mean of ``(B,)`` paired differences, by a bootstrap over samples."""
+    """Return a 95 % interval of the mean of ``(B,)`` paired differences, by a bootstrap over samples."""
     means = [values[torch.randint(len(values), (len(values),), generator=draws)].mean() for _ in range(rounds)]
     low, high = torch.stack(means).quantile(torch.tensor([0.025, 0.975]).to(values)).tolist()
     return low, high
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tokenize, train, caption and draw, judge."""
+    """Tokenize, train, caption, draw and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", type=Path, help="folder of caption shards: train/*.tar, val/*.tar")

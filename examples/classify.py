@@ -1,15 +1,15 @@
-"""Classifiers that see nothing of an image but its ids, beside the tokenizer's own zero-shot answers.
+"""Classifiers on the ids of images alone, beside the tokenizer's zero-shot classification.
 
     python examples/classify.py runs/eurosat/tokenizer data/cls_eurosat
 
-- *zero-shot, codes only*: the class whose prompts lie nearest, `embed(ids)` on both sides. Nothing is trained.
+- *zero-shot, codes only*: the class with the nearest prompts, `embed(ids)` on both sides. Nothing is trained.
 - *linear probe*: logistic regression on the mean and deviation of an image's vectors, `decode(ids)`, and on its
   embedding, `embed(ids)`.
 - *transformer*: learned embeddings of the ids and a few blocks of attention. The embeddings begin at random, or as the
   vectors of the tokenizer's codebooks.
 
-All are trained on the ids of the train split, of every image and its quarter turns (seen from above there is no left
-and no up); the probe's penalty is chosen by cross-validation inside it. The test images come as they are. `--seed`
+All are trained on the ids of the train split, of every image and its quarter turns (satellite images have no fixed
+orientation); the probe's penalty is chosen by cross-validation inside it. The test images are not turned. `--seed`
 keys the folds, the transformers and the bootstrap.
 
 Shapes: B images, N tokens, C codebooks, D and E widths of the tokenizer's vectors and embedding, L classes.
@@ -39,7 +39,7 @@ TURNS = 4
 
 
 class Tokens(NamedTuple):
-    """A split, tokenized."""
+    """Tokenized split of the data."""
 
     ids: Tensor
     """``(B, N, C)`` int64."""
@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, turns: int = 1) -> Tokens:
-    """Images to ids; with ``turns`` every image that often, all upright ones first."""
+    """Encode images to ids; with ``turns`` also each image's quarter turns, after all upright images."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     ids = [tokenizer.encode(batch.images.rot90(turn, (2, 3))) for turn in range(turns) for batch in batches]
     return Tokens(torch.cat(ids), torch.cat([batch.labels for batch in batches]).repeat(turns))
@@ -56,7 +56,7 @@ def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, 
 
 @torch.no_grad()
 def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: ClassShards, ids: Tensor) -> Tensor:
-    """``(B,)`` classes by the nearest prompts; images and prompts both from their codes alone."""
+    """Return the classes ``(B,)`` of the nearest prompts, with images and prompts from their codes alone."""
     prompts = [template.replace("{c}", name) for name in source.classnames for template in source.templates]
     classes = text.embed(text.encode(prompts)).unflatten(0, (-1, len(source.templates))).mean(dim=1)
     return (image.embed(ids) @ F.normalize(classes, dim=-1).T).argmax(dim=1)
@@ -64,7 +64,7 @@ def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: ClassShards, i
 
 @torch.no_grad()
 def features(tokenizer: ImageTokenizer, ids: Tensor) -> Tensor:
-    """``(B, 2 D + E)``: mean and deviation of each image's vectors, and its embedding."""
+    """Return ``(B, 2 D + E)``: mean and deviation of each image's vectors, and its embedding."""
     rows = []
     for part in ids.split(256):
         vectors = tokenizer.decode(part)
@@ -73,7 +73,7 @@ def features(tokenizer: ImageTokenizer, ids: Tensor) -> Tensor:
 
 
 def fit_linear(inputs: Tensor, labels: Tensor, classes: int, penalty: float) -> Callable[[Tensor], Tensor]:
-    """Logistic regression with an L2 penalty, on standardised features; gives a function from features to classes."""
+    """Fit logistic regression with an L2 penalty on standardised features; return its function to classes."""
     mean, deviation = inputs.mean(dim=0), inputs.std(dim=0).clamp(min=1e-6)
     inputs = (inputs - mean) / deviation
     weight = torch.zeros(inputs.shape[1], classes, requires_grad=True)
@@ -91,7 +91,7 @@ def fit_linear(inputs: Tensor, labels: Tensor, classes: int, penalty: float) -> 
 
 
 def choose_penalty(inputs: Tensor, labels: Tensor, classes: int, seed: int) -> float:
-    """The penalty with the most right answers in cross-validation; of equals the strongest.
+    """Return the penalty with the best cross-validation accuracy, the strongest of several equal ones.
 
     All turns of an image are in one fold.
     """
@@ -109,7 +109,7 @@ def choose_penalty(inputs: Tensor, labels: Tensor, classes: int, seed: int) -> f
 
 
 class TransformerClassifier(nn.Module):
-    """Ids → classes. A token is its C ids' embeddings side by side.
+    """Transformer from ids to classes. A token is the concatenation of its C ids' embeddings.
 
     Args:
         tokenizer: whose ids they are.
@@ -137,7 +137,7 @@ class TransformerClassifier(nn.Module):
         self.out = nn.Sequential(nn.LayerNorm(wide), nn.Dropout(0.3), nn.Linear(wide, classes))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``(B, N, C)`` int64 → logits ``(B, L)``."""
+        """Return the logits ``(B, L)`` of ids ``(B, N, C)``."""
         tokens = self.table(self.numbered(ids)).view(*ids.shape[:2], -1)
         return self.out(self.blocks(tokens + self.position).mean(dim=1))
 
@@ -145,7 +145,7 @@ class TransformerClassifier(nn.Module):
 def fit_transformer(
     tokenizer: ImageTokenizer, train: Tokens, classes: int, steps: int, seed: int, from_codebooks: bool
 ) -> nn.Module:
-    """Train it with AdamW and a rate that rises and falls."""
+    """Train it with AdamW, warmup and decay."""
     torch.manual_seed(seed)  # first weights, order of the images, dropout
     model = TransformerClassifier(tokenizer, classes, from_codebooks)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -162,12 +162,12 @@ def fit_transformer(
 
 @torch.no_grad()
 def answers(model: nn.Module, ids: Tensor) -> Tensor:
-    """``(B,)`` classes."""
+    """Return the classes ``(B,)``."""
     return torch.cat([model(part).argmax(dim=1) for part in ids.split(256)])
 
 
 def interval(differences: Tensor, seed: int, draws: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the mean of ``(B,)`` differences, by a bootstrap over images."""
+    """Return a 95 % interval of the mean of ``(B,)`` differences, by a bootstrap over images."""
     generator = torch.Generator().manual_seed(seed)
     means = [
         differences[torch.randint(len(differences), (draws // 10, len(differences)), generator=generator)].mean(dim=1)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", help="labelled shards: classnames.txt, train/*.tar, test/*.tar")
     parser.add_argument("--steps", type=int, default=400, help="training steps of a transformer")
-    parser.add_argument("--limit", type=int, help="use only so many images of each split")
+    parser.add_argument("--limit", type=int, help="number of images to use from each split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
 

@@ -1,13 +1,13 @@
-"""Image ids in a causal language model of Hugging Face's transformers: train a little, let it go on from captions.
+"""Image ids in a causal language model of Hugging Face's transformers: train briefly, and generate from captions.
 
     pip install 'vqclip[examples]'
     python examples/hf_language_model.py runs/captions/tokenizer data/captions_noto_emoji
 
-The language model stands for any that is there already: a Llama of two layers with random weights, whose own 256 ids
+The language model is a placeholder for any existing one: a Llama of two layers with random weights, whose own 256 ids
 are the bytes of text. `vqclip.lm_vocabulary.Vocabulary` puts the codes of images behind them, with marks of begin and
-end; `resize` makes room in the model's table, and the new rows begin as projections of the codebooks' vectors, so that
-codes that are alike begin alike. A sample is `caption, begin_image, N·C codes, end_image`. Generation is held to the
-codebook of each place, so every image that comes out can be decoded.
+end; `resize` makes room in the model's table, and the new rows begin as projections of the codebooks' vectors, so
+that similar codes start with similar embeddings. A sample is `caption, begin_image, N·C codes, end_image`. Generation
+is limited to the codebook of each position, so every generated image can be decoded.
 
 A few steps teach it which codes are frequent, not how to draw: `caption_and_draw.py` does that. `--seed` keys the first
 weights, the new rows, the order of training and the sampling.
@@ -33,12 +33,12 @@ from vqclip.lm_vocabulary import Vocabulary, resize
 from vqclip.tokenizer import ImageTokenizer
 
 BYTES = 256
-"""Ids that the language model has of its own."""
+"""Number of the language model's own ids."""
 BATCH = 2
 
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tuple[Tensor, list[str]]:
-    """Images to ids ``(B, N, C)``, with their captions."""
+    """Encode images to ids ``(B, N, C)``, with their captions."""
     source = CaptionShardsData(path=str(shards)).build()
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
@@ -46,7 +46,7 @@ def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tupl
 
 
 def language_model(vocabulary: Vocabulary, tokenizer: ImageTokenizer, seed: int) -> LlamaForCausalLM:
-    """A small model that knows bytes, with room made for images."""
+    """Build a small language model of bytes, with new rows for image ids."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=BYTES,
@@ -70,7 +70,7 @@ def language_model(vocabulary: Vocabulary, tokenizer: ImageTokenizer, seed: int)
 
 
 def prompts(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Captions as bytes, padded on the left so that all end at one place: ids and mask, both ``(B, L)``."""
+    """Convert captions to bytes, padded on the left: ids and mask, both ``(B, L)``."""
     rows = [torch.tensor(list(caption.encode())) for caption in captions]
     longest = max(map(len, rows))
     ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0), value=vocabulary.pad) for row in rows])
@@ -80,7 +80,7 @@ def prompts(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Te
 def train(
     model: LlamaForCausalLM, vocabulary: Vocabulary, ids: Tensor, captions: Sequence[str], steps: int, seed: int
 ) -> list[float]:
-    """Teach it to go on from captions with images; gives the loss of every step, in nats an id."""
+    """Train it to continue captions with images; return the loss of every step, in nats per id."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     model.train()
@@ -105,7 +105,7 @@ def train(
 def generate(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tokenizer: ImageTokenizer, captions: Sequence[str], seed: int
 ) -> Tensor:
-    """Image ids ``(B, N, C)`` that the model draws at random for captions."""
+    """Sample image ids ``(B, N, C)`` for captions."""
     codes = vocabulary.codes("image")
     spans = [list(range(start, start + size)) for start, size in zip(codes.starts, codes.codebook_sizes, strict=True)]
     length = tokenizer.num_tokens * len(spans)
@@ -113,19 +113,19 @@ def generate(
     asked, mask = prompts(captions, vocabulary)
     asked, mask = torch.cat([asked, begin], dim=1), torch.cat([mask, torch.ones_like(begin)], dim=1)
 
-    def allowed(_: int, sequence: Tensor) -> list[int]:
+    def allowed_ids(_: int, sequence: Tensor) -> list[int]:
         place = len(sequence) - asked.shape[1]
         return spans[place % len(spans)] if place < length else [vocabulary.special["end_image"]]
 
     torch.manual_seed(seed)  # transformers samples from the global generator
     made = model.generate(
-        asked, attention_mask=mask, max_new_tokens=length + 1, do_sample=True, prefix_allowed_tokens_fn=allowed
+        asked, attention_mask=mask, max_new_tokens=length + 1, do_sample=True, prefix_allowed_tokens_fn=allowed_ids
     )
     return vocabulary.from_vocabulary(made[:, asked.shape[1] - 1 :], "image")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tokenize, make room, train, generate."""
+    """Tokenize, add rows, train, generate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", type=Path, help="folder of caption shards: train/*.tar, val/*.tar")

@@ -27,7 +27,7 @@ from vqclip.tokenizer import ImageTokenizer
 
 
 def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
-    """Images to an index of their ids; each is called by its place, and by its caption."""
+    """Build an index of the ids of images; the name of an item is its place and its caption."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=64))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
     captions = [captions[0] for batch in batches for captions in batch.captions]
@@ -36,7 +36,7 @@ def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
 
 
 def hits(index: CodeIndex, found: SearchResult, query: int, source: ImageSource) -> list[Hit]:
-    """What was found for one query, with the images."""
+    """Return the results of one query with their images."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]
 
