@@ -148,7 +148,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train/00001\.tar: has 0 bytes, expected \d+; delete this folder"):
         make_scenes(tmp_path, SMALL)
     (paths.root / make.STAMP).write_text("{}")
-    with pytest.raises(DataError, match=r"not whole .*delete this folder"):
+    with pytest.raises(DataError, match=r"not complete .*delete this folder"):
         make_scenes(tmp_path, SMALL)
 
 

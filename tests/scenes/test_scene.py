@@ -17,8 +17,8 @@ def test_draws_depend_on_the_key_alone() -> None:
     first = [Draws(1, 2, 3).uniform(0, 1) for _ in range(2)]
     assert first[0] == first[1]
     assert Draws(1, 2, 4).uniform(0, 1) != first[0]
-    assert sorted(Draws(5).shuffled(range(9))) == list(range(9))
-    assert {Draws(i).weighted({"a": 1.0, "b": 0.0, "c": 1.0}) for i in range(50)} == {"a", "c"}
+    assert sorted(Draws(5).shuffle(range(9))) == list(range(9))
+    assert {Draws(i).pick_weighted({"a": 1.0, "b": 0.0, "c": 1.0}) for i in range(50)} == {"a", "c"}
 
 
 def test_colours_are_far_apart_and_stand_out() -> None:

@@ -70,7 +70,7 @@ def untrue_or_wrong_shape(claims, scene) -> bool:
 
 def test_val_asking_for_more_than_can_be_told_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vqclip.scenes.splits.describe", lambda scene, draws, detail: describe_tersely(scene))
-    with pytest.raises(DataError, match=r"val picture \d+ .* ask for fewer"):
+    with pytest.raises(DataError, match=r"val image \d+ .* ask for fewer"):
         list(val_samples(0, 40_000, 32, attempts=3))
 
 

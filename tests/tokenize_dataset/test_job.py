@@ -279,7 +279,7 @@ def test_names_that_lead_out_of_the_folder_are_bad_samples(tmp_path: Path, token
         for name, data in caption_members(0, 6).items()
     }
     write_tar(tmp_path / "in" / "0.tar", members)
-    with pytest.raises(DataError, match=r"0.tar: sample ../../evil: its name leads out of the folder"):
+    with pytest.raises(DataError, match=r"0.tar: sample ../../evil: its name would leave the folder"):
         run(tokenizer, tmp_path / "in", tmp_path / "out")
     done = run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.4)
     assert done.manifest is not None

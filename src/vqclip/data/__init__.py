@@ -1,7 +1,9 @@
 """Data: shards, their index, the order of samples, decoding, transforms, batches.
 
-After `vqclip.dist` and `vqclip.scenes`; its batches go to the towers. The public names are imported when the first of
-them is asked for: a tokenizer needs `decode` and `transforms` alone.
+After `vqclip.scenes`, whose drawn shards it reads; before `vqclip.towers`, which take its batches. The public names are
+imported on first use, since a tokenizer needs only `decode` and `transforms`.
+
+    sources/  ->  index  ->  order  ->  samples (read, decode, transform)  ->  loader  ->  Batch
 """
 
 from typing import TYPE_CHECKING

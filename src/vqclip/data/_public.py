@@ -1,4 +1,4 @@
-"""The public names of `vqclip.data`, apart so that one module of it can be had without the others."""
+"""The public names of `vqclip.data`, in a module of their own so that other modules can be imported without them."""
 
 from vqclip.data.batch import BadSample, Batch, EvalBatch
 from vqclip.data.config import DataConfig

@@ -1,4 +1,4 @@
-"""What the loader hands to the training step."""
+"""Batches for the training step and for evaluation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class BadSample(NamedTuple):
     """A sample that could not be used."""
 
     sample_id: int
-    """Its number over all sources."""
+    """Number of the sample over all sources."""
     reason: str
-    """What is wrong; names shard and sample."""
+    """Description of the problem, with shard and sample."""
     kind: str
-    """The same in a word or two."""
+    """Kind of the problem in a word or two."""
     substitute_id: int
-    """Which sample stands in its place; -1 if none does (evaluation)."""
+    """Sample that replaces it; -1 without one (evaluation)."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's share of one global batch; B may differ between ranks by one, and be 0."""
+    """This rank's part of one global batch; B may differ by one between ranks, and may be 0."""
 
     step: int
     """t, the number of the global batch."""
@@ -35,25 +35,25 @@ class Batch:
     images: Tensor
     """``(B, 3, H, W)`` uint8."""
     texts: Tensor
-    """``(B, T)`` int64, as the tokenize function gave it."""
+    """``(B, T)`` int64, from the tokenize function."""
     sample_ids: Tensor
-    """``(B,)`` int64, number of the sample over all sources; of the substitute where one stands in."""
+    """``(B,)`` int64, number of each sample over all sources; of the substitute for a replaced sample."""
     labels: Tensor
     """``(B,)`` int64, class number, -1 without one."""
     places: Tensor
-    """``(B,)`` int64, where each sample stands in the global batch, 0 to G - 1."""
+    """``(B,)`` int64, position of each sample in the global batch, 0 to G - 1."""
     global_size: int
     """G, the samples of the global batch."""
     bad: tuple[BadSample, ...] = ()
     """Samples that were replaced."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each caption before it was cut."""
+    """Number of tokens of each caption before it was cut."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; called by torch's DataLoader."""
+        """Return the batch in page-locked memory; called by torch's DataLoader."""
         return dataclasses.replace(
             self,
             images=self.images.pin_memory(),
@@ -75,9 +75,9 @@ class EvalBatch:
     sample_ids: Tensor
     """``(B,)`` int64, number of the sample in its source."""
     captions: tuple[tuple[str, ...], ...]
-    """B times all captions of a sample."""
+    """All captions of each of the B samples."""
     bad: tuple[BadSample, ...] = ()
-    """Samples that were left out."""
+    """Samples that were skipped."""
 
     def __len__(self) -> int:
         return len(self.images)

@@ -18,36 +18,36 @@ __all__ = ["DataConfig"]
 
 
 class DataConfig(Config):
-    """What to train on, and how it is read."""
+    """Training data and how to read them."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    """Where samples come from; several are mixed by their weights."""
+    """Sources of samples; several are mixed by their weights."""
     transform: TrainTransformConfig = TrainTransformConfig()
     """Random augmentation of training images."""
     workers: Annotated[int, Field(ge=0, le=512)] = 2
-    """Processes per rank that read and decode; 0 does it in the training process. Changes no sample."""
+    """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     """Batches that each worker prepares ahead."""
     timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
-    """Longest wait for a worker, in seconds, at most a week; 0 waits for ever."""
+    """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Samples that cannot be used are replaced; more than this share of bad ones stops the run. It is a share of the
-    samples seen, but of at least 1,000, and is judged twice: over the whole run and all its processes at every report
-    and checkpoint, and in each process, since its start, at once."""
+    """Bad samples are replaced; a larger fraction of them stops the run. It refers to the samples seen, but to at least
+    1,000, and is checked twice: in each process after every batch, since the start of the process; and over the whole
+    run and all its processes at every report and checkpoint."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
-    """Images with more pixels count as bad; they are not decoded."""
+    """Images with more pixels are bad samples; they are not decoded."""
 
     def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
-        """Finds, draws or indexes the data, sharing the work over ranks; every rank must call it.
+        """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.
 
         Args:
             image_size: side of the images in pixels.
-            tokenize: captions → ``(B, T)`` int64, 0-padded, and their lengths before they are cut; runs in the workers.
+            tokenize: captions → ``(B, T)`` int64, padded with 0, and their lengths before the cut; runs in the workers.
             batch_size: G, samples of a global batch over all ranks.
             seed: the run's seed.
 
         Raises:
-            DataError: on every rank, if a source cannot be used on one of them; says what to do.
+            DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
             ConfigError: an epoch has fewer samples than a global batch.
         """
         prepare_sources(self.sources)

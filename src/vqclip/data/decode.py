@@ -1,13 +1,14 @@
-"""Image bytes to a uint8 RGB tensor, for files that nobody checked.
+"""Decode image bytes from untrusted files to uint8 RGB tensors.
 
-The format is detected from the first bytes, never from the name. The size is checked before a pixel is decoded, and
-the decoder cannot use another one: the frame header that was checked is moved in front of all other segments of a JPEG,
-and libjpeg refuses a second one; Pillow is asked for the size that it will allocate; libwebp reads the size at the same
-fixed place. JPEG and WebP are decoded by torchvision (twice as fast as Pillow). PNG is decoded by Pillow: torchvision's
-PNG decoder (0.29 with its bundled libpng) ends the whole process with a segmentation fault on about a third of damaged
-files.
+    format, height, width = from the first bytes, never from the file's name
+    raise if height * width > max_pixels                    # before a pixel is decoded
+    decode: JPEG and WebP by torchvision (twice as fast as Pillow), PNG by Pillow
+    composite transparency on white; grey -> RGB; 16 bits -> 8; apply the EXIF orientation
 
-Transparency is composited on white, grey becomes RGB, 16 bits become 8, the EXIF orientation is applied.
+The decoder cannot use another size than the checked one: the checked frame header of a JPEG is moved in front of all
+other segments, and libjpeg refuses a second one; Pillow's size is compared with it; libwebp reads the size at the same
+fixed position. torchvision does not decode PNG here: its decoder (0.29 with its bundled libpng) ends the whole process
+with a segmentation fault on about a third of damaged files.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "pil_to_uint8"]
 
 MAX_PIXELS = 50_000_000
-"""Larger images are refused before decoding: they would take 150 MB as RGB."""
+"""Default limit, 150 MB as RGB; larger images are not decoded."""
 
 MAX_SCANS = 100
-"""JPEGs of more scans are refused: one of some bytes costs a pass over the whole image. Usual are 10, and some dozens
-where an optimiser was at work."""
+"""Largest number of scans of a JPEG: a scan of a few bytes costs a pass over the whole image. Usual are 10, some dozens
+after an optimiser."""
 
 _MAX_PARTS = 4096
-"""Most segments of a JPEG, and chunks of a PNG without those of its pixels: decoders allocate objects for each."""
+"""Largest number of JPEG segments, and of PNG chunks without pixels; decoders allocate objects for each."""
 
 _RGB_MODE = "RGB"
 _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
-"""A JPEG marker with a payload, or the end. libjpeg refuses the reserved ones below, or passes over them in a scan."""
+"""A JPEG marker with a payload, or the end. libjpeg refuses the reserved markers below, or skips them in a scan."""
 _FRAMES = {b"%c" % marker for marker in range(0xC0, 0xD0)} - {b"\xc4", b"\xc8", b"\xcc"}
-_SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # where in torchvision's source an error was raised
+_SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # position in torchvision's source
 
 
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Decodes a JPEG, PNG or WebP file.
+    """Decode a JPEG, PNG or WebP file.
 
     Args:
         data: the whole file.
-        max_pixels: refuse larger images, by their header.
+        max_pixels: larger images are not decoded.
 
     Returns:
         ``(3, H, W)`` uint8 RGB, usually a channels-last view.
 
     Raises:
-        DataError: another format, damaged, animated, too large, or a JPEG of too many scans. The message does not know
-            the sample's name; the caller puts it in front.
+        DataError: another format, damaged, animated, too large, or a JPEG with too many scans. The caller adds the
+            sample's name to the message.
     """
-    kind, height, width, data = _judged(data)
+    kind, height, width, data = _read_header(data)
     if height < 1 or width < 1:
         raise DataError(f"{kind} image of {width}x{height} pixels; expected at least 1x1", "image size")
     if height * width > max_pixels:
@@ -83,11 +84,11 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         raise DataError(f"{kind} image cannot be decoded: {reason}", "damaged image") from error
 
 
-def _judged(data: bytes) -> tuple[str, int, int, bytes]:
-    """Format ("jpeg", "png" or "webp"), height and width from the header, and the bytes for the decoder."""
+def _read_header(data: bytes) -> tuple[str, int, int, bytes]:
+    """Return the format ("jpeg", "png" or "webp"), height, width, and the bytes for the decoder."""
     try:
         if data[:3] == b"\xff\xd8\xff":
-            data = _frame_first(data)
+            data = _move_frame_first(data)
             return "jpeg", *struct.unpack_from(">HH", data, 7), data
         if data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR":
             width, height = struct.unpack_from(">II", data, 16)
@@ -101,13 +102,13 @@ def _judged(data: bytes) -> tuple[str, int, int, bytes]:
 
 
 def pil_to_uint8(image: Image) -> Tensor:
-    """The same conversion for a Pillow image: orientation, transparency on white, RGB.
+    """Convert a Pillow image like `decode_image`: orientation, transparency on white, RGB.
 
     Returns:
         ``(3, H, W)`` uint8.
 
     Raises:
-        DataError: a mode without a stated range (32-bit integers, floats).
+        DataError: a mode without a defined range (32-bit integers, floats).
     """
     from PIL import ImageOps
 
@@ -115,9 +116,9 @@ def pil_to_uint8(image: Image) -> Tensor:
 
 
 def _to_rgb(image: Image) -> Tensor:
-    """`pil_to_uint8` of an image that stands upright."""
+    """Convert an upright Pillow image to ``(3, H, W)`` uint8."""
     if image.mode.startswith("I;16") or image.mode == "I":
-        # Pillow opens 16-bit PNGs as either, and would clip instead of scaling.
+        # Pillow opens 16-bit PNGs in one of these modes, and would clip instead of scaling.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise DataError(
@@ -136,7 +137,7 @@ def _to_rgb(image: Image) -> Tensor:
 
 
 def _on_white(image: Image) -> Image:
-    """RGBA → RGB; Pillow's blending rounds to the nearest, and is six times as fast as tensor operations."""
+    """Composite RGBA on white; Pillow rounds to nearest and is six times as fast as tensor operations."""
     from PIL import Image
 
     white = Image.new(_RGB_MODE, image.size, (255, 255, 255))
@@ -185,16 +186,16 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def _upright(image: Tensor, orientation: int) -> Tensor:
-    """``(3, H, W)`` turned and mirrored as EXIF asks."""
+    """Rotate and flip ``(3, H, W)`` by an EXIF orientation, 1 to 8."""
     turned = image.transpose(1, 2) if 5 <= orientation <= 8 else image
     axes = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation)
     return turned.flip(axes) if axes else turned
 
 
 def _orientation(exif: bytes) -> int:
-    """Orientation in the first directory of EXIF data.
+    """Return the orientation in the first directory of EXIF data; 1 without one.
 
-    Pillow copies every field first, and thousands of fields can name the same megabytes.
+    Not by Pillow, which copies every field first: thousands of fields can refer to the same megabytes.
     """
     exif = exif.removeprefix(b"Exif\0\0")
     order = ">" if exif[:2] == b"MM" else "<"
@@ -211,14 +212,14 @@ def _orientation(exif: bytes) -> int:
 
 
 def _png_orientation(info: dict[Any, Any]) -> int:
-    """From EXIF, from EXIF as ImageMagick writes it, or from XMP."""
+    """Return the orientation from EXIF, from ImageMagick's form of EXIF, or from XMP."""
     exif = info.get("exif") or bytes.fromhex("".join(info.get("Raw profile type exif", "").split("\n")[3:]))
     xmp = re.search(r'tiff:Orientation(?:="|>)([0-9])', info.get("XML:com.adobe.xmp", ""))
     return int(xmp[1]) if xmp and not exif else _orientation(exif)
 
 
 def _check_png(data: bytes) -> None:
-    """Compare the checksums of all that decides about pixels; Pillow leaves out those of the pixels themselves."""
+    """Verify the checksums of all chunks that affect pixels; Pillow skips those of the pixel data."""
     at, others, view = 8, 0, memoryview(data)
     while at + 12 <= len(data):
         length, name = struct.unpack_from(">I4s", data, at)
@@ -237,10 +238,10 @@ def _check_png(data: bytes) -> None:
     raise DataError("png image cannot be decoded: it is cut short", "damaged image")
 
 
-def _frame_first(data: bytes) -> bytes:
-    """The same JPEG with its first frame header in front of all other segments: libjpeg decodes this size, or nothing.
+def _move_frame_first(data: bytes) -> bytes:
+    """Move the first frame header of a JPEG in front of all other segments: libjpeg decodes this size, or nothing.
 
-    Goes from marker to marker as libjpeg does, in time linear in the bytes.
+    Walks from marker to marker like libjpeg, in time linear in the bytes.
     """
     at, begin, end, parts, scans = 2, 0, 0, 0, 0
     while (found := _MARKER.search(data, at)) and found[1] != b"\xd9":
@@ -260,7 +261,7 @@ def _frame_first(data: bytes) -> bytes:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """Height and width from the first chunk (RFC 9649)."""
+    """Return height and width from the first chunk (RFC 9649)."""
     chunk = data[12:16]
     if chunk == b"VP8X":
         return int.from_bytes(data[27:30], "little") + 1, int.from_bytes(data[24:27], "little") + 1
@@ -283,7 +284,7 @@ def _webp_exif(data: bytes) -> bytes:
     return b""
 
 
-# Said by torchvision >= 0.29 at every call. Its successor needs FFmpeg; this module is the place to change.
+# torchvision >= 0.29 warns at every call. Its successor needs FFmpeg; only this module would change.
 warnings.filterwarnings(
     "ignore", message=r".*decoding and encoding capabilities of TorchVision are deprecated", category=DeprecationWarning
 )

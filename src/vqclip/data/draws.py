@@ -1,4 +1,4 @@
-"""Random numbers that are functions of named numbers: no state, no global generator, the same on every platform."""
+"""Random numbers as functions of integers: no state, no global generator, equal on every platform."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MASK = (1 << 64) - 1
 
 
 def hash_integers(*parts: int | np.ndarray | np.integer) -> np.ndarray:
-    """Mixes integers into well-spread 64-bit numbers, elementwise.
+    """Hash integers into uniform 64-bit numbers, elementwise.
 
     The finaliser is splitmix64's (Steele, Lea & Flood, 2014), applied after every part.
 
     Args:
-        *parts: integers or integer arrays that broadcast against each other; their order matters.
+        *parts: integers or integer arrays that broadcast; their order matters.
 
     Returns:
         uint64 array of the broadcast shape.
@@ -34,12 +34,12 @@ def hash_integers(*parts: int | np.ndarray | np.integer) -> np.ndarray:
 
 
 class KeyedGenerator:
-    """One numpy generator (Philox) that is put to the stream of any (seed, epoch, sample id).
+    """A numpy generator (Philox) that can be set to the stream of any (seed, epoch, sample id).
 
-    Making a generator takes 20 microseconds, moving it less than one.
+    Creating a generator takes 20 microseconds, setting it less than one.
 
     Args:
-        seed: a seed for this purpose alone, as `vqclip.seeds.derive_seed` makes them.
+        seed: a seed for this purpose only; see `vqclip.seeds.derive_seed`.
     """
 
     def __init__(self, seed: int):
@@ -48,9 +48,9 @@ class KeyedGenerator:
         self._key = [seed & _MASK, 0]
 
     def at(self, epoch: int, sample_id: int) -> np.random.Generator:
-        """The generator at the start of its stream for this sample; good until the next call."""
-        # Philox counts up in the first word of its counter, so the words that name the stream are the last.
-        # Lists are as good as arrays here, and save making three of them.
+        """Return the generator at the start of the stream of this sample; valid until the next call."""
+        # Philox counts in the first word of its counter, so the last words identify the stream.
+        # Lists work like arrays here, and are faster to make.
         state: Any = {
             "bit_generator": "Philox",
             "state": {"counter": [0, 0, epoch & _MASK, sample_id & _MASK], "key": self._key},

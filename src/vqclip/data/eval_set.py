@@ -1,4 +1,4 @@
-"""Samples for evaluation: every one once, in the order of the shards, never replaced."""
+"""Samples for evaluation: each exactly once, in the order of the shards, never replaced."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ logger = logging.getLogger("vqclip.data")
 
 
 class EvalSet:
-    """Deterministic batches of a source, or of one rank's share of it. Holds no collective.
+    """Deterministic batches of a source, or of one rank's part of it. Calls no collective.
 
     Args:
         source: where samples come from.
         transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8, such as `EvalTransform` or ``tokenizer.transform``.
         batch_size: samples a batch; the last one may be smaller.
-        rank: takes samples ``rank::world_size``; rank and world size are not asked of `vqclip.dist`, so that one rank
-            alone can evaluate everything.
+        rank: reads samples ``rank::world_size``. Rank and world size do not come from `vqclip.dist`, so that one rank
+            can evaluate all samples alone.
         world_size: W.
         workers: processes that decode; 0 decodes in this one.
-        limit: use only so many samples, evenly spread over the source; None uses all.
-        max_bad_fraction: bad samples are left out and named in the log; more than this share of all samples is an
-            error. The default tolerates none, since leaving samples out changes what is measured. A rank knows its own
-            only: whoever puts the parts together compares the sum of all ranks with `allowed`.
+        limit: number of samples to use, evenly spread over the source; None uses all.
+        max_bad_fraction: bad samples are skipped and logged; a larger fraction of all samples is an error. The default
+            tolerates none, since skipping samples changes what is measured. A rank knows only its own bad samples: the
+            caller compares the sum over all ranks with `allowed`.
         max_pixels: larger images are bad samples.
-        timeout_s: longest wait for a worker; 0 waits for ever.
+        timeout_s: longest wait for a worker; 0 waits forever.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EvalSet:
         self.size = len(source) if limit is None else min(limit, len(source))
         """Samples over all ranks."""
         self.allowed = int(max_bad_fraction * self.size)
-        """Bad samples over all ranks that are no error."""
+        """Largest number of bad samples over all ranks."""
         self._transform = transform
         self._batch_size = batch_size
         self._mine = range(rank, self.size, world_size)
@@ -65,14 +65,14 @@ class EvalSet:
         self._timeout_s = timeout_s
 
     def __len__(self) -> int:
-        """Samples of this rank."""
+        """Return the number of this rank's samples."""
         return len(self._mine)
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        """Yields all batches; one whose samples are all bad is empty.
+        """Yield all batches; a batch of only bad samples is empty.
 
         Raises:
-            DataError: more bad samples on this rank than are allowed on all; the message names shard and sample.
+            DataError: this rank has more bad samples than allowed over all ranks; the message names shard and sample.
         """
         bad: list[BadSample] = []
         numbers = range(-(-len(self) // self._batch_size))
@@ -82,7 +82,7 @@ class EvalSet:
                 shown = "\n".join(f"  {sample.reason}" for sample in bad[-5:])
                 raise DataError(f"{len(bad)} of {self.size} evaluation samples cannot be used:\n{shown}")
             for sample in batch.bad:
-                logger.warning("evaluation: sample %d left out: %s", sample.sample_id, sample.reason)
+                logger.warning("evaluation: sample %d skipped: %s", sample.sample_id, sample.reason)
             yield batch
 
     def _make(self, number: int) -> EvalBatch:

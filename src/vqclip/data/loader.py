@@ -1,4 +1,10 @@
-"""Training data: global batches that are functions of (configuration, data, seed, step) alone."""
+"""Training data: global batches that depend only on (configuration, data, seed, step).
+
+for step in range(start, stop):                        # in the workers, ahead of time
+slots = order.batch(step, G, rank, W)              # (source, sample, epoch) of this rank's samples
+samples = make each slot, or a substitute for a bad sample
+yield Batch(stacked images, tokenized captions, sample ids, places in the global batch)
+"""
 
 from __future__ import annotations
 
@@ -29,15 +35,15 @@ __all__ = ["BatchMaker", "Coverage", "LoaderOptions", "TrainData"]
 logger = logging.getLogger("vqclip.data")
 
 Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
-"""Captions to ``(B, T)`` int64, 0-padded, and the length of each before it was cut; for any B >= 1."""
+"""Captions → ``(B, T)`` int64, padded with 0, and the length of each before it was cut; for any B >= 1."""
 
-_FEW = 1000
-"""Bad samples are judged as a share of at least so many."""
+_MIN_SEEN = 1000
+"""Smallest number of samples that the fraction of bad ones refers to."""
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are prepared; none of these changes what is in them. See `vqclip.data.DataConfig`."""
+    """Options of the preparation of batches; none changes their content. See `vqclip.data.DataConfig`."""
 
     workers: int = 0
     prefetch: int = 2
@@ -47,16 +53,16 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the data a number of steps has shown."""
+    """Part of the data that the model has seen after a number of steps."""
 
     shown: int
-    """Samples shown, repetitions counted."""
+    """Samples shown, including repetitions."""
     distinct: int
-    """Different samples shown; exact for one source, or at the end of an epoch, else expected."""
+    """Different samples shown; exact for one source or at the end of an epoch, otherwise the expected number."""
     available: int
-    """Samples there are."""
+    """Different samples in the data."""
     epochs: float
-    """Epochs gone through."""
+    """Number of epochs."""
 
     def __str__(self) -> str:
         return (
@@ -66,11 +72,11 @@ class Coverage:
 
 
 class BatchMaker:
-    """A rank's share of any global batch. Holds all that a worker needs.
+    """Makes a rank's part of any global batch; runs in the workers.
 
     Args:
         samples: makes samples.
-        order: which sample stands where.
+        order: order of the samples.
         tokenize: captions → ``(B, T)`` int64 and their lengths, for any B >= 1.
         image_size: side of the images in pixels.
         batch_size: G.
@@ -97,7 +103,7 @@ class BatchMaker:
         self._world_size = world_size
 
     def __call__(self, step: int) -> Batch:
-        """This rank's share of global batch `step`."""
+        """Return this rank's part of global batch `step`."""
         slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
         count = len(slots.sample)
         images = torch.empty(count, 3, self._image_size, self._image_size, dtype=torch.uint8)
@@ -127,8 +133,8 @@ class BatchMaker:
 class TrainData:
     """The training data of a run.
 
-    The whole state is the number of the next step: `batches(start)` gives, on any world size and any number of
-    workers, the global batches that an uninterrupted run would see from there on.
+    The whole state is the number of the next step: for any world size and number of workers, `batches(start)` yields
+    the global batches that an uninterrupted run would see from there on.
 
     Args:
         sources: where samples come from.
@@ -156,12 +162,12 @@ class TrainData:
         self.batch_size = batch_size
         self.options = options
         self.seen = 0
-        """Samples that this rank has met."""
+        """Samples that this rank has read."""
         self.replaced = 0
         """Bad ones among them."""
         self.last_replaced: deque[BadSample] = deque(maxlen=100)
         """The last of them, in the order of the batches."""
-        self._untold: list[tuple[int, BadSample]] = []
+        self._unreported: list[tuple[int, BadSample]] = []
         self._lengths: Counter[int] = Counter()
         self._weights = tuple(weights)
         self._tokenize = tokenize
@@ -169,17 +175,17 @@ class TrainData:
         self._samples = SampleMaker(sources, transform, seed, max_pixels)
 
     def __len__(self) -> int:
-        """Number of different samples."""
+        """Return the number of different samples."""
         return int(self._samples.first_ids[-1])
 
     @property
     def epoch_size(self) -> int:
-        """Samples of one epoch; differs from the number of samples where weights differ from 1."""
+        """Samples of one epoch; differs from the number of samples if weights differ from 1."""
         return self.order.epoch_size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the data are, JSON-able. Equal fingerprints, seeds and batch sizes mean equal global batches."""
+        """JSON-able description of the data. Equal fingerprints, seeds and batch sizes mean equal global batches."""
         sources = [
             {**source.fingerprint, "weight": weight}
             for source, weight in zip(self._samples.sources, self._weights, strict=True)
@@ -188,7 +194,7 @@ class TrainData:
         return {"sources": sources, "sha256": digest}
 
     def coverage(self, steps: int) -> Coverage:
-        """How much of the data the first `steps` steps of the run show."""
+        """Return the part of the data that the first `steps` steps of the run show."""
         shown = steps * self.batch_size
         epochs = shown / self.epoch_size
         sizes_and_slots = zip(self.order.sizes, self.order.slots, strict=True)
@@ -204,19 +210,19 @@ class TrainData:
         pin_memory: bool = False,
         judge: bool = True,
     ) -> Iterator[Batch]:
-        """Yields this rank's share of the global batches `start`, `start + 1`, ...
+        """Yield this rank's part of the global batches `start`, `start + 1`, ...
 
         Args:
-            start: first step; after a resume the number of steps done.
-            stop: first step that is not wanted; None goes on for ever.
+            start: first step; after a resume the number of finished steps.
+            stop: step to stop before; None never stops.
             rank: default this process's.
-            world_size: default that of the job.
+            world_size: default the job's.
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
-            judge: raise at once where this rank has `has_too_many_bad`; false: the caller asks, as others may have to
-                be told.
+            judge: raise at once if this rank `has_too_many_bad`; if False, the caller checks it together with the other
+                ranks.
 
         Raises:
-            DataError: more than `max_bad_fraction` of the samples are bad, or a worker died. The message names them.
+            DataError: more than `max_bad_fraction` of the samples are bad, or a worker died.
         """
         make = BatchMaker(
             self._samples,
@@ -230,13 +236,13 @@ class TrainData:
         options = self.options
         steps = range(start, sys.maxsize if stop is None else stop)
         for batch in ordered_map(make, steps, options.workers, options.prefetch, pin_memory, options.timeout_s):
-            self._note(batch)
+            self._count(batch)
             if judge:
                 self.require_few_bad(self.replaced, self.seen)
             yield batch
 
-    def _note(self, batch: Batch) -> None:
-        """Names bad samples in the log, and counts."""
+    def _count(self, batch: Batch) -> None:
+        """Log bad samples and update the counters."""
         for bad in batch.bad:
             logger.warning(
                 "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
@@ -244,38 +250,38 @@ class TrainData:
         self.seen += len(batch)
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
-        self._untold += [(batch.step, bad) for bad in batch.bad]
+        self._unreported += [(batch.step, bad) for bad in batch.bad]
         self._lengths.update(batch.lengths)
 
     def take_replaced(self) -> list[tuple[int, BadSample]]:
-        """Step and sample of what this rank has replaced since it was last asked."""
-        found, self._untold = self._untold, []
+        """Return step and sample of this rank's replacements since the last call."""
+        found, self._unreported = self._unreported, []
         return found
 
     def take_lengths(self) -> Counter[int]:
-        """Lengths in tokens of the captions that this rank has met since it was last asked → their number."""
+        """Return caption length in tokens → number of this rank's captions, since the last call."""
         found, self._lengths = self._lengths, Counter()
         return found
 
     @property
     def has_too_many_bad(self) -> bool:
-        """Whether `require_few_bad` would raise for what this rank has met."""
+        """True if `require_few_bad` would raise for this rank's samples."""
         return self._too_many(self.replaced, self.seen)
 
     def _too_many(self, replaced: int, seen: int) -> bool:
-        return replaced > self.options.max_bad_fraction * max(seen, _FEW)
+        return replaced > self.options.max_bad_fraction * max(seen, _MIN_SEEN)
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
-        """Stops when more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
+        """Raise if more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
 
         Args:
-            replaced: bad samples, met by this process or by the whole run.
-            seen: samples among which they were.
-            last: what was wrong with the last ones of the run; default those that this process met.
-            where: they were met, such as " on rank 1".
+            replaced: bad samples of this process or of the whole run.
+            seen: all samples of the same.
+            last: problems of the last bad samples of the run; default those of this process.
+            where: place of the samples, for the message, such as " on rank 1".
 
         Raises:
-            DataError: there are too many; the message names the last ones.
+            DataError: too many are bad; the message names the last ones.
         """
         if self._too_many(replaced, seen):
             whose = "in this process" if last is None else "in the run"

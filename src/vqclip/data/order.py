@@ -1,12 +1,21 @@
-"""The order of samples: a stateless permutation, a function of (seed, position) and nothing else.
+"""The order of samples: a function of (seed, position) that stores nothing.
 
-Position p counts samples over the whole run. Global batch t is positions [tG, (t+1)G); rank r takes every W-th of
-them. So every world size and every number of workers sees the same global batches, and resuming needs only the step.
+Position p counts the samples of the whole run. An epoch has round(weight * size) slots of every source, numbered
+source by source. The sample at position p:
 
-An epoch has ``round(weight * size)`` slots for every source. Which source a slot belongs to, and which sample it is,
-are two keyed permutations: a generalised Feistel network over a domain a little larger than needed, whose outputs
-beyond the end walk on along their cycle (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Nothing is
-stored: memory does not grow with the number of samples.
+    epoch, slot = divmod(p, epoch_size)
+    slot = permute(slot, epoch_size, key=(seed, epoch))            # mix the sources
+    source = the source that owns the slot
+    tape = epoch * slots[source] + (slot - first_slot[source])     # all slots of the source over the whole run
+    passes, place = divmod(tape, size[source])                     # passes: earlier passes through the source
+    sample = permute(place, size[source], key=(seed, source, passes))
+
+    global batch t = positions tG, ..., (t + 1)G - 1;  rank r takes every W-th of them, from the r-th on
+
+So global batches depend neither on the world size nor on the number of workers, and resuming needs only the step.
+`permute` is a keyed bijection of 0 ... size - 1: a Feistel network over a slightly larger domain, applied again while
+its result is too large (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Memory does not grow with the
+number of samples.
 """
 
 from __future__ import annotations
@@ -26,30 +35,30 @@ _MIX, _SAMPLES = 1, 2
 
 
 class Slots(NamedTuple):
-    """What stands at some positions; arrays of one length."""
+    """The samples at some positions; arrays of equal length."""
 
     source: np.ndarray
     """int64, index of the source."""
     sample: np.ndarray
     """int64, index of the sample in its source."""
     epoch: np.ndarray
-    """int64, how often the source has been gone through before: with weight 1, the epoch."""
+    """int64, number of earlier passes through the source; with weight 1, the epoch."""
 
 
 def permute(x: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Permutes 0 ... size - 1, by a permutation that `key` chooses.
+    """Apply the permutation of 0 ... size - 1 that `key` selects.
 
     Args:
         x: int64 array of values in 0 ... size - 1.
         size: number of values, at least 1.
-        key: uint64, broadcastable to x; elements with equal keys are permuted by the same permutation.
+        key: uint64, broadcastable to x; equal keys mean the same permutation.
 
     Returns:
         int64 array like x; a bijection for every key.
     """
     assert size >= 1
-    # A Feistel network over pairs (left < a, right < b) with a * b >= size: sides near the square root keep the number
-    # of values beyond the end, and so of walks, below sqrt(size).
+    # A Feistel network over pairs (left < a, right < b) with a * b >= size. With a and b near the square root, fewer
+    # than sqrt(size) values are too large.
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     values = x.astype(np.uint64)
@@ -64,7 +73,7 @@ def _feistel(values: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> n
     a, b = np.uint64(rows), np.uint64(columns)
     left, right = np.divmod(values, b)
     for number in range(_ROUNDS):
-        # The keys are hashes already, so a multiple of the golden ratio is enough to tell the rounds apart.
+        # The keys are hashes already, so adding multiples of the golden ratio makes the rounds independent.
         key = keys + np.uint64(number * 0x9E3779B97F4A7C15 % 2**64)
         if number % 2 == 0:
             left = (left + hash_integers(right ^ key) % a) % a
@@ -74,13 +83,13 @@ def _feistel(values: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> n
 
 
 class GlobalOrder:
-    """Which sample stands at which position.
+    """Maps positions to samples.
 
     Args:
         sizes: number of samples of every source, each at least 1.
-        weights: how often a sample of that source appears in an epoch; fractions allowed. A source with weight 0.5
-            shows each sample once in two epochs, one with weight 2 twice in each.
-        seed: chooses the order.
+        weights: number of times that each sample of a source appears in an epoch. Fractions are allowed: with weight
+            0.5 each sample appears once in two epochs, with weight 2 twice in each.
+        seed: selects the order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
@@ -90,32 +99,31 @@ class GlobalOrder:
         self.sizes = tuple(sizes)
         self.seed = seed
         self.slots = tuple(max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True))
-        """Slots of every source in an epoch."""
+        """Number of slots of every source in an epoch."""
         self.epoch_size = sum(self.slots)
-        """Samples in an epoch, repetitions counted."""
+        """Samples in an epoch, including repetitions."""
         self._starts = np.cumsum([0, *self.slots], dtype=np.int64)
 
     def __getitem__(self, positions: np.ndarray) -> Slots:
-        """What stands at these positions (int64 array of numbers >= 0), at a cost that depends on their number only."""
+        """Return the samples at these positions (int64 array, >= 0); the cost depends only on their number."""
         positions = np.asarray(positions, dtype=np.int64)
-        epoch, place = positions // self.epoch_size, positions % self.epoch_size
-        place = permute(place, self.epoch_size, hash_integers(self.seed, _MIX, epoch))
-        source = np.searchsorted(self._starts, place, side="right") - 1
-        index, passes = np.empty_like(place), np.empty_like(place)
+        epoch, slot = np.divmod(positions, self.epoch_size)
+        slot = permute(slot, self.epoch_size, hash_integers(self.seed, _MIX, epoch))
+        source = np.searchsorted(self._starts, slot, side="right") - 1
+        sample, passes = np.empty_like(slot), np.empty_like(slot)
         for number, size in enumerate(self.sizes):
             mine = np.flatnonzero(source == number)
-            # The source's own endless tape: epoch after epoch of its slots, pass after pass through its samples.
-            tape = epoch[mine] * self.slots[number] + place[mine] - self._starts[number]
-            passes[mine] = tape // size
-            index[mine] = permute(tape % size, size, hash_integers(self.seed, _SAMPLES, np.int64(number), passes[mine]))
-        return Slots(source, index, passes)
+            tape = epoch[mine] * self.slots[number] + slot[mine] - self._starts[number]
+            passes[mine], place = np.divmod(tape, size)
+            sample[mine] = permute(place, size, hash_integers(self.seed, _SAMPLES, np.int64(number), passes[mine]))
+        return Slots(source, sample, passes)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Slots:
-        """This rank's share of global batch `step`.
+        """Return this rank's part of global batch `step`.
 
         Args:
             step: t, from 0.
-            batch_size: G, over all ranks; need not be a multiple of W.
+            batch_size: G, over all ranks; any number, not only multiples of W.
             rank: r.
             world_size: W.
         """

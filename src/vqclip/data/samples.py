@@ -1,4 +1,10 @@
-"""From a place in the order to a sample of a batch."""
+"""Make one sample of a batch.
+
+raw = read the image bytes and captions of (source, index)
+image = transform(decode(raw.image), generator keyed by (seed, epoch, sample id))
+caption = one of raw.captions, keyed by (seed, epoch, sample id)
+if the sample is bad: try again with another index, keyed by (seed, epoch, sample id, attempt)
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ _TRIES = 32
 
 
 class Sample(NamedTuple):
-    """A sample ready to be put into a batch."""
+    """A sample for a batch."""
 
     image: Tensor
     """``(3, S, S)`` uint8."""
@@ -32,7 +38,7 @@ class Sample(NamedTuple):
 
 
 def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample, Tensor]:
-    """One sample of a source and its image, ``(3, H, W)`` uint8.
+    """Read one sample of a source and decode its image to ``(3, H, W)`` uint8.
 
     Raises:
         DataError: the sample is bad; the message names shard and sample.
@@ -44,18 +50,18 @@ def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample
         raise DataError(f"{source.name(index)}: {error}", error.kind) from error
 
 
-def _another(index: int, key: np.ndarray, size: int) -> int:
-    """An index that `key` draws from those below `size`, other than the given one if there are others."""
+def _draw_other(index: int, key: np.ndarray, size: int) -> int:
+    """Return a random index below `size`, drawn by `key`; different from the given one if size > 1."""
     return (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size
 
 
 class SampleMaker:
-    """Reads, decodes and transforms samples; replaces bad ones.
+    """Reads, decodes and transforms samples, and replaces bad ones.
 
-    Every draw is keyed by (seed, epoch, sample id): it depends on neither worker nor rank nor what came before.
+    Every draw is keyed by (seed, epoch, sample id), so it depends neither on worker or rank nor on earlier samples.
 
     Args:
-        sources: where samples come from.
+        sources: sources of samples.
         transform: random augmentation.
         seed: the run's seed.
         max_pixels: larger images are bad samples.
@@ -64,7 +70,7 @@ class SampleMaker:
     def __init__(self, sources: Sequence[Source], transform: TrainTransform, seed: int, max_pixels: int):
         self.sources = sources
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
-        """Sample id of the first sample of every source, and their total."""
+        """Sample id of the first sample of every source, and the total number of samples."""
         self._transform = transform
         self._max_pixels = max_pixels
         self._augmentation = KeyedGenerator(derive_seed(seed, "data", "augmentation"))
@@ -72,11 +78,11 @@ class SampleMaker:
         self._substitute_seed = derive_seed(seed, "data", "substitute")
 
     def make(self, source: int, index: int, epoch: int) -> tuple[Sample, list[BadSample]]:
-        """The sample, or a substitute from the same source if it is bad; and what was bad.
+        """Return a sample, or a substitute from the same source if it is bad, and the bad samples.
 
         Raises:
-            DataError: so many substitutes are bad too that something else must be wrong.
-            StorageError: the shard cannot be fetched, or is another than was indexed.
+            DataError: many substitutes are bad too, so that the problem must be another one.
+            StorageError: the shard cannot be downloaded, or has changed since it was indexed.
         """
         bad: list[BadSample] = []
         wanted = index
@@ -84,10 +90,10 @@ class SampleMaker:
             try:
                 return self._make(source, index, epoch), bad
             except StorageError:
-                raise  # what stands in for it would depend on the network and the cache
+                raise  # the choice of a substitute would depend on the network and the cache
             except DataError as error:
                 key = hash_integers(self._substitute_seed, epoch, self._id(source, wanted), attempt)
-                failed, index = index, _another(index, key, len(self.sources[source]))
+                failed, index = index, _draw_other(index, key, len(self.sources[source]))
                 bad.append(BadSample(self._id(source, failed), str(error), error.kind, self._id(source, index)))
         raise DataError(
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"

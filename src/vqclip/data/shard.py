@@ -1,4 +1,4 @@
-"""A shard, wherever it lies."""
+"""The type of a shard, local or remote."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from vqclip.data.remote import RemoteShard
 __all__ = ["Shard"]
 
 Shard: TypeAlias = Path | RemoteShard
-"""A tar on this machine, or one at a URL. As text, both name it in messages; `.name` is the file's name."""
+"""A tar on this machine or at a URL. `str` gives its name for messages, `.name` the file's name."""

@@ -1,8 +1,9 @@
-"""Walk over the headers of a plain tar file, strictly.
+"""A strict parser of the headers of plain tar files.
 
-Reads USTAR, PAX and GNU long names. Anything that WebDataset shards do not need is refused with the file's name and the
-offset: compression, sparse members, links, devices, a wrong checksum, a member that goes beyond the end, a missing
-end-of-archive mark, data after it. What this parser accepts, every byte of it is accounted for.
+Reads USTAR, PAX and GNU long names. Everything that WebDataset shards do not need is an error with the file's name and
+the offset: compression, sparse members, links, devices, a wrong checksum, a member beyond the end of the file, a
+missing end-of-archive mark, data after it. In an accepted file every byte has a known meaning. (Python's tarfile ends
+silently at a damaged header, so that the samples after it would be lost.)
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Member(NamedTuple):
 
     name: str
     offset: int
-    """Where its bytes begin."""
+    """Position of its first byte."""
     size: int
 
 
 def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
-    """Yields the regular files of a tar in order; folders are passed over.
+    """Yield the regular files of a tar in order; folders are skipped.
 
     Args:
         path: the tar's name, for messages.
@@ -79,7 +80,7 @@ def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
             extended |= _read_extended(path, file, kind, start, size, at)
         elif kind in (b"0", b"\0", b"7"):
             name = _name(header, extended)
-            if not name.endswith("/"):  # so old tars write folders
+            if not name.endswith("/"):  # a folder in old tars
                 yield Member(name, start, size)
             extended = {}
         elif kind == b"5":
@@ -93,7 +94,7 @@ def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
         at = start + -(-size // _BLOCK) * _BLOCK
     raise DataError(
         f"{path}: ends at offset {length} without the end-of-archive mark, so members may be missing; copy the shard "
-        f"again, or, if it is known to be whole, append the mark: head -c 1024 /dev/zero >> {path.name}"
+        f"again, or, if it is known to be complete, append the mark: head -c 1024 /dev/zero >> {path.name}"
     )
 
 
@@ -110,7 +111,7 @@ def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
         kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
         raise DataError(
             f"{path}: is {kind}, not a tar; expected a shard: a tar of images, each with a .txt, .json or .cls of the "
-            "same name (img2dataset makes such from a table of URLs)"
+            "same name (img2dataset makes shards from a table of URLs)"
         )
 
 
@@ -119,7 +120,7 @@ def _check_sum(path: Shard, header: bytes, at: int) -> None:
         stated = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
         stated = -1
-    # Blanks stand for the sum itself; some old tars add signed bytes.
+    # The checksum itself counts as eight spaces; some old tars add signed bytes.
     rest = header[:148] + b" " * 8 + header[156:]
     plain = sum(rest)
     if stated not in (plain, plain - 256 * sum(byte > 127 for byte in rest)):
@@ -129,7 +130,7 @@ def _check_sum(path: Shard, header: bytes, at: int) -> None:
 
 
 def _check_end(path: Shard, file: int, at: int, length: int) -> None:
-    """After a zero block everything is zero, or members hide behind a zeroed header."""
+    """Require only zeros after a zero block; otherwise members may follow a zeroed header."""
     position = at
     while position < length:
         block = os.pread(file, 1 << 20, position)
@@ -144,7 +145,7 @@ def _check_end(path: Shard, file: int, at: int, length: int) -> None:
 
 
 def _number(path: Shard, field: bytes, at: int) -> int:
-    """An octal number, or a binary one (GNU, for 8 GiB and more)."""
+    """Parse an octal number, or a binary one (GNU, for 8 GiB and more)."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
@@ -170,7 +171,7 @@ def _name(header: bytes, extended: dict[str, str]) -> str:
 
 
 def _read_extended(path: Shard, file: int, kind: bytes, start: int, size: int, at: int) -> dict[str, str]:
-    """What a GNU long name or a PAX header says about the next member: its `path` and `size`."""
+    """Return `path` and `size` of the next member from a GNU long name or a PAX header."""
     if size > _MAX_EXTENDED:
         raise DataError(f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read")
     payload = os.pread(file, size, start)

@@ -1,8 +1,8 @@
 """Image transforms on uint8 tensors: random for training, fixed for evaluation.
 
-uint8 goes in and uint8 comes out: resizing bytes is several times as fast as resizing floats, and normalisation belongs
-to the tower, on the device. Random draws come from a generator that the caller keys by (seed, epoch, sample id), so
-that they depend neither on the worker nor on the rank.
+Input and output are uint8: resizing bytes is several times as fast as resizing floats, and the tower normalises on the
+device. Random draws come from a generator that the caller keys by (seed, epoch, sample id), so that they depend neither
+on the worker nor on the rank.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ Range = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
 
 class TrainTransformConfig(Config):
-    """Random augmentation. The default is CLIP's: a mild random crop and nothing else."""
+    """Random augmentation. The default is CLIP's: only a mild random crop."""
 
     scale: tuple[Share, Share] = (0.9, 1.0)
-    """Smallest and largest share of the image's area that a crop takes, at least 0.01: a crop of less than a pixel
-    would become the whole image."""
+    """Smallest and largest fraction of the image's area in a crop, at least 0.01: a crop of less than a pixel would
+    become the whole image."""
     ratio: Range = (3 / 4, 4 / 3)
     """Smallest and largest width : height of a crop, before it is resized to a square."""
     interpolation: Interpolation = "bicubic"
-    """How crops are resized; always antialiased."""
+    """Interpolation of crops; always antialiased."""
     flip: Probability = 0.0
-    """Chance of a left-right flip. Off by default: captions name left and right."""
+    """Probability of a left-right flip. 0 by default, since captions mention left and right."""
     vertical_flip: Probability = 0.0
-    """Chance of a top-bottom flip, for pictures without an up, such as aerial ones."""
+    """Probability of a top-bottom flip, for images without an upright direction, such as aerial images."""
     quarter_turns: bool = False
-    """Turn by 0, 90, 180 or 270 degrees at random, for pictures without an up."""
+    """Rotate by 0, 90, 180 or 270 degrees at random, for images without an upright direction."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
-    """Largest rotation to either side, in degrees; corners are filled with white."""
+    """Largest rotation in either direction, in degrees; corners are filled with white."""
     translation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest shift in each direction, as a share of the side; the gap is filled with white."""
+    """Largest shift in each direction, as a fraction of the side; the gap is filled with white."""
     brightness: Strength = 0.0
-    """Brightness is multiplied by a factor within 1 ± this."""
+    """Brightness is multiplied by a factor in 1 ± this."""
     contrast: Strength = 0.0
-    """Contrast is multiplied by a factor within 1 ± this."""
+    """Contrast is multiplied by a factor in 1 ± this."""
     saturation: Strength = 0.0
-    """Saturation is multiplied by a factor within 1 ± this."""
+    """Saturation is multiplied by a factor in 1 ± this."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Hue is shifted within ± this share of the colour circle. Mind captions that name colours."""
+    """Hue is shifted by up to ± this fraction of the colour circle. Wrong for captions that mention colours."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> TrainTransformConfig:
+    def _check_ranges(self) -> TrainTransformConfig:
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
             if low > high:
@@ -69,7 +69,7 @@ class TrainTransformConfig(Config):
         return self
 
     def build(self, image_size: int) -> TrainTransform:
-        """Builds the transform for square images of `image_size` pixels."""
+        """Build the transform for square images of `image_size` pixels."""
         return TrainTransform(self, image_size)
 
 
@@ -77,20 +77,20 @@ class EvalTransformConfig(Config):
     """The fixed transform of evaluation and of `tokenizer.preprocess`."""
 
     mode: Literal["crop", "squash"] = "crop"
-    """crop: resize the shorter side, take the centre. squash: resize both sides, whatever the proportions."""
+    """crop: resize the shorter side and crop the centre. squash: resize both sides independently."""
     interpolation: Interpolation = "bicubic"
-    """How images are resized; always antialiased."""
+    """Interpolation; always antialiased."""
 
     def build(self, image_size: int) -> EvalTransform:
-        """Builds the transform for square images of `image_size` pixels."""
+        """Build the transform for square images of `image_size` pixels."""
         return EvalTransform(self, image_size)
 
 
 class TrainTransform:
-    """Random crop, resize, and what else the configuration asks for.
+    """Random crop, resize, and the augmentations of the configuration.
 
     Args:
-        config: what to draw.
+        config: the augmentations.
         image_size: side of the result in pixels.
     """
 
@@ -102,7 +102,7 @@ class TrainTransform:
         self._colours = any((config.brightness, config.contrast, config.saturation, config.hue))
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        """``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
+        """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
         _check_image(image)
         config = self.config
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
@@ -154,7 +154,7 @@ class EvalTransform:
     """Resize and centre crop, or squash.
 
     Args:
-        config: which of the two.
+        config: the mode.
         image_size: side of the result in pixels.
     """
 
@@ -164,10 +164,10 @@ class EvalTransform:
         self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
+        """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
         _check_image(image)
         if self.config.mode == "crop":
-            # Crop first: the same pixels as resizing first, up to the border, without resizing what is thrown away.
+            # Cropping first gives the same pixels up to the border, and resizes less.
             side = min(image.shape[1], image.shape[2])
             top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
             image = image[:, top : top + side, left : left + side]
@@ -185,7 +185,7 @@ def _resize(image: Tensor, size: tuple[int, int], interpolation: InterpolationMo
         and image.stride(0) == 1
         and not image[None].is_contiguous(memory_format=torch.channels_last)
     ):
-        # A crop of a decoded (channels-last) image: packed again, torch's vectorised kernel takes it (2x at 224 px).
+        # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
     return F.resize(image, list(size), interpolation=interpolation, antialias=True)
 
@@ -193,9 +193,9 @@ def _resize(image: Tensor, size: tuple[int, int], interpolation: InterpolationMo
 def _random_box(
     height: int, width: int, scale: Range, ratio: Range, rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop: area by `scale`, proportions log-uniform in `ratio`.
+    """Draw top, left, height and width of a crop: area by `scale`, proportions log-uniform in `ratio`.
 
-    The distribution of torchvision's RandomResizedCrop (Szegedy et al., 2015): ten tries, then the centre.
+    The distribution is that of torchvision's RandomResizedCrop (Szegedy et al., 2015): ten tries, then the centre.
     """
     draws = rng.random((10, 4)) if scale[0] < 1 or ratio[0] < 1 or ratio[1] > 1 else np.zeros((0, 4))
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])

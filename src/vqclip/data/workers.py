@@ -1,4 +1,4 @@
-"""Run a function over numbers in worker processes, in order, with errors that a user can read."""
+"""Map a function over numbers in worker processes, in order, with readable errors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = ["explain_worker_deaths", "ordered_map"]
 T = TypeVar("T")
 
 _DEATH = re.compile("exited unexpectedly|killed by signal")
-"""What torch says of a worker that died."""
+"""Message of torch about a worker that died."""
 
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error on its way from a worker; torch would bury its message in two tracebacks."""
+    """An error in a worker, sent as a result; torch would hide its message in two tracebacks."""
 
     message: str
     details: str = ""
     of_storage: bool = False
-    """Whether no sample is to blame."""
+    """Whether it is a `StorageError`."""
 
 
 class _Mapped(Dataset, Generic[T]):
@@ -66,39 +66,38 @@ def ordered_map(
     timeout_s: float = 0,
     section: str = "data",
 ) -> Iterator[T]:
-    """An iterator over ``function(number)`` for all numbers in order, computed by torch's DataLoader.
+    """Return an iterator over ``function(number)`` for all numbers in order, computed by torch's DataLoader.
 
-    Draws nothing from the global random generators. Workers compute with one thread, and ignore the signals that
-    ask to stop, which a launcher sends to the whole process group: they live on until the process that reads from them
-    ends.
+    Uses no global random generator. Workers compute with one thread. They ignore the signals that ask to stop, which a
+    launcher sends to the whole process group, and run until the process that reads from them ends.
 
     Args:
         function: must be picklable where processes are spawned.
         numbers: may be a huge `range`.
-        workers: processes; 0 computes in this one, at the moment of use. Linux forks them on every version of Python,
-            unless a start method has been set: others take seconds a worker, and under ``forkserver`` torch notices
-            the death of a worker only at the end of `timeout_s`.
-        prefetch: results that each worker prepares ahead.
-        pin_memory: put results into page-locked memory (by their `pin_memory` method).
-        timeout_s: longest wait for a worker; 0 waits for ever.
-        section: of the configuration, whose keys messages name.
+        workers: processes; 0 computes in this one when a result is needed. On Linux they are forked, unless a start
+            method has been set: other methods take seconds a worker, and under ``forkserver`` torch notices the death
+            of a worker only after `timeout_s`.
+        prefetch: results that each worker prepares in advance.
+        pin_memory: copy results to page-locked memory (by their `pin_memory` method).
+        timeout_s: longest wait for a worker; 0 waits forever.
+        section: section of the configuration whose keys appear in messages.
 
     Raises:
-        DataError: whatever the function raised, or a worker that died or took too long.
+        DataError: the function failed, or a worker died or took too long.
     """
     method = multiprocessing.get_start_method(allow_none=True) or ("fork" if sys.platform == "linux" else None)
     loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
         sampler=numbers,
-        collate_fn=_unchanged,
+        collate_fn=_identity,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         multiprocessing_context=method if workers else None,
         pin_memory=pin_memory,
         timeout=timeout_s if workers else 0,
         worker_init_fn=_prepare_worker,
-        generator=torch.Generator(),  # else the seed of workers is drawn from the global one
+        generator=torch.Generator(),  # otherwise the workers' seed is drawn from the global generator
     )
     generator = _results(loader, timeout_s, section)
     _running.add(generator)
@@ -107,13 +106,13 @@ def ordered_map(
 
 @contextlib.contextmanager
 def explain_worker_deaths(section: str = "data") -> Iterator[None]:
-    """For the code that uses results while workers prepare more: the death of one of these comes out as a `DataError`.
+    """Turn the death of a worker within the block into a `DataError`; for code that uses results of `ordered_map`.
 
-    torch's handler of SIGCHLD raises its error in whatever the main thread does at that moment, which may well wrap it
-    in an error of its own, as a collective does.
+    torch's handler of SIGCHLD raises its error wherever the main thread is at that moment, where other code, such as a
+    collective, may wrap it in another error.
 
     Args:
-        section: of the configuration, whose keys the message names.
+        section: section of the configuration whose keys appear in the message.
 
     Raises:
         DataError: a worker died.
@@ -131,9 +130,9 @@ def explain_worker_deaths(section: str = "data") -> Iterator[None]:
 
 @atexit.register
 def _end_workers() -> None:
-    """Before `multiprocessing` ends them by SIGTERM, which they ignore, and waits for them for ever.
+    """End workers before `multiprocessing` sends them SIGTERM, which they ignore, and waits for them forever.
 
-    Who never comes to its end is mostly a generator in a frame of the traceback that ends the process.
+    A generator is still open here mostly if it is in a frame of the traceback that ends the process.
     """
     for generator in list(_running):
         with contextlib.suppress(ValueError):  # it runs right now, in another thread
@@ -160,18 +159,18 @@ def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generat
 
 
 def _end(results: Any) -> None:
-    """End the workers now: torch waits until the iterator is collected, which a kept traceback puts off for ever.
+    """End the workers now: torch waits until the iterator is collected, which a stored traceback prevents.
 
-    Each that is stuck gets ten seconds of grace from torch.
+    torch waits ten seconds for each stuck worker.
     """
     try:
-        results._shutdown_workers()  # DataLoader has no public way to end them
+        results._shutdown_workers()  # DataLoader has no public method for it
     finally:
         for worker in results._workers:
             worker.kill()
 
 
-def _unchanged(result: T) -> T:
+def _identity(result: T) -> T:
     return result
 
 
@@ -183,12 +182,12 @@ def _prepare_worker(worker: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker with the process that reads from it, which is not the system's parent under ``forkserver``.
+    """End this worker with the process that reads from it, which under ``forkserver`` is not its system parent.
 
-    A stuck worker would not notice that its reader is gone, and hold its pipes and memory for ever.
+    Otherwise a stuck worker would keep its pipes and memory forever.
     """
     threading.Thread(target=_exit_after_parent, daemon=True).start()
-    dist.signal_at_parent_death(signal.SIGKILL)  # at once, and also where native code holds the interpreter's lock
+    dist.signal_at_parent_death(signal.SIGKILL)  # at once, even while native code holds the interpreter lock
 
 
 def _exit_after_parent() -> None:

@@ -1,14 +1,16 @@
 """The drawn data set: coloured shapes with captions, made once as ordinary shards.
 
+After `vqclip.process`, whose progress it reports; before `vqclip.data`, which reads the shards.
+
 Layout of a data set's folder:
 
     train/00000.tar ...      captioned, img2dataset layout; combinations of colour and shape in `TRAINED`
-    val/00000.tar            captioned; only combinations in `HELD_OUT`; every caption fits its own picture alone
+    val/00000.tar            captioned; only combinations in `HELD_OUT`; every caption fits only its own image
     test/                    clip_benchmark layout: single objects of trained combinations, 99 classes
-    heldout/                 the same for held-out combinations, told from all 121 classes
-    scenes.json              the stamp: configuration, sizes and hashes
+    heldout/                 the same for held-out combinations, classified among all 121 classes
+    scenes.json              configuration, file sizes and checksums
 
-Every sample's `.json` holds its scene: the objects and the background. `vqclip data` draws it and
+Every sample's `.json` contains its scene: the objects and the background. `vqclip data` draws it and
 makes a contact sheet.
 """
 

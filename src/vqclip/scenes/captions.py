@@ -1,9 +1,13 @@
-"""The grammar: choose what to say of a scene, then say it in one of several ways."""
+"""The grammar of captions.
+
+meaning = choose some of the claims that are true of the scene      # `choose_meaning`
+caption = choose words for the meaning                              # `realise`
+"""
 
 from __future__ import annotations
 
 from vqclip.scenes.draws import Draws
-from vqclip.scenes.meaning import RELATIONS, Meaning, Phrase, groups, holds, in_line, placed
+from vqclip.scenes.meaning import RELATIONS, Meaning, Phrase, groups, holds, in_line, is_placed
 from vqclip.scenes.scene import Scene
 
 NUMBERS = {2: "two", 3: "three"}
@@ -39,12 +43,12 @@ FRAMES = ("a picture of ", "a drawing of ", "there {be} ")
 
 
 def describe(scene: Scene, draws: Draws, detail: float) -> tuple[str, Meaning]:
-    """Return a caption that is true of the scene, and what it claims.
+    """Return a caption that is true of the scene, and its meaning.
 
     Args:
         scene: what to describe.
-        draws: where the choices come from.
-        detail: 0 to 1; how likely each of sizes, place or relation, and background is to be said.
+        draws: random draws of the choices.
+        detail: 0 to 1; probability that the caption mentions sizes, place or relation, and background.
     """
     meaning = choose_meaning(scene, draws, detail)
     assert holds(meaning, scene), (meaning, scene)
@@ -52,8 +56,8 @@ def describe(scene: Scene, draws: Draws, detail: float) -> tuple[str, Meaning]:
 
 
 def choose_meaning(scene: Scene, draws: Draws, detail: float) -> Meaning:
-    """Choose which of the true claims to make."""
-    ordered = draws.shuffled(groups(scene))
+    """Choose some of the true claims."""
+    ordered = draws.shuffle(groups(scene))
     with_sizes = draws.chance(detail)
     phrases = tuple(
         Phrase(len(m), m[0].colour, m[0].shape, m[0].size if with_sizes and draws.chance(0.85) else None)
@@ -68,7 +72,7 @@ def choose_meaning(scene: Scene, draws: Draws, detail: float) -> Meaning:
         lines = [line for line in ("row", "column") if with_position and in_line(ordered[0], line)]
         return Meaning(phrases, line=draws.pick(lines) if lines else None, background=background)
     options = [Meaning(phrases, relation, background=background) for relation in ("between", *RELATIONS)]
-    if len(phrases) == 3:  # any of the three may be the one the others are seen from
+    if len(phrases) == 3:  # any of the three may be the subject
         turned = [(phrases[1], phrases[0], phrases[2]), (phrases[2], phrases[0], phrases[1])]
         options += [Meaning(p, r, background=background) for p in turned for r in ("between", *RELATIONS)]
     true = [option for option in options if with_position and holds(option, scene)]
@@ -77,8 +81,8 @@ def choose_meaning(scene: Scene, draws: Draws, detail: float) -> Meaning:
 
 def _choose_place(scene: Scene, draws: Draws) -> tuple[int | None, int | None]:
     thing = scene.objects[0]
-    thirds = [next((t for t in (-1, 0, 1) if placed(at, t)), None) for at in (thing.x, thing.y)]
-    # Say one side only now and then: "on the left" is true of a corner as well.
+    thirds = [next((t for t in (-1, 0, 1) if is_placed(at, t)), None) for at in (thing.x, thing.y)]
+    # Sometimes mention only one side: "on the left" is true of a corner as well.
     if draws.chance(0.25):
         thirds[int(draws.uniform(0, 2))] = None
     place = (thirds[0], thirds[1])
@@ -86,7 +90,7 @@ def _choose_place(scene: Scene, draws: Draws) -> tuple[int | None, int | None]:
 
 
 def realise(meaning: Meaning, draws: Draws) -> str:
-    """Put a meaning into words."""
+    """Choose words for a meaning."""
     names = [_noun_phrase(phrase, draws, alone=len(meaning.phrases) == 1) for phrase in meaning.phrases]
     if meaning.relation == "between":
         core = f"{names[0]} between {' and '.join(names[1:])}"
@@ -104,7 +108,7 @@ def realise(meaning: Meaning, draws: Draws) -> str:
 
 
 def _frame(core: str, meaning: Meaning, draws: Draws) -> str:
-    """Add the background and an opening such as "a picture of"."""
+    """Add the background and an opening such as "a drawing of"."""
     plural = meaning.phrases[0].count > 1
     frame = draws.pick(FRAMES).format(be="are" if plural else "is") if draws.chance(0.2) else ""
     if meaning.background is None:
@@ -127,5 +131,5 @@ def _noun_phrase(phrase: Phrase, draws: Draws, alone: bool) -> str:
 
 
 def plural_ending(shape: str) -> str:
-    """Return "s", or "es" after a hiss: crosses."""
+    """Return "s", or "es" after an s: crosses."""
     return "es" if shape.endswith("s") else "s"

@@ -1,4 +1,4 @@
-"""A page of pictures with their captions."""
+"""Contact sheets: images with their captions on one page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SIDE, _GAP, _TEXT = 144, 18, 76
 
 
 def contact_sheet(split: Path, columns: int = 8, rows: int = 5) -> Image.Image:
-    """Lay out the first pictures of a caption split's first shard, with their captions, as an RGB image."""
+    """Draw the first images of a caption split's first shard, with their captions, as one RGB image."""
     samples = _read(sorted(split.glob("*.tar"))[0], columns * rows)
     rows = -(-len(samples) // columns)
     size = (_GAP + columns * (_SIDE + _GAP), _GAP + rows * (_SIDE + _TEXT + _GAP))
     sheet = Image.new("RGB", size, (252, 252, 250))
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
-    for index, (picture, caption) in enumerate(samples):
+    for index, (image, caption) in enumerate(samples):
         row, column = divmod(index, columns)
         x, y = _GAP + column * (_SIDE + _GAP), _GAP + row * (_SIDE + _TEXT + _GAP)
-        sheet.paste(picture.resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), (x, y))
+        sheet.paste(image.resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), (x, y))
         pen.multiline_text(
             (x, y + _SIDE + 5),
             "\n".join(textwrap.wrap(caption, 24, break_on_hyphens=False)),

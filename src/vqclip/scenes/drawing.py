@@ -1,4 +1,4 @@
-"""Turn a scene into pixels: a soft gradient with a little grain, and objects with shadow, rim and light."""
+"""Draw scenes: a soft gradient with a little grain, and objects with shadow, rim and light."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def draw_scene(scene: Scene, image_size: int, draws: Draws) -> np.ndarray:
     """Draw a scene.
 
     Args:
-        scene: what to draw; every colour, shape and place in it is kept exactly, up to the shading.
+        scene: the scene; its colours, shapes and places are drawn exactly, up to the shading.
         image_size: side S in pixels.
-        draws: gradient direction, grain and shade.
+        draws: random draws of gradient direction, grain and shade.
 
     Returns:
         (S, S, 3) uint8 RGB.
@@ -41,7 +41,7 @@ def _axis(image_size: int) -> np.ndarray:
 
 @functools.cache
 def _grain(image_size: int) -> np.ndarray:
-    """A fixed texture twice as large as the picture, of which each picture shows a different part."""
+    """Return a fixed texture twice as large as an image; each image shows a different part of it."""
     side = 2 * image_size
     fine = np.random.Generator(np.random.PCG64(1)).random((side, side), np.float32) - 0.5
     soft = fine.copy()
@@ -101,7 +101,7 @@ def _object(canvas: np.ndarray, thing: SceneObject, shade: float) -> None:
     box = _box(thing, size, reach=1.1)
     distance = _distance(thing, size, box)
     coverage = np.clip(0.5 - distance * (thing.radius * size), 0, 1)[..., None]
-    # The field's gradient points outwards: its dot product with the light tells lit from shaded rims.
+    # The field's gradient points outwards: its dot product with the light separates lit from shaded rims.
     slope_y, slope_x = np.gradient(distance * (thing.radius * size))
     facing = slope_x * _LIGHT[0] + slope_y * _LIGHT[1]
     rim = np.clip(1 + distance / 0.2, 0, 1)

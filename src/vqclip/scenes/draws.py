@@ -1,4 +1,4 @@
-"""Random draws that depend on a key and on nothing else, so that any picture can be drawn alone and in any order."""
+"""Random draws that depend only on a key, so that any image can be drawn alone and in any order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 class Draws:
     """A stream of draws keyed by integers; no global random state is read or changed.
 
-    Everything is derived from `Generator.random`, the one method whose stream numpy has kept, so that a newer numpy
-    does not change the pictures.
+    Everything is derived from `Generator.random`, whose stream is the same in all versions of numpy, so that a newer
+    numpy does not change the images.
 
     Args:
-        key: non-negative integers, here (version, dataset seed, split number, picture index, attempt).
+        key: non-negative integers, here (version, dataset seed, split number, image index, attempt).
     """
 
     def __init__(self, *key: int) -> None:
@@ -35,7 +35,7 @@ class Draws:
         """Return one of the items, all equally likely."""
         return items[int(self._random() * len(items))]
 
-    def weighted(self, items: dict[T, float]) -> T:
+    def pick_weighted(self, items: dict[T, float]) -> T:
         """Return one of the keys, in proportion to its value."""
         mark = self._random() * sum(items.values())
         for item, weight in items.items():
@@ -44,7 +44,7 @@ class Draws:
                 return item
         return next(reversed(items))
 
-    def shuffled(self, items: Sequence[T]) -> list[T]:
+    def shuffle(self, items: Sequence[T]) -> list[T]:
         """Return the items in a random order."""
         keys = [self._random() for _ in items]
         return [items[i] for i in sorted(range(len(items)), key=keys.__getitem__)]

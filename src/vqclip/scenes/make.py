@@ -1,4 +1,4 @@
-"""Draw the whole data set once, into a cache folder, and find it there the next time."""
+"""Draw the whole data set once, into the cache folder."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pydantic import Field
 from vqclip.config import Config
 from vqclip.errors import DataError
 from vqclip.io.cache import cache_folder
+from vqclip.io.digest import digest_file
+from vqclip.io.files import sync, sync_folder
 from vqclip.scenes.shards import write_captioned, write_labelled
 from vqclip.scenes.splits import VERSION, class_names, labelled_samples, train_samples, val_samples
 
@@ -30,27 +32,27 @@ Count = Annotated[int, Field(ge=1, le=10**8)]
 
 
 class ScenesConfig(Config):
-    """What to draw. Every different configuration has a folder of its own in the cache."""
+    """Configuration of a drawn data set. Each has a folder of its own in the cache."""
 
     train: Count = 24_000
-    """Captioned training pictures."""
+    """Captioned training images."""
     val: Count = 1_000
-    """Captioned pictures of held-out combinations, each caption true of its own picture alone."""
+    """Captioned images of held-out combinations; each caption is true only of its own image."""
     test: Count = 1_980
-    """Labelled single objects of trained combinations (99 classes, 20 pictures each by default)."""
+    """Labelled single objects of trained combinations (99 classes, 20 images each by default)."""
     heldout: Count = 880
-    """Labelled single objects of held-out combinations (22 of 121 classes, 40 pictures each by default)."""
+    """Labelled single objects of held-out combinations (22 of 121 classes, 40 images each by default)."""
     image_size: Annotated[int, Field(ge=32, le=1024)] = 64
-    """Side of the pictures in pixels."""
+    """Side of the images in pixels."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Another seed, other pictures; the held-out combinations stay."""
+    """Seed of the images; the held-out combinations do not depend on it."""
     shard_size: Annotated[int, Field(ge=1, le=10_000)] = 3_000
-    """Pictures in a tar."""
+    """Images in a tar."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScenesPaths:
-    """Where the data set lies: `train` and `val` hold caption shards, `test` and `heldout` clip_benchmark folders."""
+    """Folders of a data set: caption shards in `train` and `val`, clip_benchmark's layout in `test` and `heldout`."""
 
     root: Path
     train: Path
@@ -65,25 +67,25 @@ class ScenesPaths:
 
 
 def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = None) -> ScenesPaths:
-    """Draw the data set unless it is there already.
+    """Draw the data set unless it exists.
 
     The same configuration gives the same scenes and captions everywhere, and the same bytes with the same Pillow.
-    It is drawn aside and renamed when it is whole, so an interrupted run leaves nothing half-made, and of several
-    processes that draw at once the first to finish wins. In a multi-process job let one rank call this first, only to
-    save work.
+    It is drawn in a temporary folder and renamed when it is complete, so an interrupted run leaves no partial data set.
+    If several processes draw at the same time, the first to finish wins; in a multi-process job one rank should call
+    this first to save work.
 
     Args:
         root: cache folder; the data set gets a folder in it. Default `cache_folder()`.
-        config: what to draw.
+        config: the configuration.
 
     Raises:
-        DataError: the folder cannot be written, or what lies there is damaged.
+        DataError: the folder cannot be written, or contains a damaged data set.
     """
     config = config or ScenesConfig()
     cache = Path(root) if root is not None else cache_folder()
     final = cache / folder_name(config)
     if not final.exists():
-        _draw_aside(final, config)
+        _draw_and_rename(final, config)
     _check(final, config)
     return ScenesPaths.under(final)
 
@@ -93,27 +95,30 @@ def folder_name(config: ScenesConfig) -> str:
     return f"scenes-v{VERSION}-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:10]}"
 
 
-def _draw_aside(final: Path, config: ScenesConfig) -> None:
-    aside = final.with_name(f".{final.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+def _draw_and_rename(final: Path, config: ScenesConfig) -> None:
+    # Not `io.atomic.replace_folder`, which allows only one writer.
+    temporary = final.with_name(f".{final.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         _remove_abandoned(final)
     except OSError as error:
         raise DataError(f"{final.parent}: cannot be written ({error}); set VQCLIP_CACHE to another folder") from error
     try:
         start = time.monotonic()
         total = config.train + config.val + config.test + config.heldout
-        logger.info("drawing %d pictures into %s (once)", total, final)
-        _draw(ScenesPaths.under(aside), config)
-        _write_stamp(aside, config)
+        logger.info("drawing %d images into %s (once)", total, final)
+        _draw(ScenesPaths.under(temporary), config)
+        _write_stamp(temporary, config)
+        for path in temporary.rglob("*"):
+            sync_folder(path) if path.is_dir() else sync(path)
         try:
-            aside.rename(final)
+            temporary.rename(final)
         except OSError:
-            if not final.exists():  # else another process was first; what it drew is the same
+            if not final.exists():  # otherwise another process was first, and drew the same
                 raise
-        logger.info("drew %d pictures in %.1f s", total, time.monotonic() - start)
+        logger.info("drew %d images in %.1f s", total, time.monotonic() - start)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _draw(paths: ScenesPaths, config: ScenesConfig) -> None:
@@ -125,39 +130,33 @@ def _draw(paths: ScenesPaths, config: ScenesConfig) -> None:
 
 
 def _write_stamp(folder: Path, config: ScenesConfig) -> None:
+    digests = {path: digest_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): {"bytes": digest.size, "sha256": digest.sha256}
+        for path, digest in digests.items()
     }
     stamp = {"version": VERSION, "config": config.model_dump(), "pillow": PIL.__version__, "files": files}
-    with (folder / STAMP).open("w", encoding="utf-8") as file:
-        json.dump(stamp, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / STAMP).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
 
 
 def _check(folder: Path, config: ScenesConfig) -> None:
-    """See that a data set found in the cache is what was asked for, and whole (by size; hashes are in the stamp)."""
-    remedy = "delete this folder and it is drawn again"
+    """Check that a data set in the cache has this configuration and is complete, by the sizes of its files."""
+    remedy = "delete this folder; it is then drawn again"
     try:
         stamp: dict[str, Any] = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         if stamp["config"] != config.model_dump():
-            raise DataError(f"{folder}: its stamp {STAMP} is of another configuration; {remedy}")
+            raise DataError(f"{folder}: {STAMP} is of another configuration; {remedy}")
         for name, facts in stamp["files"].items():
             path = folder / name
             size = path.stat().st_size if path.exists() else 0
             if size != facts["bytes"]:
                 raise DataError(f"{path}: has {size} bytes, expected {facts['bytes']}; {remedy}")
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder}: a drawn data set that is not whole ({error!r}); {remedy}") from error
+        raise DataError(f"{folder}: a drawn data set that is not complete ({error!r}); {remedy}") from error
 
 
 def _remove_abandoned(final: Path, after_s: float = 24 * 3600) -> None:
-    """Remove what killed processes left behind; a day old, so that nobody is still drawing it."""
+    """Remove the folders of killed processes: those that are older than a day, which no process is still drawing."""
     for folder in final.parent.glob(f".{final.name}.*.tmp"):
         if time.time() - folder.stat().st_mtime > after_s:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Colours of objects and backgrounds, and which object colours stand out on which background."""
+"""Colours of objects and backgrounds, and the backgrounds with enough contrast to an object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 Rgb = tuple[int, int, int]
 
 # The basic colour terms of English, with cyan in place of grey (which is a background here): names that people agree
-# on, and no two of them near each other.
+# on, and no two colours near each other.
 COLOURS: dict[str, Rgb] = {
     "red": (222, 40, 48),
     "orange": (247, 132, 24),
@@ -56,7 +56,7 @@ def difference(a: Rgb, b: Rgb) -> float:
 
 @functools.cache
 def backgrounds_for(colours: frozenset[str]) -> tuple[str, ...]:
-    """Return the backgrounds on which every one of these object colours stands out."""
+    """Return the backgrounds with enough contrast to all of these object colours."""
     return tuple(
         name
         for name, (light, dark) in BACKGROUNDS.items()

@@ -1,4 +1,4 @@
-"""What a picture shows: objects with shape, colour, size and position on a background; and how scenes are sampled."""
+"""Scenes: objects with shape, colour, size and position on a background; and their random sampling."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Combination = tuple[str, str]
 """A colour and a shape."""
 
 Point = tuple[float, float]
-"""x and y (down), shares of the picture's side."""
+"""x and y (down), as fractions of the image's side."""
 
-# Radius as a share of the picture's side. The gaps between the ranges keep the words clear.
+# Radius as a fraction of the image's side. The gaps between the ranges keep the words unambiguous.
 SIZES: dict[str, tuple[float, float]] = {"small": (0.14, 0.155), "medium": (0.195, 0.22), "large": (0.28, 0.32)}
 
 OBJECT_COUNTS = {1: 0.65, 2: 0.22, 3: 0.13}
-"""Share of the scenes with so many objects, in the captioned splits."""
+"""Number of objects → fraction of the scenes, in the captioned splits."""
 
 _MARGIN = 0.015
 _GAP = 0.02
@@ -30,7 +30,7 @@ _GAP = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SceneObject:
-    """One object; x, y (centre, y down) and radius are shares of the picture's side, angle in degrees."""
+    """One object; x, y (centre, y down) and radius are fractions of the image's side, angle in degrees."""
 
     colour: str
     shape: str
@@ -69,12 +69,12 @@ def sample_scene(
     """Draw a scene.
 
     Args:
-        draws: where the randomness comes from.
+        draws: random draws.
         first: colour and shape of the first object.
-        combinations: what further objects are drawn from.
+        combinations: choices for further objects.
         counts: number of objects and its weight; default `OBJECT_COUNTS`.
     """
-    kinds = _sample_kinds(draws, draws.weighted(counts or OBJECT_COUNTS), first, combinations)
+    kinds = _sample_kinds(draws, draws.pick_weighted(counts or OBJECT_COUNTS), first, combinations)
     while True:
         pattern = _sample_pattern(draws, len(kinds))
         sizes = ["small"] * 3 if pattern in _LINES else _sample_sizes(draws, kinds)
@@ -94,13 +94,13 @@ def _tilt(draws: Draws, shape: str) -> float:
 
 
 def _sample_kinds(draws: Draws, count: int, first: Combination, combinations: Sequence[Combination]) -> list:
-    """Draw the objects' combinations: sometimes several of one kind, and only sets that share a background."""
+    """Draw the objects' combinations: sometimes several of one kind, and only sets with a common background."""
     while True:
         kinds = [first]
-        repeats = draws.weighted({0: 0.6, 1: 0.25, 2: 0.15})
+        repeats = draws.pick_weighted({0: 0.6, 1: 0.25, 2: 0.15})
         while len(kinds) < count:
             kinds.append(kinds[-1] if len(kinds) <= repeats else draws.pick(combinations))
-        # A kind met again by chance would make "two ..." of what the caption's words keep apart; draw anew.
+        # If a kind were drawn twice by chance, the caption would count two of it; draw again.
         if len(set(kinds)) == max(1, count - repeats) and backgrounds_for(frozenset(c for c, _ in kinds)):
             return kinds
 
@@ -111,7 +111,7 @@ def _sample_sizes(draws: Draws, kinds: list[Combination]) -> list[str]:
 
 
 def _sample_pattern(draws: Draws, count: int) -> tuple[Point, ...]:
-    """Choose about where the objects go; () for a single one, which may go anywhere."""
+    """Choose approximate places of the objects; () for a single one, which may be anywhere."""
     if count == 1:
         return ()
     if count == 2:
@@ -120,13 +120,13 @@ def _sample_pattern(draws: Draws, count: int) -> tuple[Point, ...]:
 
 
 def _sample_centres(draws: Draws, pattern: tuple[Point, ...], radii: list[float]) -> list[Point] | None:
-    """Place the objects apart from each other and inside the frame; None when they found no room."""
+    """Place the objects apart from each other and inside the image; None if they do not fit."""
     if not pattern:
         return [(_place(draws, radii[0]), _place(draws, radii[0]))]
     for jitter in (0.07, 0.05, 0.03, 0.01):
         centres = [
             (_inside(x + draws.uniform(-jitter, jitter), r), _inside(y + draws.uniform(-jitter, jitter), r))
-            for (x, y), r in zip(draws.shuffled(pattern), radii, strict=True)
+            for (x, y), r in zip(draws.shuffle(pattern), radii, strict=True)
         ]
         if _apart(centres, radii):
             return centres

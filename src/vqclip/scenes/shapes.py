@@ -1,4 +1,4 @@
-"""Shapes as outlines, and their signed distance fields, from which any size and rotation is drawn with soft edges."""
+"""Shapes as outlines, and their signed distance fields, which give soft edges at any size and rotation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ OUTLINES: dict[str, Callable[[], Outline]] = {
 
 SHAPES: tuple[str, ...] = tuple(OUTLINES)
 
-# Degrees to either side: enough to vary the picture, too little to turn a square into a diamond.
+# Degrees to either side: enough to vary the image, too little to turn a square into a diamond.
 MAX_TILT = {shape: 12.0 for shape in SHAPES} | {"flower": 36.0, "circle": 0.0, "ring": 0.0, "crescent": 20.0}
 
 _ROUNDING = 0.05
@@ -123,7 +123,7 @@ def distance_field(shape: str) -> np.ndarray:
     nearest = np.full(len(points), np.inf)
     inside = np.zeros(len(points), bool)
     for contour in OUTLINES[shape]():
-        # Shrunk so that rounding, which grows the shape outward, keeps its extent.
+        # Shrunk, since rounding grows the shape outwards.
         contour = contour * (1 - _ROUNDING)
         for start, end in zip(contour, np.roll(contour, -1, axis=0), strict=True):
             edge, offset = end - start, points - start

@@ -1,7 +1,7 @@
-"""Which combinations of colour and shape a model trains on, and what each split holds.
+"""The splits: trained and held-out combinations of colour and shape, and the samples of each split.
 
-All draws are keyed by (VERSION, dataset seed, split number, picture index, attempt), so a picture does not depend on
-how many there are, nor on the process that draws it. (`val` looks back at its earlier pictures, see `val_samples`.)
+All draws are keyed by (VERSION, dataset seed, split number, image index, attempt), so an image depends neither on the
+number of images nor on the process that draws it. (`val` compares with its earlier images, see `val_samples`.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vqclip.scenes.scene import Combination, Scene, sample_scene
 from vqclip.scenes.shapes import SHAPES
 
 VERSION = 3
-"""Raise it with any change that alters a picture, a caption or a split: it is part of the cache folder's name."""
+"""Part of the cache folder's name; increase it with any change of an image, a caption or a split."""
 
 SPLITS = ("train", "val", "test", "heldout")
 
@@ -35,7 +35,7 @@ _HELD_OUT_DIAGONALS = (0, 5)
 
 
 def _diagonals() -> list[list[Combination]]:
-    """Return the table of colours × shapes cut into wrapped diagonals: each has every colour and every shape once."""
+    """Split the table of colours × shapes into wrapped diagonals: each has every colour and every shape once."""
     colours = tuple(COLOURS)
     assert len(colours) == len(SHAPES)
     side = len(colours)
@@ -44,17 +44,17 @@ def _diagonals() -> list[list[Combination]]:
 
 
 HELD_OUT: tuple[Combination, ...] = tuple(pair for d in _HELD_OUT_DIAGONALS for pair in _diagonals()[d])
-"""Combinations that no training picture shows; two of every colour and two of every shape."""
+"""Combinations that no training image shows; two of every colour and two of every shape."""
 
 TRAINED: tuple[Combination, ...] = tuple(
     pair for d, row in enumerate(_diagonals()) if d not in _HELD_OUT_DIAGONALS for pair in row
 )
-"""All others. Any 11 in a row hold every colour and every shape."""
+"""All other combinations. Any 11 in a row contain every colour and every shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A picture with what is known of it: (S, S, 3) uint8 pixels, the scene, and a caption or a class label."""
+    """An image, (S, S, 3) uint8, with its scene, and a caption or a class label."""
 
     pixels: np.ndarray
     scene: Scene
@@ -65,8 +65,8 @@ class Sample:
 def class_names(split: str) -> list[str]:
     """Return the classes of a labelled split: trained combinations for `test`, all of them for `heldout`.
 
-    Chance is therefore 1/99 in `test` and 1/121 in `heldout`, whose pictures only show the 22 held-out classes: a
-    model that knows colours and shapes but prefers the combinations it has seen fails there.
+    Chance is therefore 1/99 in `test` and 1/121 in `heldout`, whose images show only the 22 held-out classes: a model
+    that knows colours and shapes but prefers the combinations of its training fails there.
     """
     combinations = TRAINED if split == "test" else TRAINED + HELD_OUT
     return [f"{colour} {shape}" for colour, shape in combinations]
@@ -77,7 +77,7 @@ def _draws(seed: int, split: str, index: int, attempt: int = 0) -> Draws:
 
 
 def train_samples(seed: int, count: int, image_size: int) -> Iterator[Sample]:
-    """Yield captioned pictures of trained combinations; the first object goes round all of them."""
+    """Yield captioned images of trained combinations; the first object takes each of them in turn."""
     for index in range(count):
         draws = _draws(seed, "train", index)
         scene = sample_scene(draws, TRAINED[index % len(TRAINED)], TRAINED)
@@ -86,13 +86,13 @@ def train_samples(seed: int, count: int, image_size: int) -> Iterator[Sample]:
 
 
 def val_samples(seed: int, count: int, image_size: int, attempts: int = 200) -> Iterator[Sample]:
-    """Yield captioned pictures of held-out combinations, each caption true of its own picture alone.
+    """Yield captioned images of held-out combinations; each caption is true only of its own image.
 
-    A scene and caption are drawn anew while the caption could (generously read) be said of an earlier picture, or an
-    earlier caption of this one; so a retrieval model can in principle be right every time.
+    Scene and caption are drawn again while the caption is nearly true of an earlier image, or an earlier caption nearly
+    true of this one; so a retrieval model can in principle be right every time.
 
     Raises:
-        DataError: `count` is more than the grammar can tell apart.
+        DataError: `count` exceeds the number of captions that the grammar can distinguish.
     """
     seen: dict[frozenset[Combination], list[tuple[Scene, Meaning]]] = defaultdict(list)
     counts = {1: 0.25, 2: 0.45, 3: 0.30}
@@ -101,20 +101,20 @@ def val_samples(seed: int, count: int, image_size: int, attempts: int = 200) -> 
             draws = _draws(seed, "val", index, attempt)
             scene = sample_scene(draws, HELD_OUT[index % len(HELD_OUT)], HELD_OUT, counts)
             caption, meaning = describe(scene, draws, VAL_DETAIL)
-            alike = seen[frozenset(thing.combination for thing in scene.objects)]
-            if not any(holds(meaning, other, True) or holds(said, scene, True) for other, said in alike):
+            similar = seen[frozenset(thing.combination for thing in scene.objects)]
+            if not any(holds(meaning, other, True) or holds(said, scene, True) for other, said in similar):
                 break
         else:
             raise DataError(
-                f"scenes: val picture {index} found no caption that fits it alone in {attempts} draws; "
+                f"scenes: val image {index} found no caption that fits only it in {attempts} draws; "
                 f"got val={count}: ask for fewer"
             )
-        alike.append((scene, meaning))
+        similar.append((scene, meaning))
         yield Sample(draw_scene(scene, image_size, draws), scene, caption=caption)
 
 
 def labelled_samples(seed: int, split: str, count: int, image_size: int) -> Iterator[Sample]:
-    """Yield single-object pictures for zero-shot classification, `split` test or heldout, classes in turn."""
+    """Yield single-object images for zero-shot classification, `split` test or heldout, classes in turn."""
     shown, offset = (TRAINED, 0) if split == "test" else (HELD_OUT, len(TRAINED))
     for index in range(count):
         draws = _draws(seed, split, index)

@@ -1,6 +1,6 @@
-"""Token shards: ids instead of pixels and byte pairs, as WebDataset tars or Parquet, and the data set that reads them.
+"""Token shards: ids instead of pixels and text, as WebDataset tars or Parquet, and the data set that reads them.
 
-What lies in such a folder, and why, is told in docs/adr/0019.
+`vqclip.tokenize_dataset` writes them. docs/adr/0019 describes the folder.
 """
 
 from vqclip.data.tokens.dataset import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens

@@ -1,4 +1,4 @@
-"""Token shards as a torch data set, in an order that depends on (seed, epoch) alone.
+"""Token shards as a torch data set, in an order that depends only on (seed, epoch).
 
 data = TokenDataset("tokens/mine")
 order = data.sampler(seed=0, rank=rank, world_size=world_size)
@@ -41,13 +41,13 @@ class TokenItem(NamedTuple):
     """A sample."""
 
     image_ids: Tensor | None
-    """``(N, C)`` int64, as the image tokenizer gave them; None where images were not tokenized."""
+    """``(N, C)`` int64 from the image tokenizer; None if images were not tokenized."""
     text_ids: Tensor | None
-    """``(N, C)`` int64 of the caption, -1 at padding; None where texts were not tokenized."""
+    """``(N, C)`` int64 of the caption, -1 at padding; None if texts were not tokenized."""
     caption: str
     """The caption."""
     sample_id: int
-    """Number of the sample over all shards that were tokenized."""
+    """Number of the sample over all original shards."""
     label: int
     """Class number, -1 without one."""
     key: str
@@ -72,22 +72,22 @@ class TokenBatch(NamedTuple):
 
 
 class TokenDataset(Dataset[TokenItem]):
-    """A folder that `vqclip tokenize` wrote, tars or Parquet. Any sample can be read, in any process.
+    """A folder from `vqclip tokenize`, tars or Parquet. Any process can read any sample.
 
     Args:
-        folder: it, with its `manifest.json`.
-        verify: compare each shard with its hash in the manifest when a process first opens it. Sizes are compared in
-            any case, and ids are held to their codebooks.
+        folder: the folder with `manifest.json`.
+        verify: compare each shard with its checksum in the manifest when a process first opens it. Sizes, and ids
+            outside of their codebooks, are always checked.
 
     Attributes:
-        manifest: what the folder says of itself.
-        tokenizer_sha256: modality → `vqclip.tokenizer.fingerprint` of the tokenizer that made its ids, which is the
-            `tokenizer_sha256` of a search index and of an ONNX folder too.
-        image: `IdLayout` of the image ids: N, codebook sizes; None where images were not tokenized.
+        manifest: the folder's `manifest.json`.
+        tokenizer_sha256: modality → `vqclip.tokenizer.fingerprint` of the tokenizer that made the ids, also the
+            `tokenizer_sha256` of search indexes and ONNX folders.
+        image: `IdLayout` of the image ids: N, codebook sizes; None if images were not tokenized.
         text: the same for texts.
 
     Raises:
-        DataError: the folder is not finished, or a shard is missing or of another size.
+        DataError: the folder is not finished, or a shard is missing or has another size.
     """
 
     def __init__(self, folder: str | Path, verify: bool = True):
@@ -106,15 +106,15 @@ class TokenDataset(Dataset[TokenItem]):
             self._require_size(shard.name, shard.size)
 
     def __len__(self) -> int:
-        """Samples in all shards."""
+        """Return the number of samples in all shards."""
         return int(self._ends[-1])
 
     def __getitem__(self, place: int | tuple[int, int]) -> TokenItem:
-        """A sample by its place, in the order of the shards.
+        """Return a sample by its position in the order of the shards.
 
         Args:
-            place: its number, for its first caption; or that and a number that draws one among several captions, as
-                `TokenSampler` gives both.
+            place: its position, for its first caption; or a pair of its position and a number that selects one of its
+                captions, as `TokenSampler` yields.
 
         Raises:
             DataError: its shard is damaged.
@@ -123,8 +123,8 @@ class TokenDataset(Dataset[TokenItem]):
         record = self.record(int(index))
         choice = int(draw) % len(record.captions)
         return TokenItem(
-            image_ids=_padded(record.image, self.image),
-            text_ids=_padded(None if record.texts is None else record.texts[choice], self.text),
+            image_ids=_to_tensor(record.image, self.image),
+            text_ids=_to_tensor(None if record.texts is None else record.texts[choice], self.text),
             caption=record.captions[choice],
             sample_id=record.sample_id,
             label=record.label,
@@ -132,7 +132,7 @@ class TokenDataset(Dataset[TokenItem]):
         )
 
     def record(self, index: int) -> TokenRecord:
-        """A sample as it is stored, with all its captions."""
+        """Return a stored sample with all its captions."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         shard = int(np.searchsorted(self._ends, index, side="right")) - 1
@@ -141,19 +141,19 @@ class TokenDataset(Dataset[TokenItem]):
     def sampler(
         self, seed: int = 0, shuffle: bool = True, rank: int = 0, world_size: int = 1, even: bool = False
     ) -> TokenSampler:
-        """The order of an epoch, for torch's `DataLoader`; see `TokenSampler`."""
+        """Return the order of an epoch for torch's `DataLoader`; see `TokenSampler`."""
         return TokenSampler(len(self), seed, shuffle, rank, world_size, even)
 
     def _shard(self, number: int) -> TokenShard:
-        if self._process != os.getpid():  # forked: files of its own
+        if self._process != os.getpid():  # a forked worker opens its own files
             self._open, self._process = OrderedDict(), os.getpid()
-        shard = self._open.pop(number, None) or self._opened(number)
+        shard = self._open.pop(number, None) or self._open_shard(number)
         self._open[number] = shard  # the last one used
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
         return shard
 
-    def _opened(self, number: int) -> TokenShard:
+    def _open_shard(self, number: int) -> TokenShard:
         facts = self.manifest.shards[number]
         path = self.folder / facts.name
         if self._verify:
@@ -163,7 +163,9 @@ class TokenDataset(Dataset[TokenItem]):
                 raise DataError(f"{error}; {_REMEDY}", "damaged shard") from None
         shard = open_shard(path, self.manifest.settings)
         if len(shard) != facts.samples:
-            raise DataError(f"{path}: holds {len(shard)} samples; manifest.json says {facts.samples}", "damaged shard")
+            raise DataError(
+                f"{path}: contains {len(shard)} samples; manifest.json says {facts.samples}", "damaged shard"
+            )
         return shard
 
     def _require_size(self, name: str, size: int) -> None:
@@ -177,31 +179,31 @@ class TokenDataset(Dataset[TokenItem]):
             raise DataError(f"{path}: {found} bytes; manifest.json says {size}; {_REMEDY}", "damaged shard")
 
     def __getstate__(self) -> dict[str, object]:
-        # Open files mean nothing in a spawned worker.
+        # Open files are not valid in a spawned worker.
         return {**self.__dict__, "_open": OrderedDict()}
 
 
-def _padded(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
+def _to_tensor(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
     return None if ids is None or layout is None else torch.from_numpy(layout.pad(ids))
 
 
-_REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it anew"
+_REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it again"
 
 
 class TokenSampler(Sampler[tuple[int, int]]):
-    """One rank's share of an epoch: positions ``rank::world_size`` of an order that (seed, epoch) alone decides.
+    """One rank's part of an epoch: positions ``rank::world_size`` of an order that depends only on (seed, epoch).
 
-    The ranks' shares together hold every sample once, whatever their number. It is the order of `GlobalOrder`, which
-    stores nothing.
+    The parts of all ranks together contain every sample exactly once. The order is `GlobalOrder`'s, which stores
+    nothing.
 
     Args:
         size: samples in the data set.
-        seed: chooses the order and the captions.
+        seed: selects the order and the captions.
         shuffle: False for the order of the shards, and first captions.
         rank: this rank.
         world_size: W.
-        even: leave out the last ``size mod W`` positions, so that all ranks have equally many; else they may differ by
-            one.
+        even: skip the last ``size mod W`` positions, so that all ranks have the same number; otherwise they may differ
+            by one.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool, rank: int, world_size: int, even: bool):
@@ -215,15 +217,15 @@ class TokenSampler(Sampler[tuple[int, int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from 0, that the next iteration gives."""
+        """Set the epoch, from 0, of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Samples of this rank in an epoch."""
+        """Return the number of this rank's samples in an epoch."""
         return len(self._positions)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yields places of samples, each with a number that draws its caption."""
+        """Yield positions of samples, each with a number that selects its caption."""
         epoch = self.epoch
         for start in range(0, len(self._positions), 4096):
             some = self._positions[start : start + 4096]
@@ -237,7 +239,7 @@ class TokenSampler(Sampler[tuple[int, int]]):
 
 
 def collate_tokens(items: Sequence[TokenItem]) -> TokenBatch:
-    """Samples to a batch; for the `collate_fn` of torch's `DataLoader`."""
+    """Combine samples into a batch; for the `collate_fn` of torch's `DataLoader`."""
     columns = [[*column] for column in zip(*items, strict=True)]
     images, texts, captions, ids, labels, keys = columns
     return TokenBatch(

@@ -1,8 +1,8 @@
-"""How the ids of a sample are stored, whatever the format of the shard.
+"""Storage of a sample's ids, the same for every format of shards.
 
 Shapes: N token positions, n of them real, C codebooks a token. Ids are stored without their padding, ``(n, C)``, in the
-smallest of uint8, uint16, int32 and int64 that holds the largest codebook: no value is lost to a mark for padding, and
-the length is that of the array.
+smallest of uint8, uint16, int32 and int64 for the largest codebook: no value is reserved for padding, and the array's
+length is the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from vqclip.errors import DataError, ShapeError
 __all__ = ["MAX_IDS", "IdLayout", "TokenRecord", "id_type", "require_key", "require_valid", "strip_padding"]
 
 _OUTSIDE = re.compile(r"[/\\]|[A-Za-z]:|(.*[/\\])?\.\.([/\\]|$)|.*\0", re.DOTALL)
-"""Names that lead elsewhere when they are unpacked on some system, /x, C:x, a/../x; or that end early, at a zero."""
+"""Names that leave the folder when unpacked on some system, /x, C:x, a/../x; or that end early, at a zero byte."""
 MAX_IDS = 1 << 20
-"""N·C at most: 8 MiB of a padded sample, and more than any tokenizer has."""
+"""Largest N·C: a padded sample takes 8 MiB; no tokenizer has as many ids."""
 
 
 class TokenRecord(NamedTuple):
     """One sample of a token shard."""
 
     key: str
-    """Its name in the shard that it came from."""
+    """The sample's name in its original shard."""
     sample_id: int
-    """Its number over all shards of the data that were tokenized, unusable samples counted."""
+    """Its number over all original shards, unusable samples included."""
     label: int
-    """Class number, -1 where there is none."""
+    """Class number; -1 without one."""
     captions: tuple[str, ...]
     """All captions, at least one."""
     image: np.ndarray | None
-    """``(N, C)`` ids; None where images were not tokenized."""
+    """``(N, C)`` ids; None if images were not tokenized."""
     texts: tuple[np.ndarray, ...] | None
-    """``(n, C)`` ids of each caption; None where texts were not tokenized."""
+    """``(n, C)`` ids of each caption; None if texts were not tokenized."""
 
 
 class IdLayout(Config):
-    """What the ids of one modality look like."""
+    """Shape and range of the ids of one modality."""
 
     num_tokens: int = Field(ge=1, le=MAX_IDS)
     """N, the token positions of a sample."""
@@ -53,7 +53,7 @@ class IdLayout(Config):
     """Whether a sample may have fewer than N tokens."""
 
     @model_validator(mode="after")
-    def _bounded(self) -> IdLayout:
+    def _check_size(self) -> IdLayout:
         if self.size > MAX_IDS:
             raise ValueError(
                 f"{self.num_tokens} tokens with ids of {len(self.codebook_sizes)} codebooks; expected at most "
@@ -63,19 +63,19 @@ class IdLayout(Config):
 
     @property
     def size(self) -> int:
-        """N·C, ids of a sample at most."""
+        """N·C, the largest number of ids of a sample."""
         return self.num_tokens * len(self.codebook_sizes)
 
     @property
     def type(self) -> np.dtype:
-        """What ids are stored in."""
+        """Data type of stored ids."""
         return id_type(self.codebook_sizes)
 
     def require(self, ids: np.ndarray, place: str) -> np.ndarray:
-        """The ids, if they can be those of a sample.
+        """Return stored ids after checking them.
 
         Raises:
-            DataError: they have another type or shape, or one lies outside its codebook; ``place`` names the sample.
+            DataError: another type or shape, or an id outside of its codebook; ``place`` names the sample.
         """
         shape = f"({f'1 to {self.num_tokens}' if self.padded else self.num_tokens}, {len(self.codebook_sizes)})"
         least = 1 if self.padded else self.num_tokens
@@ -83,21 +83,21 @@ class IdLayout(Config):
         if not fits or ids.dtype != self.type:
             raise DataError(f"{place}: ids {ids.shape} {ids.dtype}; expected {shape} {self.type}", "damaged ids")
         if (ids >= np.array(self.codebook_sizes, dtype=np.uint64)).any() or (ids < 0).any():
-            raise DataError(f"{place}: an id lies outside of its codebook, {self.codebook_sizes}", "damaged ids")
+            raise DataError(f"{place}: an id is outside of its codebook, {self.codebook_sizes}", "damaged ids")
         return ids
 
     def pad(self, ids: np.ndarray) -> np.ndarray:
-        """Stored ids ``(n, C)`` → ``(N, C)`` int64 as the tokenizer gave them, -1 at padding."""
+        """Convert stored ids ``(n, C)`` to the tokenizer's ``(N, C)`` int64, -1 at padding."""
         whole = np.full((self.num_tokens, len(self.codebook_sizes)), -1, dtype=np.int64)
         whole[: len(ids)] = ids
         return whole
 
 
 def require_valid(record: TokenRecord, place: str) -> TokenRecord:
-    """The record, if what it says besides ids is of the right kinds.
+    """Return a record after checking everything except its ids.
 
     Raises:
-        DataError: it is not; ``place`` names the sample.
+        DataError: a value of a wrong type; ``place`` names the sample.
     """
     texts = (record.key, *record.captions)
     numbers = (record.sample_id, record.label)
@@ -108,16 +108,16 @@ def require_valid(record: TokenRecord, place: str) -> TokenRecord:
 
 
 def require_key(key: str, place: str) -> None:
-    """Raises DataError for a key that, as a file's name, could lead out of the folder that it is unpacked into."""
+    """Raise DataError for a key that, as a file name, could leave the folder that it is unpacked into."""
     if _OUTSIDE.match(key):
         raise DataError(
-            f"{place}: its name leads out of the folder that it is unpacked into; expected a relative path without ..",
+            f"{place}: its name would leave the folder that it is unpacked into; expected a relative path without ..",
             "unsafe name",
         )
 
 
 def id_type(codebook_sizes: Sequence[int]) -> np.dtype:
-    """The smallest of uint8, uint16, int32 and int64 that holds every id."""
+    """Return the smallest of uint8, uint16, int32 and int64 for these codebooks."""
     largest = max(codebook_sizes) - 1
     for kind in (np.uint8, np.uint16, np.int32):
         if largest <= np.iinfo(kind).max:
@@ -126,16 +126,16 @@ def id_type(codebook_sizes: Sequence[int]) -> np.dtype:
 
 
 def strip_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
-    """Ids ``(N, C)`` int64, -1 at padding → ``(n, C)`` as they are stored.
+    """Convert ids ``(N, C)`` int64 with -1 at padding to their stored form ``(n, C)``.
 
     Raises:
-        ShapeError: a token without ids stands before one with them, or has ids of some codebooks alone.
+        ShapeError: a token without ids precedes one with ids, or a token has ids of only some codebooks.
     """
     real = (ids >= 0).any(axis=1)
     count = int(real.sum())
     if (ids[:count] < 0).any() or not count:
         raise ShapeError(
-            f"ids: {count} tokens of {len(ids)} have ids; expected those to be the first, with ids of all "
+            f"ids: {count} tokens of {len(ids)} have ids; expected the first tokens to have ids of all "
             f"{len(codebook_sizes)} codebooks"
         )
     return ids[:count].astype(id_type(codebook_sizes))

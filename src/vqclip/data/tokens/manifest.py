@@ -1,4 +1,4 @@
-"""``manifest.json`` of a folder of token shards: what made them, how many samples there are, and the hash of each."""
+"""``manifest.json`` of a folder of token shards: their settings, numbers of samples and checksums."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
 BAD_FILE = "bad_samples.jsonl"
 RECORDS = "records"
-"""Folder with a file for every finished shard."""
+"""Subfolder with a file for every finished shard."""
 SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
-"""Format → how the names of its shards end."""
+"""Format → ending of its shards' names."""
 _VERSIONS = {"format": "vqclip tokens", "format_version": 2}
-"""1 did not have the fingerprints of the tokenizers."""
 _SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
 
 _Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
@@ -46,18 +45,18 @@ _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class TokenizerInfo(Config):
-    """Which tokenizer made the ids."""
+    """The tokenizer that made the ids."""
 
     image: _Hash | None
-    """`vqclip.tokenizer.fingerprint` of the image tokenizer, also in indexes and ONNX folders; None: no image ids."""
+    """`vqclip.tokenizer.fingerprint` of the image tokenizer; None without image ids."""
     text: _Hash | None
-    """The same of the text tokenizer."""
+    """Fingerprint of the text tokenizer; None without text ids."""
     weights: _Hash
     """SHA-256 of the folder's `model.safetensors`."""
     config: _Hash
     """SHA-256 of its `config.json`."""
     id_layout: int
-    """Version of the meaning of ids."""
+    """Version of the layout of ids."""
 
 
 class SourceShard(Config):
@@ -70,62 +69,62 @@ class SourceShard(Config):
     samples: _Count
     """Samples in it, unusable ones included."""
     sha256: str
-    """Hash of all of it."""
+    """SHA-256 of the file."""
 
 
 class Settings(Config):
-    """All that the bytes of token shards follow from."""
+    """Everything that determines the bytes of token shards."""
 
     storage: Literal["wds", "parquet"]
     """Format of the token shards."""
     tokenizer: TokenizerInfo
-    """Which tokenizer."""
+    """The tokenizer."""
     image: IdLayout | None
-    """The ids of images; None where they were not tokenized."""
+    """Layout of image ids; None if images were not tokenized."""
     text: IdLayout | None
-    """The ids of texts; None where they were not tokenized."""
+    """Layout of text ids; None if texts were not tokenized."""
     batch_size: int = Field(ge=1)
-    """Samples at once: the shape of a batch may change the last bits of what the quantizer rounds."""
-    precision: Precision | Literal["exact"]
-    """Floating-point type that the tokenizer computed in; ``exact`` in shards of a former version."""
+    """Samples at once; the shape of a batch may change the last bits of the features before quantization."""
+    precision: Precision
+    """Floating-point type that the tokenizer computed in."""
     device: str
-    """Kind of device that it computed on."""
+    """Type of the device."""
     threads: int = Field(ge=1)
-    """Threads of a process on the CPU, which change the order of sums."""
+    """CPU threads of a process, which change the order of sums."""
     max_pixels: int = Field(ge=1)
     """Larger images are bad samples."""
     made_with: dict[str, str]
-    """Versions of what decodes and computes."""
+    """Versions of the libraries that decode and compute."""
     data: dict[str, Any]
-    """What was tokenized: the source's fingerprint."""
+    """Fingerprint of the tokenized source."""
     shards: tuple[SourceShard, ...]
-    """The shards of it, in order; each became one token shard."""
+    """Its shards in order; each became one token shard."""
 
 
 class ShardInfo(Config):
     """A finished token shard."""
 
     name: str = Field(pattern=_SHARD_NAME)
-    """File name: a number and the format's ending, so that it leads nowhere else."""
+    """File name: a number and the format's ending, so that it cannot leave the folder."""
     size: _Count
     """Bytes."""
     sha256: str
-    """Hash of all of it."""
+    """SHA-256 of the file."""
     samples: _Count
     """Samples in it."""
     bad: dict[str, _Count]
-    """Kind of what was wrong → samples that were left out."""
+    """Kind of problem → number of skipped samples."""
 
 
 class Manifest(Config):
     """A whole folder of token shards."""
 
     settings: Settings
-    """What they follow from."""
+    """Settings of all shards."""
     samples: _Count
     """Samples in all shards."""
     bad: dict[str, _Count]
-    """Kind of what was wrong → samples that were left out; `bad_samples.jsonl` names them."""
+    """Kind of problem → number of skipped samples; `bad_samples.jsonl` names them."""
     shards: tuple[ShardInfo, ...]
     """The shards, in order."""
 
@@ -142,28 +141,28 @@ class Manifest(Config):
 
 
 def json_file_bytes(facts: Config, **more: Any) -> bytes:
-    """A JSON file that holds its own hash."""
+    """Return a JSON file with format version and checksum."""
     return add_checksum({**_VERSIONS, **facts.model_dump(mode="json"), **more})
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """What `json_file_bytes` was given.
+    """Read a file of `json_file_bytes`, and verify version and checksum.
 
     Raises:
         DataError: the file is damaged, not ours, or of another version.
         OSError: it cannot be read.
     """
     try:
-        return read_versioned(path, _VERSIONS, "tokenize anew, or use the vqclip that wrote it")
+        return read_versioned(path, _VERSIONS, "tokenize again, or use the vqclip that wrote it")
     except CheckpointError as error:
         raise DataError(str(error)) from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished folder.
+    """Read the manifest of a finished folder.
 
     Raises:
-        DataError: there is none, or it is damaged or of another version; says what to do.
+        DataError: it is missing, damaged or of another version; the message says what to do.
     """
     path = folder / MANIFEST_FILE
     try:

@@ -22,19 +22,19 @@ from vqclip.errors import DataError, printable
 __all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
 
 _ROWS = 256
-"""Of a group, which is read as a whole."""
+"""Largest number of rows of a group; a group is read as a whole."""
 _GROUP_BYTES = 128 << 20
-"""Of a group, unpacked."""
+"""Largest size of a decompressed group."""
 _KEPT_BYTES = 16 << 20
-"""Of the groups that an open file keeps; the last one stays in any case."""
+"""Largest size of the groups that an open file caches; the last one always stays."""
 _MAX_CAPTIONS = 1 << 16
-"""Of a sample, on average over a group."""
+"""Largest mean number of captions of a sample in a group."""
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
-"""What we write, RLE for lengths alone: others unpack to many times their size."""
+"""Allowed encodings, RLE for lengths only: others can decompress to many times their size."""
 
 
 def require_pyarrow() -> Any:
-    """The modules ``(pyarrow, pyarrow.parquet)``.
+    """Return the modules ``(pyarrow, pyarrow.parquet)``.
 
     Raises:
         DataError: pyarrow is not installed.
@@ -66,14 +66,15 @@ def write_parquet(
         lengths = [[len(ids) for ids in row.texts or ()] for row in rows]
         columns["text_lengths"] = arrow.array(lengths, arrow.list_(arrow.int32()))
     table = arrow.table(columns)
-    # Fewer rows where samples are large, so that a group can be read again. A byte of an id takes 4 in plain encoding.
+    # Fewer rows for large samples, so that every group is within the reader's limits. Plain encoding takes 4 bytes for
+    # a one-byte id.
     largest = max((4 * _bytes(row) for row in rows), default=1)
     size = max(1, min(_ROWS, _GROUP_BYTES // largest))
     parquet.write_table(table, file, row_group_size=size, compression="zstd", use_dictionary=False)
 
 
 def _bytes(row: TokenRecord) -> int:
-    """About what a sample takes in memory."""
+    """Estimate the size of a sample in memory."""
     ids = (*(row.texts or ()), *(() if row.image is None else (row.image,)))
     return (
         len(row.key.encode()) + sum(each.nbytes for each in ids) + sum(len(each.encode()) + 8 for each in row.captions)
@@ -88,12 +89,12 @@ def _lists(arrays: list[Any], kind: np.dtype) -> Any:
 
 
 class ParquetShard:
-    """Reads the samples of a Parquet file in any order, a group of rows at a time; the last groups are kept.
+    """Reads the samples of a Parquet file in any order, one group of rows at a time; the last groups are cached.
 
     Args:
         path: the file.
-        image: what the ids of images look like; None where there are none.
-        text: the same for texts.
+        image: layout of image ids; None without them.
+        text: layout of text ids; None without them.
 
     Raises:
         DataError: it cannot be opened, is damaged, or lacks a column.
@@ -102,7 +103,7 @@ class ParquetShard:
     def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
         self._path, self._image, self._text = path, image, text
         _, parquet = require_pyarrow()
-        with _named(f"{path}: cannot be read as Parquet"):
+        with _name_errors(f"{path}: cannot be read as Parquet"):
             self._file = parquet.ParquetFile(path, memory_map=False)
             _require_columns(self._file.schema_arrow, _schema(image, text), path)
             meta = self._file.metadata
@@ -117,7 +118,7 @@ class ParquetShard:
         return int(self._ends[-1])
 
     def read(self, row: int) -> TokenRecord:
-        """The sample at a place of the shard.
+        """Read one sample.
 
         Raises:
             DataError: it is damaged; the message names it.
@@ -148,14 +149,14 @@ class ParquetShard:
     def _group(self, number: int) -> dict[str, Any]:
         columns = self._groups.pop(number, None)
         if columns is None:
-            with _named(f"{self._path}: damaged"):
+            with _name_errors(f"{self._path}: damaged"):
                 table = self._file.read_row_group(number, use_threads=False)
                 columns = {name: _plain(table.column(name).combine_chunks()) for name in table.column_names}
             rows = int(self._ends[number + 1] - self._ends[number])
             for name, column in columns.items():
                 if len(column) != rows:
                     raise DataError(f"{self._path}: {name}: {len(column)} rows; its footer says {rows}")
-        self._groups[number] = columns  # the last one used
+        self._groups[number] = columns  # the most recently used is last
         while len(self._groups) > 1 and sum(self._bytes[each] for each in self._groups) > _KEPT_BYTES:
             self._groups.popitem(last=False)
         return columns
@@ -166,19 +167,19 @@ class ParquetShard:
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Errors within as a `DataError` that begins with ``what``: a damaged file makes pyarrow raise nearly anything."""
+def _name_errors(prefix: str) -> Iterator[None]:
+    """Raise errors of the block as `DataError` with a prefix: pyarrow raises nearly anything for damaged files."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         reason = str(error).splitlines() or [""]
-        raise DataError(f"{what} ({type(error).__name__}: {reason[0]})", "damaged shard") from None
+        raise DataError(f"{prefix} ({type(error).__name__}: {reason[0]})", "damaged shard") from None
 
 
 def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
-    """Column → its type, as `write_parquet` makes them."""
+    """Return the types of the columns that `write_parquet` writes."""
     arrow, _ = require_pyarrow()
     columns = {
         "key": arrow.string(),
@@ -195,7 +196,7 @@ def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
 
 
 def _require_columns(schema: Any, wanted: dict[str, Any], path: Path) -> None:
-    """Raises DataError for other columns than those wanted, or of other types."""
+    """Raise DataError for missing or unknown columns, or columns of other types."""
     if len(set(schema.names)) < len(schema.names):
         raise DataError(f"{path}: has two columns of one name: not a token shard of this folder")
     types = {name: schema.field(name).type for name in schema.names}
@@ -207,7 +208,7 @@ def _require_columns(schema: Any, wanted: dict[str, Any], path: Path) -> None:
 
 
 def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, path: Path) -> None:
-    """Raises DataError where a group would unpack to more than its samples can have; nothing of it is read."""
+    """Raise DataError before a group is read that would decompress to more than its samples can have."""
     columns = {each.path_in_schema.split(".")[0]: each for each in map(group.column, range(group.num_columns))}
     rows = group.num_rows
     most = {"captions": rows * _MAX_CAPTIONS, "text_lengths": rows * _MAX_CAPTIONS}
@@ -226,7 +227,7 @@ def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, pa
 
 
 def _plain(column: Any) -> Any:
-    """A column as a list; those of ids as arrays."""
+    """Convert a column to a list; columns of ids to lists of arrays."""
     arrow, _ = require_pyarrow()
     if not arrow.types.is_list(column.type) or not arrow.types.is_integer(column.type.value_type):
         return column.to_pylist()

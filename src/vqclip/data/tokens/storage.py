@@ -1,4 +1,4 @@
-"""The two formats of token shards behind one door."""
+"""Read and write token shards in either format."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class TokenShard(Protocol):
     """An open token shard."""
 
     def __len__(self) -> int:
-        """Samples in it."""
+        """Return the number of samples."""
         ...
 
     def read(self, row: int) -> TokenRecord:
-        """The sample at a place; raises DataError for a damaged one."""
+        """Read one sample; raises DataError if it is damaged."""
         ...
 
     def close(self) -> None:
-        """Close its file."""
+        """Close the file."""
         ...
 
 
 def write_shard(file: BinaryIO, records: Iterable[TokenRecord], settings: Settings) -> None:
-    """Write a shard in the format that the settings name.
+    """Write a shard in the format of the settings.
 
     Raises:
-        DataError: a key that would lead out of a folder it is unpacked into.
+        DataError: a key that would leave the folder that it is unpacked into.
     """
-    records = _safely_named(records)
+    records = _check_keys(records)
     if settings.storage == "wds":
         write_tar(file, records)
     else:
         write_parquet(file, records, settings.image, settings.text)
 
 
-def _safely_named(records: Iterable[TokenRecord]) -> Iterator[TokenRecord]:
+def _check_keys(records: Iterable[TokenRecord]) -> Iterator[TokenRecord]:
     for record in records:
         require_key(record.key, printable(f"sample {record.key}", one_line=True))
         yield record
@@ -54,7 +54,7 @@ def open_shard(path: Path, settings: Settings) -> TokenShard:
     """Open a shard of a folder with these settings.
 
     Raises:
-        DataError: it is damaged, or not what they say.
+        DataError: it is damaged, or does not match the settings.
     """
     kind = TarShard if settings.storage == "wds" else ParquetShard
     return kind(path, settings.image, settings.text)

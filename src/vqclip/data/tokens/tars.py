@@ -1,8 +1,9 @@
 """Token shards as WebDataset tars: ``KEY.image.npy``, ``KEY.text.npy``, ``KEY.txt`` and ``KEY.json`` for each sample.
 
-The arrays hold no pickle, so that webdataset's ``.decode()`` reads them with its defaults. The ids of all captions of a
-sample follow each other in ``text.npy``; ``text_lengths`` in the JSON says how many tokens each has. ``.txt`` is the
-first caption, ``captions`` in the JSON are all. Headers hold no time, user or machine: equal samples make equal bytes.
+The arrays contain no pickle, so webdataset's ``.decode()`` reads them with its defaults. ``text.npy`` is the
+concatenation of the ids of all captions of a sample; ``text_lengths`` in the JSON gives the number of tokens of each.
+``.txt`` is the first caption, ``captions`` in the JSON are all. Headers contain no time, user or machine, so equal
+samples make equal bytes (webdataset's writer stores users, and changes them between versions).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = ["TarShard", "write_tar"]
 _MEMBERS = ("image.npy", "text.npy", "txt", "json")
 _NAME = re.compile(r"^((?:.*/)?[^./]+)\.(" + "|".join(map(re.escape, _MEMBERS)) + ")$", re.DOTALL)
 _MAX_BYTES = 64 << 20
-"""Of a sample."""
+"""Largest size of a sample."""
 _MAX_JSON = 4 << 20
-"""Of that, JSON: what docs/security.md promises of every shard."""
+"""Largest size of its JSON; docs/security.md promises this limit."""
 
 
 def write_tar(file: BinaryIO, records: Iterable[TokenRecord]) -> None:
@@ -38,7 +39,7 @@ def write_tar(file: BinaryIO, records: Iterable[TokenRecord]) -> None:
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for record in records:
             for name, data in _members(record):
-                info = tarfile.TarInfo(f"{record.key}.{name}")  # time, user and group 0, no names
+                info = tarfile.TarInfo(f"{record.key}.{name}")  # time, user and group are 0, names are empty
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
@@ -54,7 +55,7 @@ def _members(record: TokenRecord) -> Iterable[tuple[str, bytes]]:
         facts["text_lengths"] = [len(ids) for ids in record.texts]
     yield "txt", record.captions[0].encode()
     text = json.dumps(facts, sort_keys=True).encode()
-    if len(text) > _MAX_JSON:  # would not be read again
+    if len(text) > _MAX_JSON:  # the reader would refuse it
         raise DataError(
             printable(
                 f"sample {record.key}: captions of {len(text)} bytes as JSON; expected at most {_MAX_JSON}: take "
@@ -75,16 +76,16 @@ class TarShard:
 
     Args:
         path: the tar.
-        image: what the ids of images look like; None where there are none.
-        text: the same for texts.
+        image: layout of image ids; None without them.
+        text: layout of text ids; None without them.
 
     Raises:
-        DataError: it cannot be opened, is damaged, or holds other members than those of token shards.
+        DataError: it cannot be opened, is damaged, or contains other members than those of token shards.
     """
 
     def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
         self._path, self._image, self._text = path, image, text
-        self._file = -1  # first: `close` looks for it whatever happens here
+        self._file = -1  # first, since `close` needs it even after an error here
         try:
             with open_regular(path) as file:
                 self._file = os.dup(file.fileno())
@@ -96,7 +97,7 @@ class TarShard:
         return len(self._places)
 
     def read(self, row: int) -> TokenRecord:
-        """The sample at a place of the shard.
+        """Read one sample.
 
         Raises:
             DataError: it is damaged; the message names it.
@@ -135,7 +136,7 @@ class TarShard:
         return tuple(name for name in _MEMBERS if here.get(name, True))
 
     def _index(self) -> np.ndarray:
-        """``(samples, members, 2)`` int64: offset and size of each member."""
+        """Return ``(samples, members, 2)`` int64: offset and size of each member."""
         expected, places, key = self._expected, [], ""
         for number, member in enumerate(walk(self._path, self._file, os.fstat(self._file).st_size)):
             match = _NAME.match(member.name)
