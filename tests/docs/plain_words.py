@@ -64,6 +64,8 @@ HOUSEHOLD = {
 NOUNS = {"Kept", "Facts", "Share", "_Share", "Attempt", "ReadingHalf", "Doubting", "Found", "Done", "Place", "Side"}
 
 DEFENDED: dict[tuple[str, str], str] = {
+    ("src/vqclip/scenes/captions.py", "a picture of"): "part of the drawn data",
+    ("src/vqclip/scenes/splits.py", "a picture of one"): "part of the drawn data",
     (
         "src/vqclip/train/config.py",
         "(dropout is drawn by micro-batch)",
