@@ -101,5 +101,5 @@ def test_no_command_guesses_among_splits(tmp_path):
     with pytest.raises(DataError, match="none: no such folder"):
         choose_split(str(tmp_path / "none"), None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: there is no \*.tar in it"):
+    with pytest.raises(DataError, match=r"empty: found no \*.tar in it"):
         choose_split(str(tmp_path / "empty"), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -18,10 +17,6 @@ class Main(Protocol):
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run the command with ``arguments`` (None: those of the process) and return its exit status."""
         ...
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with default values, and with the description and examples as they are written."""
 
 
 def command(

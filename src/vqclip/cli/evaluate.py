@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from vqclip import checkpoint, dist
 from vqclip.cli import arguments as types
-from vqclip.cli.command import HelpFormatter, command
+from vqclip.cli.command import command
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.evaluation import (
     CaptionedData,
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vqclip evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     tasks = parser.add_subparsers(dest="task", required=True)
-    zero_shot = tasks.add_parser("zero-shot", help="classify labelled images by prompts", formatter_class=HelpFormatter)
+    zero_shot = tasks.add_parser("zero-shot", help="classify labelled images by prompts")
     _add_common(zero_shot)
     add = zero_shot.add_argument
     add("--data", type=types.path, help="folder of the data; not for --kind scenes")
@@ -107,18 +107,21 @@ def _parser() -> argparse.ArgumentParser:
         "--split", help="subfolder of --data (default for classes: test; for folder: none); for scenes: test or heldout"
     )
     add("--template", type=types.text, action="append", help="prompt with {c} for the class; repeat for several")
-    retrieval = tasks.add_parser(
-        "retrieval", help="find the captions of images, and images by captions", formatter_class=HelpFormatter
-    )
+    retrieval = tasks.add_parser("retrieval", help="find the captions of images, and images by captions")
     _add_common(retrieval)
     add = retrieval.add_argument
     add("--data", type=types.text, nargs="+", help="folder of tars, tar or pattern; not for --kind scenes")
-    add("--kind", choices=("shards", "scenes"), default="shards", help="caption shards, or the drawn data set")
+    add(
+        "--kind",
+        choices=("shards", "scenes"),
+        default="shards",
+        help="caption shards, or the drawn data set (%(default)s)",
+    )
     add(
         "--captions",
         choices=("txt", "txt_lines", "json"),
         default="txt",
-        help="txt: the .txt is the caption; txt_lines: each line of it is a caption; json: see --json-key",
+        help="txt: the .txt is the caption; txt_lines: each line is a caption; json: see --json-key (%(default)s)",
     )
     add(
         "--json-key",
@@ -132,17 +135,27 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=types.text, help=_MODEL_HELP)
-    add("--batch-size", type=types.batch_size, default=256, help="images or texts at once; changes no figure")
-    add("--workers", type=types.workers, default=0, help="worker processes that decode images")
+    add(
+        "--batch-size",
+        type=types.batch_size,
+        default=256,
+        help="images or texts at once; changes no figure (%(default)s)",
+    )
+    add("--workers", type=types.workers, default=0, help="worker processes that decode images (%(default)s)")
     add("--limit", type=types.count, help="use at most this number of images, evenly spread over the set")
-    add("--bad-fraction", type=types.share, default=0.01, help="largest share of unusable images; they are left out")
+    add(
+        "--bad-fraction",
+        type=types.share,
+        default=0.01,
+        help="largest share of unusable images; they are left out (%(default)s)",
+    )
     add(
         "--device",
         type=types.text,
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda, cuda:1, ...",
+        help="cpu, cuda, cuda:1, ... (%(default)s)",
     )
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type (%(default)s)")
     add("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
     add("--depths", action="store_true", help="with 1, 2, ... stages of residual quantizers: accuracy by bits")
     add("--json", type=types.path, help="write the results to this file")

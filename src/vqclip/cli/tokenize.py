@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.cli import arguments as types
-from vqclip.cli.command import HelpFormatter, command
+from vqclip.cli.command import command
 from vqclip.data import CaptionShardsData, ClassShardsData, mask_credentials
 from vqclip.data.sources.class_folder import SPLIT_HELP, choose_split
 from vqclip.errors import ConfigError
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vqclip tokenize",
         description="Turn image-text shards into token shards with captions and sample ids, one for each input shard.",
         epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -68,25 +68,25 @@ def _parser() -> argparse.ArgumentParser:
         help="tars, folders of tars, patterns or URLs; the folder of the data set for --kind classes",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
-    add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize")
+    add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
     add(
         "--format",
         choices=("wds", "parquet"),
         default="wds",
-        help="format of the token shards: WebDataset tars or Parquet",
+        help="format of the token shards: WebDataset tars or Parquet (%(default)s)",
     )
     add(
         "--kind",
         choices=("shards", "classes"),
         default="shards",
-        help="shards: captioned images; classes: clip_benchmark's class folders",
+        help="shards: captioned images; classes: clip_benchmark's class folders (%(default)s)",
     )
     add("--split", help=f"for --kind classes: {SPLIT_HELP}")
     add(
         "--captions",
         choices=("txt", "txt_lines", "json"),
         default="txt",
-        help="where the captions are, for --kind shards",
+        help="where the captions are, for --kind shards (%(default)s)",
     )
     add(
         "--json-key",
@@ -94,39 +94,39 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["caption"],
         metavar="KEY",
-        help="keys of the .json that hold captions",
+        help="keys of the .json that contain captions (caption)",
     )
     add(
         "--batch-size",
         type=types.batch_size,
         default=64,
-        help="samples in a batch; the last batch of a shard is padded",
+        help="samples in a batch; the last batch of a shard is padded (%(default)s)",
     )
     add(
         "--workers",
         type=types.workers,
         default=0,
-        help="worker processes that decode images, for each process of the job",
+        help="worker processes that decode images, for each process of the job (%(default)s)",
     )
     add(
         "--precision",
         choices=get_args(Precision),
         default="fp32",
         help="fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times "
-        "slower, but batch size, threads and machine then change ids about half a billion times less often",
+        "slower, but batch size, threads and machine change ids about half a billion times less often (%(default)s)",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one (%(default)s)")
     add(
         "--threads",
         type=types.threads,
         default=1,
-        help="threads of each process on the CPU; more processes are faster than more threads",
+        help="threads of each process on the CPU; more processes are faster than more threads (%(default)s)",
     )
     add(
         "--tolerance",
         type=types.share,
         default=0.01,
-        help="largest share of samples that may be unusable; they are left out",
+        help="largest share of samples that may be unusable; they are left out (%(default)s)",
     )
     return parser
 
