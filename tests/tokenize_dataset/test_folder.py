@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tests.data.test_tokens import records, settings
+from tests.data.tokens.test_dataset import records, settings
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import remove_leftovers, write_file
 from vqclip.tokenize_dataset.folder import TokenFolder
