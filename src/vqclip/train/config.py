@@ -102,7 +102,7 @@ class TrainConfig(Config):
     train: ScheduleConfig = ScheduleConfig()
     """Length, checkpoints and precision of the training."""
     guards: GuardConfig = GuardConfig()
-    """Checks of every step, and reactions to them."""
+    """Settings of the checks of every step."""
     evaluation: Evaluations = ()
     """Evaluations at the end, and every `train.evaluate_every` steps."""
 
