@@ -25,7 +25,7 @@ def test_every_caption_reads_back_as_claims_that_are_true(detail: float) -> None
         scene = sample_scene(draws, TRAINED[index % len(TRAINED)], TRAINED)
         caption, meaning = describe(scene, draws, detail)
         claims = parse(caption)
-        assert untrue(claims, scene.to_dict()) == [], (caption, scene)
+        assert untrue(claims, dataclasses.asdict(scene)) == [], (caption, scene)
         assert claims.background == meaning.background
         assert [t[:2] for t in claims.things] == [(p.count, p.size) for p in meaning.phrases], caption
         for kind in ("relation", "line", "horizontal", "vertical", "background"):
@@ -36,7 +36,7 @@ def test_every_caption_reads_back_as_claims_that_are_true(detail: float) -> None
 
 
 def test_the_verifier_of_these_tests_sees_untrue_captions() -> None:
-    scene = Scene((thing("red", "star", 0.2, 0.5), thing("blue", "ring", 0.8, 0.5)), "grey").to_dict()
+    scene = dataclasses.asdict(Scene((thing("red", "star", 0.2, 0.5), thing("blue", "ring", 0.8, 0.5)), "grey"))
     assert untrue(parse("a small red star to the left of a blue ring on a grey background"), scene) == []
     for caption in (
         "a red star to the right of a blue ring",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -64,7 +65,8 @@ def test_objects_lie_inside_and_apart() -> None:
             assert np.hypot(a.x - b.x, a.y - b.y) > a.radius + b.radius
             assert a.combination != b.combination or a.size == b.size
         assert scene.background in backgrounds_for(frozenset(t.colour for t in scene.objects))
-        assert Scene.from_dict(scene.to_dict()) == scene
+        stored = dataclasses.asdict(scene)  # as in the .json of a sample
+        assert Scene(tuple(SceneObject(**each) for each in stored["objects"]), stored["background"]) == scene
 
 
 @pytest.mark.parametrize("size", [64, 97])

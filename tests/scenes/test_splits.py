@@ -55,7 +55,9 @@ def test_val_captions_are_true_of_their_own_picture_alone() -> None:
     samples = list(val_samples(0, 300, 32))
     for i, sample in enumerate(samples):
         claims = parse(sample.caption or "")
-        fits = [j for j, other in enumerate(samples) if not untrue_or_wrong_shape(claims, other.scene.to_dict())]
+        fits = [
+            j for j, other in enumerate(samples) if not untrue_or_wrong_shape(claims, dataclasses.asdict(other.scene))
+        ]
         assert fits == [i], sample.caption
     assert len({s.caption for s in samples}) == len(samples)
 

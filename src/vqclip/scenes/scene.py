@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from vqclip.scenes.draws import Draws
 from vqclip.scenes.palette import backgrounds_for
@@ -52,15 +51,6 @@ class Scene:
 
     objects: tuple[SceneObject, ...]
     background: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and dicts, for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Scene:
-        """Rebuild a scene from `to_dict`."""
-        return cls(tuple(SceneObject(**thing) for thing in data["objects"]), data["background"])
 
 
 def sample_scene(

@@ -6,6 +6,7 @@ changes them between versions.)
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -33,7 +34,7 @@ def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) ->
                 _add(tar, f"{key}.txt", sample.caption.encode())
                 size = {name: len(sample.pixels) for name in ("width", "height", "original_width", "original_height")}
                 head = {"key": key, "caption": sample.caption, "status": "success", **size}
-                _add(tar, f"{key}.json", _json(head | {"scene": sample.scene.to_dict()}))
+                _add(tar, f"{key}.json", _json(head | {"scene": dataclasses.asdict(sample.scene)}))
         stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
         (folder / f"{shard:05d}_stats.json").write_bytes(_json(stats | {"status_dict": {"success": len(part)}}))
 
@@ -53,7 +54,7 @@ def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[st
                 _add(tar, f"{key}.jpg", jpeg(sample))
                 _add(tar, f"{key}.cls", str(sample.label).encode())
                 head = {"key": key, "class": class_names[sample.label]}
-                _add(tar, f"{key}.json", _json(head | {"scene": sample.scene.to_dict()}))
+                _add(tar, f"{key}.json", _json(head | {"scene": dataclasses.asdict(sample.scene)}))
         shards += 1
     (folder / "test" / "nshards.txt").write_bytes(f"{shards}\n".encode())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, local_path, protocol_of
 from vqclip.data.shard import Shard
@@ -37,22 +37,6 @@ _MAX_COUNT = 100_000
 """Limits of the third file, which decides how many shards are listed in memory."""
 
 
-class ClassFolder(Protocol):
-    """A folder in clip_benchmark's layout."""
-
-    def name(self, file: str) -> str:
-        """Return the path of a file or folder in it, for messages."""
-        ...
-
-    def read(self, file: str, expected: str) -> str:
-        """Read a text file; raises DataError if it is missing or not UTF-8."""
-        ...
-
-    def shards(self, split: str) -> Sequence[Shard]:
-        """Return the tars of a split; raises DataError if it has none."""
-        ...
-
-
 def open_folder(path: str, remote: RemoteConfig) -> ClassFolder:
     """Open the folder at a path or URL.
 
@@ -66,17 +50,17 @@ def open_folder(path: str, remote: RemoteConfig) -> ClassFolder:
 
 
 class LocalFolder:
-    """A folder on this machine."""
+    """A folder in clip_benchmark's layout on this machine."""
 
     def __init__(self, folder: Path):
         self._folder = folder.expanduser().absolute()
 
     def name(self, file: str) -> str:
-        """See `ClassFolder`."""
+        """Return the path of a file or folder in it, for messages."""
         return str(self._folder / file)
 
     def read(self, file: str, expected: str) -> str:
-        """See `ClassFolder`."""
+        """Read a text file; raises DataError if it is missing or not UTF-8."""
         try:
             data = read_bounded(self._folder / file, _MAX_BYTES)
         except OSError as error:
@@ -89,7 +73,7 @@ class LocalFolder:
             raise DataError(f"{self.name(file)}: not UTF-8: {error.reason} at byte {error.start}") from None
 
     def shards(self, split: str) -> Sequence[Shard]:
-        """See `ClassFolder`."""
+        """Return the tars of a split; raises DataError if it has none."""
         folder = self._folder
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and {split}/*.tar")
@@ -99,21 +83,25 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder at a URL."""
+    """A folder in clip_benchmark's layout at a URL."""
 
     def __init__(self, url: str, remote: RemoteConfig):
         self._url, self._remote = url, remote
 
     def name(self, file: str) -> str:
-        """See `ClassFolder`."""
+        """Return the path of a file or folder in it, for messages."""
         return display_url(self._at(file))
 
     def read(self, file: str, expected: str) -> str:
-        """See `ClassFolder`."""
+        """Read a text file; raises DataError if it is missing or not UTF-8."""
         return fetch_text(self._at(file), self._remote, _MAX_BYTES)
 
     def shards(self, split: str) -> Sequence[Shard]:
-        """See `ClassFolder`. If the protocol cannot list folders, the shards are ``0.tar``, ``1.tar``, ..."""
+        """Return the tars of a split: ``0.tar``, ``1.tar``, ... if the protocol cannot list folders.
+
+        Raises:
+            DataError: there are none.
+        """
         if protocol_of(self._url) not in ("http", "https"):
             return find_shards([self._at(split)], self._remote)
         file = f"{split}/{_COUNT}".lstrip("/")
@@ -129,6 +117,10 @@ class RemoteFolder:
 
     def _at(self, file: str) -> str:
         return beneath(self._url, file)
+
+
+ClassFolder: TypeAlias = LocalFolder | RemoteFolder
+"""A folder in clip_benchmark's layout."""
 
 
 def choose_split(path: str, split: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, TypeAlias
 
 from vqclip.data.tokens.layout import TokenRecord, require_key
 from vqclip.data.tokens.manifest import SUFFIXES, Settings
@@ -15,20 +15,8 @@ from vqclip.errors import printable
 __all__ = ["SUFFIXES", "TokenShard", "open_shard", "write_shard"]
 
 
-class TokenShard(Protocol):
-    """An open token shard."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def read(self, row: int) -> TokenRecord:
-        """Read one sample; raises DataError if it is damaged."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
+TokenShard: TypeAlias = TarShard | ParquetShard
+"""An open token shard."""
 
 
 def write_shard(file: BinaryIO, records: Iterable[TokenRecord], settings: Settings) -> None:
