@@ -65,17 +65,17 @@ FAMILIES: dict[str, QuantizerConfig] = {
 }
 
 SPLITS = {
-    "2 equal, 4 micro-batches": ((8, 8), 4),
+    "2 equal, 2 microbatches": ((8, 8), 2),
     "2 unequal": ((12, 4), 1),
-    "2, one of them empty, 4 micro-batches": ((16, 0), 4),
+    "2, one of them empty, 2 microbatches": ((16, 0), 2),
     "4 equal": ((4, 4, 4, 4), 1),
-    "4 unequal, 4 micro-batches": ((7, 1, 5, 3), 4),
+    "4 unequal, 2 microbatches": ((7, 1, 5, 3), 2),
 }
 NESTINGS = list(FAMILIES)[list(FAMILIES).index("residual of bsq") :]
 """Nestings of the families above: by default on the last split alone."""
 COVERED = ("residual of bsq", "product of fsq", "product of bsq")
 """Not run by default: without a codebook, and "residual of product of lfq" nests in both ways."""
-EASY = ("2 equal, 4 micro-batches", "2 unequal", "4 equal")
+EASY = ("2 equal, 2 microbatches", "2 unequal", "4 equal")
 """Splits that are not run by default: the other two ask for more."""
 
 CASES = [
