@@ -58,7 +58,7 @@ def test_bad_samples_stop_or_are_left_out(tmp_path: Path, caplog: pytest.LogCapt
         batches = list(EvalSet(source, TRANSFORM, batch_size=2, max_bad_fraction=0.2))
     assert [len(batch) for batch in batches] == [2, 1, 2]
     assert [bad.sample_id for batch in batches for bad in batch.bad] == [2]
-    assert "sample 2 left out" in caplog.text
+    assert "sample 2 skipped" in caplog.text
 
 
 def test_all_samples_count_not_those_of_a_rank(tmp_path: Path) -> None:
