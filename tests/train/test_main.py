@@ -273,7 +273,7 @@ def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
 
 def too_many_bad_ones(tree):
     os.environ["VQCLIP_CACHE"] = tree.pop("cache")
-    with mock.patch.object(loader, "_FEW", 60), pytest.raises(DataError) as error:
+    with mock.patch.object(loader, "_MIN_SEEN", 60), pytest.raises(DataError) as error:
         train(TrainConfig.model_validate(tree))
     return str(error.value)
 
@@ -290,7 +290,7 @@ def too_many_bad_ones_on_this_rank(tree):
 
     call = TrainStep.__call__
     with (
-        mock.patch.object(loader, "_FEW", 10),
+        mock.patch.object(loader, "_MIN_SEEN", 10),
         mock.patch.object(SampleMaker, "_make", bad_here),
         mock.patch.object(TrainStep, "__call__", lambda *args: (steps.append(args[2]), call(*args))[1]),
         pytest.raises(DataError) as error,
