@@ -111,7 +111,14 @@ def on_a_rank(case_name, image, text, sizes):
     return value_and_gradients(case.config.build(), *mine, leaves(case))
 
 
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in ((6, 6), (12, 9), (4, 4, 4), (7, 4, 9)) else ())
+        for each in SPLITS
+    ],
+    ids=str,
+)
 def test_loss_and_gradients_on_any_ranks_equal_one_process(ranks, sizes):
     image, text = features(sum(sizes))
     found = ranks(len(sizes), for_each, on_a_rank, [(name, image, text, sizes) for name in LOSSES])

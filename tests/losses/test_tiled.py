@@ -91,7 +91,13 @@ def dist_group(members):
 
 @pytest.mark.parametrize(
     ("sizes", "world_size", "members"),
-    [([12, 9], 2, None), ([7, 4, 9], 3, None), ([5, 0, 6, 2], 4, None), ([8, 3], 3, [0, 2]), ([4, 0, 5], 4, [1, 2, 3])],
+    [
+        ([12, 9], 2, None),
+        pytest.param([7, 4, 9], 3, None, marks=pytest.mark.slow),
+        ([5, 0, 6, 2], 4, None),
+        pytest.param([8, 3], 3, [0, 2], marks=pytest.mark.slow),
+        ([4, 0, 5], 4, [1, 2, 3]),
+    ],
 )
 def test_many_tiles_on_many_ranks(ranks, sizes, world_size, members):
     cases = [(kind, impl, sizes, 500, members) for kind in KINDS for impl in IMPLEMENTATIONS]
@@ -354,7 +360,7 @@ def dies_in_the_middle(impl, where):
     [
         ("tiled", "reduce_scatter", "reduce_"),
         ("ring", "ring_shift", "ring_shift"),
-        ("gather", "all_gather", "all_gather"),
+        pytest.param("gather", "all_gather", "all_gather", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named):

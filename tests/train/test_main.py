@@ -538,7 +538,10 @@ def compiled(tree, cache, backend):
         torch.compile = compile_
 
 
-@pytest.mark.parametrize(("quantizer", "world_size"), [(FSQ, 1), (LFQ, 2)], ids=["fsq-1", "lfq-2"])
+@pytest.mark.parametrize(
+    ("quantizer", "world_size"),
+    [pytest.param(FSQ, 1, marks=pytest.mark.slow, id="fsq-1"), pytest.param(LFQ, 2, id="lfq-2")],
+)
 def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size):
     """With a backend that traces all there is but generates no code, which is what takes its time."""
     compare_compiled(tmp_path, shards, ranks, quantizer, world_size, "aot_eager")
