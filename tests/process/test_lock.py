@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -94,6 +95,27 @@ def test_a_job_whose_lock_another_has_taken_says_so(tmp_path, holder):
         (tmp_path / "run").rename(tmp_path / "mine")
         with pytest.raises(ConfigError, match=f"in use by another job .process {holder.pid}"):
             lock.acquire()
+
+
+def test_another_thread_is_refused_and_takes_no_lock_away(tmp_path, holder):
+    folder, refused = tmp_path / "mine", []
+
+    def take_there():
+        try:
+            with RunLock(folder) as lock:
+                lock.acquire()
+        except ConfigError as error:
+            refused.append(str(error))
+
+    with RunLock(folder) as lock:
+        lock.acquire()
+        thread = threading.Thread(target=take_there)
+        thread.start()
+        thread.join(30)
+        lock.acquire()
+    assert "in use by another job (another run in this process)" in refused[0]
+    take_there()  # it is free again
+    assert len(refused) == 1
 
 
 def test_every_rank_is_refused(tmp_path, ranks, holder):

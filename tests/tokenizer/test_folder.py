@@ -92,6 +92,7 @@ def set_each(**values):
             "residual.depth: got -?\\d+; Input should be less than or equal to 65536",
         ),
         (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
+        (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
         (set_each(fewest_tokens=0), "fewest_tokens: got -?\\d+; Input should be greater than or equal to 1"),
         (set_each(num_tokens=None), "config.json: image.num_tokens: got None; Input should be a valid integer"),
         (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from unittest import mock
@@ -20,7 +21,7 @@ from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError
 from tests.test_world_size import ENTROPY_LFQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
-from vqclip import dist
+from vqclip import dist, quantizers
 from vqclip.data import Batch
 from vqclip.errors import ConfigError, ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
@@ -211,6 +212,21 @@ def test_what_does_not_repeat_itself_is_named(precision, how):
     ):
         step(batch_number(0, model), 0)
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
+
+
+class RestlessFSQ(quantizers.FSQ):
+    """Gives other vectors in the second pass."""
+
+    def forward(self, x, mask=None):
+        out = super().forward(x, mask)
+        return dataclasses.replace(out, vectors=out.vectors * (1.5 if torch.is_grad_enabled() else 1.0))
+
+
+def test_a_quantizer_that_does_not_repeat_itself_is_named():
+    model, step = model_and_step(FSQ, micro_batches=2)
+    model.image.quantizer.__class__ = RestlessFSQ
+    with pytest.raises(ReplayError, match=r"the first module with other outputs: model\.image\.quantizer[. ]"):
+        step(batch_number(0, model), 0)
 
 
 def restless_on_one_rank():

@@ -255,6 +255,13 @@ def test_codebooks_that_collapse_are_named_one_by_one():
     assert [each["name"] for each in health["codebooks"]] == [f"image/{number}" for number in range(16)]
 
 
+def test_a_warning_of_thousands_of_codebooks_can_be_resumed():
+    watched = Watched(ProductConfig(layer=FSQConfig(levels=(8, 8, 8)), codebooks=3000).build(), steps=1)
+    (message,) = [each for seed in range(3) for each in watched.step(torch.ones(1024, 9000) + 0 * seed)]
+    assert "18, 19, and 2980 more of 3000" in message
+    CollapseConfig(steps=1).build().load_state_dict(watched.watch.state_dict(), watched.watch.tensors())
+
+
 def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_as_before():
     watched = Watched(ResidualConfig(layer=LFQConfig(bits=3, entropy_temperature=1.0), depth=2).build(), steps=2)
     one, many = torch.full((64, 3), 0.9), tokens(64, watched.quantizer)

@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +209,7 @@ class TrainData:
         world_size: int | None = None,
         pin_memory: bool = False,
         judge: bool = True,
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         """Yield this rank's part of the global batches `start`, `start + 1`, ...
 
         Args:

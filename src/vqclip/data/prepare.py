@@ -15,6 +15,7 @@ from typing import Protocol
 from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Shard
+from vqclip.errors import DataError
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
 
@@ -67,7 +68,11 @@ def _index_for_a_while(left: list[Shard]) -> None:
     end = time.monotonic() + _ROUND_S
     while left:
         progress.heartbeat()
-        load_index(left.pop())
+        shard = left.pop()
+        try:
+            load_index(shard)
+        except OSError as error:
+            raise DataError(f"{shard}: cannot be indexed: {error}") from error
         if time.monotonic() >= end:
             break
 

@@ -109,13 +109,17 @@ def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
     failure = None
     try:
         yield
+    except DistributedError:  # a collective has failed, so another one would wait for nothing
+        raise
     except Exception as error:  # of any kind, because the other ranks wait for the result
         failure = error
     descriptions = gather_json(_describe(failure), group)
     failed = [each for each in range(len(descriptions)) if descriptions[each] is not None]
     if failed:
         first = min(failed, key=lambda each: (descriptions[each][0] != StopRequested.__name__, each))
-        raise failure if failure and first == rank(group) else _rebuild(descriptions[first], first)
+        if failure and first == rank(group):
+            raise failure
+        raise _rebuild(descriptions[first], first) from failure
 
 
 def _describe(failure: Exception | None) -> list[str] | None:

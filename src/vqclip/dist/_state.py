@@ -61,7 +61,7 @@ def is_main(group: Group = None) -> bool:
     return rank(group) == 0
 
 
-def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
+def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
     """Join the job that torchrun's environment variables describe. Without them (one process), do nothing.
 
     CPU tensors use gloo, CUDA tensors NCCL. Does nothing if a process group exists already. On Linux this process
@@ -71,12 +71,15 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
         device: "cpu" or "cuda"; for "cuda" this process's GPU becomes the current one.
         timeout_s: Longest wait for another rank, here or in any collective, in seconds.
 
+    Returns:
+        True if it made the process group, which `shutdown` then ends.
+
     Raises:
         DistributedError: Some variables are missing, the machine has fewer GPUs than ranks, or not all ranks arrived
             within `timeout_s`.
     """
     if _has_process_group() or not any(name in os.environ for name in _TORCHRUN[:2]):
-        return
+        return False
     if missing := [name for name in _TORCHRUN if name not in os.environ]:
         raise DistributedError(
             f"the environment has some of torchrun's variables but not {', '.join(missing)}; "
@@ -99,6 +102,7 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> None:
         store.set_timeout(timeout)
         own = private_store(store, who, ranks, timeout_s)
         c10d.init_process_group(backend, timeout=timeout, store=own, rank=who, world_size=ranks)
+    return True
 
 
 def shutdown() -> None:

@@ -39,7 +39,7 @@ class OnnxTokenizer:
         folder = Path(folder)
         self.info = _read_info(folder)
         runtime = require("onnxruntime")
-        self.precision = str(self.info.get("precision"))
+        self.precision = str(self.info.get("precision", "fp32"))
         available = runtime.get_available_providers()
         if unknown := [name for name in providers if name not in available]:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")

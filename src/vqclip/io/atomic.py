@@ -42,7 +42,6 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Fil
     if path.exists() and not path.is_file():
         return _write_directly(path, content)
     path = path.resolve() if path.is_symlink() else path
-    _remove_leftovers(path.parent, f"{TEMPORARY}{path.name}-*")
     with _temporary_file(path, content) as temporary:
         digest = digest_file(temporary)
         os.replace(temporary, path)
@@ -82,12 +81,11 @@ def write_file_once(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of killed processes from a folder; those still being written stay."""
-    _remove_leftovers(folder, f"{TEMPORARY}*")
+    """Remove the temporary files of killed processes from a folder; those still being written stay.
 
-
-def _remove_leftovers(folder: Path, pattern: str) -> None:
-    for temporary in folder.glob(pattern):
+    It lists the folder, so it is called once for a job and not for every file.
+    """
+    for temporary in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError), temporary.open("r+b") as file:  # removed meanwhile, or locks do not work
             if try_lock(file.fileno()):
                 temporary.unlink()

@@ -15,13 +15,14 @@ def describe_differences(before: Mapping[str, Any], after: Mapping[str, Any], pl
         place: where ``before`` comes from, in words, such as "in the checkpoint".
 
     Returns:
-        Key path → line, sorted; empty if the trees are equal.
+        Key path → line, sorted; empty if the trees are equal. A value of None equals an absent one: a setting that is
+        off need not be in a tree from before it existed.
     """
     old, new = flatten(before), flatten(after)
     return {
         path: f"  {path}: {_show(old, path)} {place}, {_show(new, path)} now"
         for path in sorted(old.keys() | new.keys())
-        if path not in old or path not in new or old[path] != new[path]
+        if old.get(path) != new.get(path)
     }
 
 

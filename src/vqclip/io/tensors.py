@@ -73,10 +73,10 @@ def _odd_numbers(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHUNK, 2, device=device)
 
 
-def first_names(names: Collection[str]) -> str:
+def first_names(names: Collection[str], shown: int = _SHOWN) -> str:
     """Return the first names, and the number of the others, as text."""
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(list(names)[:_SHOWN]) + more
+    more = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(list(names)[:shown]) + more
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -10,9 +10,11 @@ A listener may raise an error, so a heartbeat belongs where an error of one rank
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
-_listeners: list[Callable[[], object]] = []
+_run = threading.local()
+"""``listeners`` of the run in this thread; runs in other threads have their own."""
 
 
 def heartbeat() -> None:
@@ -21,15 +23,16 @@ def heartbeat() -> None:
     Raises:
         StopRequested: a signal has asked for a stop.
     """
-    for listener in _listeners:
+    for listener in getattr(_run, "listeners", ()):
         listener()
 
 
 @contextlib.contextmanager
 def report_to(listener: Callable[[], object]) -> Iterator[None]:
     """Make `heartbeat` call ``listener`` within the block."""
-    _listeners.append(listener)
+    former = getattr(_run, "listeners", ())
+    _run.listeners = (*former, listener)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _run.listeners = former

@@ -116,6 +116,8 @@ class FolderConfig(Config):
 
     @model_validator(mode="after")
     def _complete(self) -> FolderConfig:
+        if self.text is not None and self.text.preprocess is not None:
+            raise ValueError("text.preprocess: got a section; expected none, which only images have")
         if self.image is not None and self.text is not None:
             if self.temperature is None:
                 raise ValueError("both tokenizers are here; expected a temperature too")
@@ -173,7 +175,7 @@ class TokenizerFolder:
         Raises:
             CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
         """
-        own = set(StoredTokenizer.model_fields) - set(schema.model_fields)
+        own = {"embed_dim", "num_tokens", "fewest_tokens"}
         section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
         return validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
 

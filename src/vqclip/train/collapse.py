@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.io.json_files import Strict
+from vqclip.io.tensors import first_names
 from vqclip.quantizers import Stats
 
 TOKENS_PER_CODE = 4
@@ -25,6 +26,8 @@ ONE_CODE = 1.05
 """Perplexity below which a codebook counts as using a single code."""
 EQUAL = 1e-5
 """Distance of the mean cosine from 1 below which embeddings count as equal."""
+MAX_WARNINGS = 1000
+"""Warnings that a run keeps; older ones are in its log."""
 AT_CHANCE = 1e-3
 """Relative distance from the loss at chance below which a loss counts as such."""
 
@@ -71,7 +74,7 @@ class _State(Strict):
     last: _Count
     since: dict[str, _Count]
     told: dict[str, str]
-    warnings: Annotated[list[_Warning], Field(max_length=100_000)]
+    warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)]
     codebooks: list[_Codebook]
 
     @model_validator(mode="after")
@@ -159,6 +162,7 @@ class CollapseWatch:
                 messages.append(f"{self._describe(late)}. {_remedies(modality)}")
         self._reported = {name: signs.get(name, "") for name in due}
         self._warnings += [{"step": done, "text": message} for message in messages]
+        del self._warnings[:-MAX_WARNINGS]
         return messages
 
     def health(self) -> dict[str, Any]:
@@ -196,7 +200,7 @@ class CollapseWatch:
         first = codebooks[0]
         modality, _, number = first["name"].partition("/")
         of = [each for each in self._codebooks if _modality(each["name"]) == modality]
-        numbers = ", ".join(each["name"].partition("/")[2] for each in codebooks)
+        numbers = first_names([each["name"].partition("/")[2] for each in codebooks], shown=20)
         named = f"codebook{'s' * (len(codebooks) > 1)} {numbers} of {len(of)}" if number else "the codebook"
         used = sorted(round(each["usage"] * each["codes"]) for each in codebooks)
         spread = f"{used[0]}" if used[0] == used[-1] else f"{used[0]} to {used[-1]}"

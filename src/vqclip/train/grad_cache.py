@@ -135,7 +135,7 @@ def _fingerprints(model: nn.Module, forward: Callable[[], object]) -> list[_Fing
 
     def hook(name: str) -> Callable[[nn.Module, object, object], None]:
         def record(module: nn.Module, inputs: object, output: object) -> None:
-            for leaf in output if isinstance(output, tuple) else (output,):
+            for leaf in _leaves(output):
                 if isinstance(leaf, Tensor):
                     wide = leaf.detach().double()
                     found.append(_Fingerprint(name, float((wide * _signs(wide)).sum()), float(wide.norm())))
@@ -149,6 +149,13 @@ def _fingerprints(model: nn.Module, forward: Callable[[], object]) -> list[_Fing
         for handle in handles:
             handle.remove()
     return found
+
+
+def _leaves(output: object) -> Iterable[object]:
+    """Return the fields of an output such as `QuantizerOutput`, the items of a tuple, or the output itself."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return output if isinstance(output, tuple) else (output,)
 
 
 def _signs(like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import NonFiniteError, StopRequested, VqclipError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.callbacks import Callback, Training
+from vqclip.train.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +28,13 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     Raises:
         VqclipError: for anything a user can correct; the message says how.
     """
-    settings, step = training.config.train, training.step
-    is_on_gpu = step.device.type == "cuda"
+    settings, is_on_gpu = training.config.train, training.step.device.type == "cuda"
     batches = training.data.batches(training.done, settings.steps, pin_memory=is_on_gpu, judge=False)
     try:
         _call(callbacks, "on_train_start", training)
         writes = training.records.metrics is not None
         with (
+            contextlib.closing(batches),  # data workers end before the last checkpoint is waited for
             explain_worker_deaths(),
             ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
         ):
@@ -40,11 +42,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
-                try:
-                    training.result = step(batch, batch.step)
-                except NonFiniteError as error:
-                    _call(callbacks, "on_step_error", training, error)
-                    raise
+                training.result = _run_step(training)
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
@@ -60,6 +58,17 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     except Exception as error:
         _call(callbacks, "on_error", training, error)
         raise
+
+
+def _run_step(training: Training) -> StepResult:
+    """Run a step; on record on every rank, and raised with a checkpoint to return to, if it ends the run."""
+    batch, checkpointer = training.batch, training.checkpointer
+    try:
+        return training.step(batch, batch.step)
+    except NonFiniteError as error:
+        training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
+        checkpointer.require_finite(batch.step)
+        raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
 
 
 def _call(callbacks: Sequence[Callback], hook: str, training: Training, *args: object) -> None:

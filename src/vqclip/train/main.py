@@ -62,7 +62,7 @@ def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary |
     device = _device(config.run.device)
     if device.type == "cpu":
         keep_freed_memory()
-    dist.init(device, config.run.timeout_s)
+    joined = dist.init(device, config.run.timeout_s)
     with (
         LogFile(config.run.path, mask_credentials) as log,
         _stop_signals() as stop,
@@ -75,7 +75,8 @@ def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary |
             _report_stop(config, stop)
             return None
         finally:
-            dist.shutdown()  # before the handlers are removed, as a scheduler may send its signal more than once
+            if joined:
+                dist.shutdown()  # before the handlers are removed, as a scheduler may send its signal more than once
 
 
 def _run(
@@ -109,8 +110,8 @@ def _run(
         train(training, in_order(callbacks))
         if training.done < config.train.steps:
             raise StopRequested
-        outcome, exported = _export_and_evaluate(training)
-    return _summarise(training, outcome, exported)
+        outcome, exported, best = _export_and_evaluate(training)
+    return _summarise(training, outcome, exported, best)
 
 
 def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
@@ -180,11 +181,11 @@ def _write_config(config: TrainConfig) -> None:
         remove_stopped(config.run.path)
 
 
-def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int]:
+def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, dict[str, Any] | None]:
     """Export and evaluate the last step, then the best one if ``train.export`` asks for it.
 
     Returns:
-        The outcome of the evaluation, and the step that was exported.
+        The outcome of the evaluation, the step that was exported, and the best step.
     """
     config, model, folder = training.config, training.step.model, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
@@ -193,7 +194,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int]:
     outcome = evaluate(training)
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
-        return outcome, training.done
+        return outcome, training.done, best
     try:
         load_model(training.checkpointer, best["step"])
     except CheckpointError as error:
@@ -201,14 +202,16 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int]:
             logger.warning(
                 "train.export: the best checkpoint cannot be used, so step %d stays: %s", training.done, error
             )
-        return outcome, training.done
+        return outcome, training.done, best
     outcome = try_all(model, config.evaluation, precision=config.train.precision)
     if dist.is_main():
         export_tokenizer(model, folder)
-    return outcome, best["step"]
+    return outcome, best["step"], best
 
 
-def _summarise(training: Training, outcome: EvaluationOutcome, exported: int) -> RunSummary:
+def _summarise(
+    training: Training, outcome: EvaluationOutcome, exported: int, best: dict[str, Any] | None
+) -> RunSummary:
     """Write and return the summary; raise the failure of the evaluation, if there was one."""
     config, model, records, folder = training.config, training.step.model, training.records, training.config.run.path
     speed, processes = training.clock.overall, dist.world_size()
@@ -221,7 +224,7 @@ def _summarise(training: Training, outcome: EvaluationOutcome, exported: int) ->
     summary = dataclasses.replace(
         summary,
         step=exported,
-        best=dist.broadcast_json(records.best),
+        best=best,
         captions=caption_summary(records.bad.lengths, model.text.num_tokens),
         health=collapse.health() if collapse else {},
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vqclip.data import Batch, TrainData
-from vqclip.errors import NonFiniteError
 from vqclip.process.lock import RunLock
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
@@ -17,7 +16,7 @@ from vqclip.train.config import TrainConfig
 from vqclip.train.step import StepResult, TrainStep
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class Training:
     """A run in progress: its parts, and its position.
 
@@ -82,6 +81,9 @@ class Callback:
     - *An exception ends the run on all ranks.* The other ranks stop in their next collective with a
       `DistributedError`, at the latest after ``run.timeout_s``. The log names the callback.
 
+    A hook that may take longer than ``run.step_timeout_s`` first calls ``training.watchdog.at(training.done, "what it
+    does", patient=True)``; it then has ``run.timeout_s``.
+
     Random numbers need a generator of their own, and a state that must survive a resume is the callback's to save:
     checkpoints contain none of it.
     """
@@ -91,9 +93,6 @@ class Callback:
 
     def on_step_start(self, training: Training) -> None:
         """Run before a step; ``training.batch`` is its batch."""
-
-    def on_step_error(self, training: Training, error: NonFiniteError) -> None:
-        """Run on every rank when a step ends the run because of a NaN or infinite number; the weights are unchanged."""
 
     def on_step_end(self, training: Training) -> None:
         """Run after a step; ``training.result`` is its result."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from vqclip import dist
-from vqclip.errors import DataError, NonFiniteError, StopRequested
+from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
@@ -15,13 +15,6 @@ logger = logging.getLogger(__name__)
 
 class RecordEvents(Callback):
     """Write steps with a NaN, infinite or unusually large loss to ``events.jsonl``, with their samples."""
-
-    def on_step_error(self, training: Training, error: NonFiniteError) -> None:
-        """Record the step, and raise its error with the name of a checkpoint to return to."""
-        batch, checkpointer = training.batch, training.checkpointer
-        training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
-        checkpointer.require_finite(batch.step)
-        raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
 
     def on_step_end(self, training: Training) -> None:
         """Record the step, if the guards have reported an event."""
