@@ -16,6 +16,7 @@ from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError
+from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
 
@@ -49,6 +50,7 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
     place = group.index(dist.rank())
     with dist.raise_on_all_ranks():
         if place == 0:  # so that a data set is drawn once
+            remove_leftovers(cache_folder() / "index")
             _list_shards(sources)
     with dist.raise_on_all_ranks():
         left = _list_shards(sources)[place :: len(group)][::-1]

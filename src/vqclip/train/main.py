@@ -19,7 +19,7 @@ from vqclip.config import to_yaml
 from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, prepare, try_all
-from vqclip.io.atomic import write_text
+from vqclip.io.atomic import remove_leftovers, write_text
 from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.process.lock import RunLock
@@ -135,6 +135,8 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
         except OSError as error:
             raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
     lock.acquire()
+    if dist.is_main():
+        remove_leftovers(folder)
     log.open()
 
 
