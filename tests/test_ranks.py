@@ -78,6 +78,7 @@ def test_after_a_group_that_could_not_be_formed_the_next_one_can(ranks):
     assert [r[0] for r in ranks(2, rank_and_sum, torch.zeros(1))] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_killed(ranks, monkeypatch):
     monkeypatch.setattr("tests.ranks.GRACE_S", 0.5)
     with pytest.raises(RankError, match="rank 1 of 2: did not finish in time"):

@@ -34,7 +34,11 @@ def of_open_clip(image, text, scale):
     return peer(image, text, scale, *teacher(), TEACHER_SCALE)[1]
 
 
-@pytest.mark.parametrize("sizes", [[11], [6, 5], [4, 0, 7], [3, 2, 2, 4]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [[11], *(pytest.param(each, marks=pytest.mark.slow) for each in ([6, 5], [3, 2, 2, 4])), [4, 0, 7]],
+    ids=str,
+)
 def test_equals_open_clip_on_any_ranks(ranks, sizes):
     expected = value_and_gradients(of_open_clip, *pairs(11), (14.0,))
     found = ranks(len(sizes), for_each, on_a_rank, [(impl, sizes, 200) for impl in IMPLEMENTATIONS])

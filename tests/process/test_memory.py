@@ -34,6 +34,7 @@ GLIBC = tuple(map(int, platform.libc_ver()[1].split("."))) if platform.libc_ver(
 pytestmark = pytest.mark.skipif(GLIBC < (2, 35), reason="before glibc 2.35, blocks of 64 MiB cannot be kept")
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again():
     huge_pages = 8 * 2**26 // 2**21
     assert faults_of_eight_blocks(keep=True) < huge_pages / 2

@@ -92,6 +92,16 @@ CONFIGS = {
 DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
 
 VARIANTS = {
+    "lfq of 2^63 codes",
+    "lfq, bounded",
+    "fsq, uniform",
+    "vq, not synchronised",
+    "identity",
+    "residual of lfq",
+    "residual of simvq",
+    "product of fsq",
+    "product of simvq",
+    "product of vq",
     "fsq of even, odd and two levels",
     "fsq of 10^18 codes",
     "fsq, symmetric",

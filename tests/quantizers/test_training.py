@@ -73,7 +73,7 @@ SPLITS = {
 }
 NESTINGS = list(FAMILIES)[list(FAMILIES).index("residual of bsq") :]
 """Nestings of the families above: by default on the last split alone."""
-COVERED = ("residual of bsq", "product of fsq", "product of bsq")
+COVERED = ("residual of bsq", "residual of simvq", "product of fsq", "product of bsq", "product of simvq")
 """Not run by default: without a codebook, and "residual of product of lfq" nests in both ways."""
 EASY = ("2 equal, 2 microbatches", "2 unequal", "4 equal")
 """Splits that are not run by default: the other two ask for more."""

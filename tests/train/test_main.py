@@ -540,7 +540,10 @@ def compiled(tree, cache, backend):
 
 @pytest.mark.parametrize(
     ("quantizer", "world_size"),
-    [pytest.param(FSQ, 1, marks=pytest.mark.slow, id="fsq-1"), pytest.param(LFQ, 2, id="lfq-2")],
+    [
+        pytest.param(FSQ, 1, marks=pytest.mark.slow, id="fsq-1"),
+        pytest.param(LFQ, 2, marks=pytest.mark.slow, id="lfq-2"),
+    ],
 )
 def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size):
     """With a backend that traces all there is but generates no code, which is what takes its time."""
