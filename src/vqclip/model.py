@@ -14,7 +14,8 @@ from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.quantizers import Quantizer
-from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput, rename_tower_errors
+from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
+from vqclip.tokenizer.base import rename_tower_errors
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
 from vqclip.tokenizer.saving import save_folder

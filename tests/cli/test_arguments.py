@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from tests.data.making import class_folder
@@ -75,7 +77,25 @@ def test_empty_texts_are_refused(call, capsys):
         assert f"argument {option}: got '', expected a text that is not empty" in said
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "schema"),
+    [
+        ("tokenize --tokenizer t --out o", "vqclip.cli.tokenize.CaptionShardsData"),
+        ("evaluate retrieval t", "vqclip.cli.evaluate.CaptionsData"),
+    ],
+)
+def test_repeated_options_add_values(call, schema, monkeypatch):
+    built = mock.Mock(side_effect=KeyboardInterrupt)  # the command ends here
+    monkeypatch.setattr(schema, built)
+    keys = ["--json-key", "one", "--json-key", "two", "three"]
+    assert main([*call.split(), "--data", "a.tar", "b.tar", "--data", "c.tar", *keys]) == 130
+    assert main([*call.split(), "--data", "a.tar"]) == 130
+    several, default = (each.kwargs for each in built.call_args_list)
+    assert (several["path"], several["json_keys"]) == (("a.tar", "b.tar", "c.tar"), ("one", "two", "three"))
+    assert (default["path"], default["json_keys"]) == (("a.tar",), ("caption",))
+
+
+@pytest.mark.parametrize("call", [*CALLS, "train"])
 def test_help_names_the_command_as_it_is_typed(call, capsys):
     with pytest.raises(SystemExit):
         main([*call.split(), "--help"])

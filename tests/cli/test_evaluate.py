@@ -111,6 +111,10 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
     cases = [
         (("zero-shot", tmp_path / "no_model", "--data", fine), "no_model: no model here"),
         (("zero-shot", run_folder, "--data", tmp_path / "none"), "none: no such folder"),
+        (
+            ("zero-shot", tmp_path / "missing", "--data", fine),
+            "vqclip evaluate: no such run, checkpoint or tokenizer folder here",
+        ),
         (("zero-shot", run_folder, "--data", no_names), "contains tars but no classnames.txt; expected labelled"),
         (("zero-shot", run_folder, "--data", no_names), "For shards of captioned images: vqclip evaluate retrieval"),
         (("zero-shot", run_folder, "--data", no_names, "--kind", "classes"), "classnames.txt: cannot be read"),

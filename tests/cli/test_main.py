@@ -35,6 +35,13 @@ def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing.yaml" in capsys.readouterr().err
 
 
+def test_train_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "optim.lr=1e-3"]) == 2
+    first, *others = capsys.readouterr().err.removeprefix("vqclip.train: ConfigError:\n").splitlines()
+    assert first == "no --config given, so required sections are missing; for example --config configs/base.yaml"
+    assert any(line.startswith("model: missing;") for line in others)
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -56,7 +63,9 @@ def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     pattern = str(shards(tmp_path / "in", (3, 2)) / "{00000..00001}.tar")
     command = ["tokenize", "--tokenizer", tokenizer, "--data", pattern, "--out", str(tmp_path / "out")]
     assert main([*command, "--batch-size", "2", "--device", "cpu"]) == 0
-    assert "5 samples in 2 shards" in capsys.readouterr().out
+    assert re.search(
+        r"shards: 2 written, 0 already finished; \d+ samples/s\n.*5 samples in 2 shards", capsys.readouterr().out
+    )
     assert len(TokenDataset(tmp_path / "out")) == 5
     assert main([*command, "--batch-size", "3", "--device", "cpu"]) == 2
     assert "batch_size: 2 there, 3 now" in capsys.readouterr().err
@@ -134,7 +143,7 @@ def test_dead_streams_end_no_run(
         assert (tmp_path / "tiny" / "summary.json").exists()
     lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
     timed = r"[\d-]{10} [\d:]{8} I vqclip"
-    for said in ("runlog.bar: step 2/2 loss", "said: run tiny", *["train.resume: resumed from step 2"][: lives - 1]):
+    for said in ("runlog.bar: step 2/2 loss", "output: run tiny", *["train.resume: resumed from step 2"][: lives - 1]):
         assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
 
 

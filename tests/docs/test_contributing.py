@@ -37,6 +37,16 @@ def test_tests_that_a_page_names_exist(page):
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_of_tests_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\btests/[\w/]+\.py", text)
+    if page.name == "security.md":
+        named += [f"tests/{name}" for name in re.findall(r"`((?:\w+/)*(?:test_\w+|fuzz/\w+)\.py)", text)]
+        assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent.name != "adr"], ids=lambda page: page.relative_to(ROOT).as_posix()
 )

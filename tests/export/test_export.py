@@ -194,7 +194,13 @@ def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
     tokenizer, folder = onnx
     monkeypatch.setattr("vqclip.cli.export.load_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr("vqclip.cli.export.open_images", lambda *_: None)
-    given = ["--data", "https://user:secret@example.org/{0..1}.tar?token=hidden", "--keep", "--out", str(folder)]
+    given = [
+        "--data",
+        "https://user:secret@example.org/{0..1}.tar?token=hidden",
+        "--compare-only",
+        "--out",
+        str(folder),
+    ]
     assert main(["t", "--modality", "text", *given]) == 0
     printed = capsys.readouterr().out
     assert "compared on: https://" in printed
@@ -280,7 +286,7 @@ def test_the_fingerprint_is_of_configuration_and_weights(tmp_path):
 def test_what_is_kept_is_compared_in_its_precision(onnx, tmp_path, capsys):
     tokenizer, folder = onnx
     tokenizer.save_pretrained(tmp_path)
-    arguments = [str(tmp_path), "--modality", "text", "--out", str(folder), "--keep", "--program"]
+    arguments = [str(tmp_path), "--modality", "text", "--out", str(folder), "--compare-only", "--program"]
     assert main(arguments) == 0
     assert capsys.readouterr().out.count(" 0 of 64 samples with another id") == 2
 
@@ -302,7 +308,7 @@ def test_float64_gives_the_same_ids_in_every_runtime(tower, tmp_path, capsys):
     folder = tmp_path / "onnx"
     arguments = [str(tmp_path / "tokenizer"), "--modality", tokenizer.modality, "--out", str(folder)]
     assert main([*arguments, "--precision", "fp64"]) == 0
-    assert main([*arguments, "--keep"]) == 0
+    assert main([*arguments, "--compare-only"]) == 0
     assert capsys.readouterr().out.count(" 0 of 64 samples with another id") == 2
     assert verify(folder, tokenizer, batch.split(3)).differing_ids > 0
     tokenizer.double()
@@ -349,7 +355,7 @@ def test_the_command_on_real_data(modality, tmp_path, capsys):
     assert "onnxruntime: " in printed
     assert "torch.export: " in printed
     assert printed.count("0 of 40 samples with another id") == 2
-    assert main([*arguments, "--limit", "40", "--keep"]) == 0
+    assert main([*arguments, "--limit", "40", "--compare-only"]) == 0
 
 
 @pytest.mark.skipif("VQCLIP_DATA" not in os.environ, reason="needs the data sets named by VQCLIP_DATA")
@@ -372,7 +378,7 @@ def test_real_pictures_and_captions(onnx):
     [
         (["--split", "test"], "--split: got it without --data"),
         (["--limit", "3"], "--limit: got it without --data"),
-        (["--keep", "--precision", "fp64"], "--precision: got it with --keep"),
+        (["--compare-only", "--precision", "fp64"], "--precision: got it with --compare-only"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options, message, capsys):

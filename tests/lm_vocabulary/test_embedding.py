@@ -72,7 +72,7 @@ def test_a_model_that_would_draw_first_values_is_told_not_to():
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_transformers_model(tied):
-    """``pytest -m slow tests/vocabulary``, where transformers is installed; vqclip itself never imports it."""
+    """``pytest -m slow tests/lm_vocabulary``, where transformers is installed; vqclip itself never imports it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, tie_word_embeddings=tied)
     model = transformers.GPT2LMHeadModel(config)

@@ -1,6 +1,6 @@
 """Real data sets, whole; needs VQCLIP_DATA.
 
-    VQCLIP_DATA=FOLDER python -m pytest -m slow -s tests/tokenize/test_real_data.py
+    VQCLIP_DATA=FOLDER python -m pytest -m slow -s tests/tokenize_dataset/test_real_data.py
 
 The tokenizers are untrained ones of `configs/`, unless VQCLIP_TOKENIZERS names a folder with ``captions/tokenizer`` and
 ``eurosat/tokenizer`` in it, such as ``runs``.

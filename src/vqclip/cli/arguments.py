@@ -9,7 +9,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["batch_size", "count", "path", "share", "text", "threads", "whole", "workers"]
+__all__ = ["JSON_KEY_HELP", "batch_size", "count", "path", "share", "text", "threads", "whole", "workers"]
+
+
+JSON_KEY_HELP = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
+"""Help of ``--json-key``."""
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

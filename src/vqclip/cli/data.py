@@ -17,12 +17,17 @@ from vqclip.scenes.make import ScenesConfig, make_scenes
 @command("vqclip data")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="vqclip data", description="Draw the scenes data set.")
+    parser = argparse.ArgumentParser(
+        prog="vqclip data",
+        description="Draw the scenes data set. Splits: train, val: captioned; test, heldout: labelled, for zero-shot.",
+    )
     parser.add_argument("--out", type=Path, help="folder to draw into (default: $VQCLIP_CACHE or ~/.cache/vqclip)")
     parser.add_argument(
         "--contact-sheet", type=Path, metavar="FILE", help="also write images with their captions as a PNG"
     )
-    parser.add_argument("--split", choices=("train", "val"), default="train", help="split on the contact sheet")
+    parser.add_argument(
+        "--split", choices=("train", "val"), default="train", help="captioned split on the contact sheet"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. image_size=224 train=500 seed=1")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

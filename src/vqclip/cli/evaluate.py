@@ -44,6 +44,7 @@ from vqclip.io.json_files import problem_message
 from vqclip.model import CLIP
 from vqclip.runlog.console import print_output
 from vqclip.tokenizer.folder import CONFIG_FILE
+from vqclip.tokenizer.hub import find_folder
 
 __all__ = ["load_model", "main"]
 
@@ -110,7 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     retrieval = tasks.add_parser("retrieval", help="find the captions of images, and images by captions")
     _add_common(retrieval)
     add = retrieval.add_argument
-    add("--data", type=types.text, nargs="+", help="folder of tars, tar or pattern; not for --kind scenes")
+    add(
+        "--data",
+        type=types.text,
+        nargs="+",
+        action="extend",
+        help="folders of tars, tars or patterns; several may follow, or repeat the option; not for --kind scenes",
+    )
     add(
         "--kind",
         choices=("shards", "scenes"),
@@ -126,8 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--json-key",
         type=types.text,
-        action="append",
-        help='key of the .json with a caption or a list of them (default: "caption"); repeat for several',
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help=types.JSON_KEY_HELP,
     )
     return parser
 
@@ -174,7 +183,7 @@ def load_model(name: str) -> tuple[CLIP, str]:
     if path.is_file():
         raise CheckpointError(f"{path}: got a file, expected a folder: {_MODEL_HELP}")
     if not path.is_dir():
-        return CLIP.from_pretrained(name), name
+        return CLIP.from_pretrained(_find_on_hub(name)), name
     for folder in (path, path / "tokenizer", path / "model"):
         if (folder / CONFIG_FILE).is_file():
             return CLIP.from_pretrained(folder), str(folder)
@@ -185,6 +194,17 @@ def load_model(name: str) -> tuple[CLIP, str]:
             f"got: {', '.join(sorted(each.name for each in path.iterdir())[:8]) or 'an empty folder'}"
         )
     return CLIP.from_pretrained(newest / "model"), str(newest / "model")
+
+
+def _find_on_hub(name: str) -> Path:
+    problem = "no such run, checkpoint or tokenizer folder here"
+    try:
+        folder = find_folder(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{problem}: {error}") from None
+    if not folder.is_dir():
+        raise CheckpointError(f"{problem}: {name}; expected a {_MODEL_HELP}")
+    return folder
 
 
 def _zero_shot(options: argparse.Namespace) -> ZeroShotConfig:

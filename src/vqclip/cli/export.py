@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vqclip export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
-    parser.add_argument("--modality", choices=("image", "text"), required=True)
+    parser.add_argument("--modality", choices=("image", "text"), required=True, help="tokenizer to export")
     parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
     parser.add_argument(
         "--precision",
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
         help="arithmetic of the files (fp32); fp64: everything in float64, several times slower, with ids that differ "
         "from torch's about half a billion times less often",
     )
-    parser.add_argument("--keep", action="store_true", help="write nothing: compare the files that are in --out")
+    parser.add_argument(
+        "--compare-only", action="store_true", help="write nothing; compare the ONNX files that are already in --out"
+    )
     parser.add_argument(
         "--data", type=types.text, help="images or captions to compare on: folder, tars, or clip_benchmark's layout"
     )
@@ -66,14 +68,14 @@ def _run(options: argparse.Namespace) -> None:
     for name in ("split", "limit"):
         if options.data is None and getattr(options, name) is not None:
             raise ConfigError(f"--{name}: got it without --data; expected both or neither")
-    if options.keep and options.precision:
-        raise ConfigError("--precision: got it with --keep, which writes no files; expected one of them")
+    if options.compare_only and options.precision:
+        raise ConfigError("--precision: got it with --compare-only, which writes no files; expected one of them")
     source = None if options.data is None else open_images(options.data, options.split)
-    precision = OnnxTokenizer(options.out).precision if options.keep else options.precision
+    precision = OnnxTokenizer(options.out).precision if options.compare_only else options.precision
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if precision == "fp64":
         tokenizer.double()
-    if not options.keep:
+    if not options.compare_only:
         export_onnx(tokenizer, options.out)
         sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
         print_output(f"{options.out}: {sizes}")

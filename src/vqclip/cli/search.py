@@ -196,7 +196,7 @@ def _local(path: str) -> str | None:
 
 @torch.no_grad()
 def _embed_query(options: argparse.Namespace, tokenizer: str) -> Tensor:
-    """Return the embedding ``(1, E)`` of the query: of its codes, or continuous with --continuous."""
+    """Return the query's embedding ``(1, E)``, from its codes or, with --continuous, without quantization."""
     if options.text is not None:
         text = load_tokenizer(tokenizer, "text")
         tokens = text.preprocess([options.text])

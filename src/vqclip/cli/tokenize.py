@@ -64,8 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         type=types.text,
         required=True,
         nargs="+",
+        action="extend",
         metavar="PATTERN",
-        help="tars, folders of tars, patterns or URLs; the folder of the data set for --kind classes",
+        help="tars, folders of tars, patterns or URLs; several may follow, or repeat the option. For --kind classes: "
+        "the folder of the data set",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
@@ -92,9 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         "--json-key",
         type=types.text,
         nargs="+",
-        default=["caption"],
+        action="extend",
         metavar="KEY",
-        help="keys of the .json that contain captions (caption)",
+        help=types.JSON_KEY_HELP,
     )
     add(
         "--batch-size",
@@ -150,9 +152,8 @@ def _options(options: argparse.Namespace) -> Options:
 def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
     try:
         if options.kind == "shards":
-            return CaptionShardsData(
-                path=tuple(options.data), captions=options.captions, json_keys=tuple(options.json_key)
-            )
+            keys = tuple(options.json_key or ("caption",))
+            return CaptionShardsData(path=tuple(options.data), captions=options.captions, json_keys=keys)
     except ValidationError as error:
         raise ConfigError(f"--data: {problem_message(error.errors()[0])}") from None
     if len(options.data) > 1:
@@ -162,10 +163,12 @@ def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
 
 def _summary(done: TokenizeResult, out: Path) -> str:
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    rate = f", {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
-    text = f"{who}{done.made} shards made{rate}, {done.found} were there" + (f"\n{who}{done.cut}" if done.cut else "")
+    rate = f"; {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
+    text = f"{who}shards: {done.made} written, {done.found} already finished{rate}" + (
+        f"\n{who}{done.cut}" if done.cut else ""
+    )
     if done.manifest is None:
-        return f"{text}; {done.missing} are left to other processes, or to the same command run again"
+        return f"{text}\n{who}{done.missing} shards are left to other processes, or to the same command run again"
     left_out = sum(done.manifest.bad.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in done.manifest.bad.items())
     bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""

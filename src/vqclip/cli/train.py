@@ -19,13 +19,23 @@ from vqclip.runlog.console import log_to_stderr, print_output
 from vqclip.train import TrainConfig, run
 from vqclip.train.summary import render
 
+_EXAMPLES = """\
+examples:
+  vqclip train --config configs/base.yaml run.name=mine optim.lr=1e-3
+  torchrun --standalone --nproc-per-node 2 -m vqclip train --config configs/base.yaml
+"""
 _TIME_TO_REPORT_S = 5.0
 """Wait before a process other than the first of its machine ends."""
 
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(prog="vqclip.train", description="Train image and text tokenizers together.")
+    parser = argparse.ArgumentParser(
+        prog="vqclip train",
+        description="Train image and text tokenizers together.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     # torchrun takes options that begin like one of its own (--log..., --n..., --max...), so ours have other names.
     parser.add_argument("--config", type=Path, help="YAML file, such as configs/base.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
@@ -64,10 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         config = load_config(TrainConfig, options.config, options.overrides)
-    except ConfigError:
+    except ConfigError as error:
         # All processes of a machine read the same file, so one of them reports the error. torchrun kills the others as
         # soon as the first process ends: they wait, so that the one that reports can finish.
         if dist.local_rank() == 0:
+            if options.config is None and ": missing;" in str(error):
+                hint = "no --config given, so required sections are missing; for example --config configs/base.yaml"
+                raise ConfigError(f"{hint}\n{error}") from None
             raise
         time.sleep(_TIME_TO_REPORT_S)
         return 2

@@ -20,7 +20,7 @@ _MAX_WORD = 120
 
 
 def describe_problems(schema: type[BaseModel], root: Node, error: ValidationError) -> list[Problem]:
-    """Return one problem for every place that pydantic found an error in."""
+    """Return one problem for each key that pydantic reports an error for."""
     found: dict[tuple[Any, ...], Problem] = {}
     for detail in error.errors(include_url=False):
         if _ignores_invalid_elements(detail):
@@ -119,9 +119,10 @@ def _describe_unknown_key(place: SchemaLocation, owner: Node, node: Node) -> str
 
 
 def suggest_keys(schema: type[BaseModel], name: str) -> list[str]:
-    """Return the key paths, outside of lists, that a word such as ``lr`` or ``batch-size`` may mean.
+    """Return the key paths that a user may mean by ``lr`` or ``batch-size``.
 
-    They are the shortest paths that end in the word, or else in a similar word; empty if there is none.
+    The shortest paths that end in this word, otherwise in a similar one, at most three. Paths inside lists are not
+    considered; empty if nothing matches.
     """
     word = name.replace("-", "_")
     if not word or len(word) > _MAX_WORD:

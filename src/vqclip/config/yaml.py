@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass
 class Node:
-    """A value of a configuration with its origin."""
+    """A configuration value, with the line or override that it comes from."""
 
     value: Any
     """A scalar, a ``list[Node]`` or a ``dict[str, Node]``."""
@@ -233,7 +233,12 @@ def _too_much(origin: Origin, limit: str) -> ConfigError:
 
 
 def _scalar(tag: str, text: str) -> Any:
-    """Convert a scalar; KeyError for an unknown tag, ValueError for a text that does not fit its tag."""
+    """Convert a scalar.
+
+    Raises:
+        KeyError: the tag is unknown.
+        ValueError: the text does not fit its tag.
+    """
     kind = tag.removeprefix(_TAG)
     if kind == "str":
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):

@@ -5,7 +5,7 @@
     decode: JPEG and WebP by torchvision (twice as fast as Pillow), PNG by Pillow
     composite transparency on white; grey -> RGB; 16 bits -> 8; apply the EXIF orientation
 
-The decoder cannot use another size than the checked one: the checked frame header of a JPEG is moved in front of all
+The decoder always uses the size that was checked: the checked frame header of a JPEG is moved in front of all
 other segments, and libjpeg refuses a second one; Pillow's size is compared with it; libwebp reads the size at the same
 fixed position. torchvision does not decode PNG here: its decoder (0.29 with its bundled libpng) ends the whole process
 with a segmentation fault on about a third of damaged files.
@@ -137,7 +137,7 @@ def _to_rgb(image: Image) -> Tensor:
 
 
 def _on_white(image: Image) -> Image:
-    """Composite RGBA on white; Pillow rounds to nearest and is six times as fast as tensor operations."""
+    """Composite RGBA on white, with Pillow, which rounds to nearest and is six times as fast as tensor operations."""
     from PIL import Image
 
     white = Image.new(_RGB_MODE, image.size, (255, 255, 255))

@@ -1,9 +1,9 @@
 """Training data: global batches that depend only on (configuration, data, seed, step).
 
 for step in range(start, stop):                        # in the workers, ahead of time
-slots = order.batch(step, G, rank, W)              # (source, sample, epoch) of this rank's samples
-samples = make each slot, or a substitute for a bad sample
-yield Batch(stacked images, tokenized captions, sample ids, places in the global batch)
+    slots = order.batch(step, G, rank, W)              # (source, sample, epoch) of this rank's samples
+    samples = make each slot, or a substitute for a bad sample
+    yield Batch(stacked images, tokenized captions, sample ids, places in the global batch)
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class TrainData:
         self._lengths.update(batch.lengths)
 
     def take_replaced(self) -> list[tuple[int, BadSample]]:
-        """Return step and sample of this rank's replacements since the last call."""
+        """Return ``(step, bad sample)`` for each sample replaced on this rank since the last call."""
         found, self._unreported = self._unreported, []
         return found
 

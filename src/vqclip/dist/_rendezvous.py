@@ -1,4 +1,4 @@
-"""A separate part of torchrun's store for each start of a job.
+"""A separate key prefix in torchrun's store for each start of a job.
 
 Ranks exchange their addresses through a store that torchrun serves. With `--max-restarts`, torchrun restarts the ranks
 but keeps the store, so that new ranks may read the addresses of dead ones

@@ -45,7 +45,7 @@ class DelayedCodes:
 
     @property
     def pad(self) -> int:
-        """The id after the last one of the largest codebook, the same for all streams."""
+        """Padding id: one more than the largest id of any codebook; the same in all streams."""
         return max(self.codebook_sizes)
 
     @property

@@ -21,7 +21,7 @@ Normalization = Literal["none", "layer", "l2"]
 
 
 class Projection(nn.Sequential):
-    """Layers that change the width of tokens; layers that mix tokens get the mask."""
+    """Layers that map tokens to another width. Only layers that mix tokens (attention) get the mask."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``(B, N, D)`` with mask ``(B, N)`` bool (True = real) or None → ``(B, N, D')``."""
@@ -87,8 +87,8 @@ ProjectionConfig = Annotated[
 def normalize_channels(x: Tensor, how: Normalization) -> Tensor:
     """Normalise a token's channels before the quantizer, ``(..., D)``; in float32 or float64.
 
-    ``layer``: mean 0 and variance 1 over the channels. ``l2``: the vector has length √D, so that its channels are about
-    1, the range that quantizers expect.
+    ``layer``: mean 0 and variance 1 over the channels. ``l2``: the vector has length √D, so that its channels have
+    magnitude about 1, the range that quantizers expect.
     """
     if how == "none":
         return x

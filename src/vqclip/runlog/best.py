@@ -21,7 +21,7 @@ class Best:
     """Best step of a run by one metric, larger is better; written to ``best.json``.
 
     Args:
-        metric: name in ``metrics.jsonl``, such as ``eval/unseen pictures/codes_only/top1``.
+        metric: name in ``metrics.jsonl``, such as ``eval/unseen images/codes_only/top1``.
         known: best step so far, as `to_json` returns it; ignored for another metric, or if its checkpoint is gone.
         folder: of the run; None on all ranks but one.
     """

@@ -15,10 +15,10 @@ from typing import Any, TextIO
 from vqclip.errors import VqclipError, printable
 
 _TIMED = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-_said = logging.getLogger("vqclip.said")
-_said.propagate = False
-_said.setLevel(logging.INFO)
-_said.addHandler(logging.NullHandler())
+_output = logging.getLogger("vqclip.output")
+_output.propagate = False
+_output.setLevel(logging.INFO)
+_output.addHandler(logging.NullHandler())
 
 
 class PrintableFormatter(logging.Formatter):
@@ -142,7 +142,7 @@ class _File(logging.handlers.WatchedFileHandler):  # makes the file again if it 
         if not isinstance(sys.exc_info()[1], OSError):
             return super().handleError(record)
         logging.getLogger().removeHandler(self)
-        _said.removeHandler(self)
+        _output.removeHandler(self)
         logging.getLogger(__name__).warning("%s: cannot be written; logging to it ends", self.baseFilename)
 
 
@@ -165,7 +165,7 @@ class LogFile:
 
     def open(self) -> None:
         """Start to write."""
-        for logger in (logging.getLogger(), _said):
+        for logger in (logging.getLogger(), _output):
             logger.addHandler(self._handler)
 
     def __enter__(self) -> LogFile:
@@ -177,8 +177,8 @@ class LogFile:
         if isinstance(error, (VqclipError, OSError)):
             log_to_file(_message(error), logging.ERROR)
         elif error is not None:
-            _said.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
-        for logger in (logging.getLogger(), _said):
+            _output.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
+        for logger in (logging.getLogger(), _output):
             logger.removeHandler(self._handler)
         with contextlib.suppress(OSError):
             self._handler.close()
@@ -186,7 +186,7 @@ class LogFile:
 
 def log_to_file(text: str, level: int = logging.INFO) -> None:
     """Write to the open `LogFile` only: for text that the terminal gets in another form."""
-    _said.log(level, "%s", text)
+    _output.log(level, "%s", text)
 
 
 def print_and_log(text: str) -> None:

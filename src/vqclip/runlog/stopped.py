@@ -11,7 +11,7 @@ from vqclip.checkpoint.folders import step_of
 from vqclip.io.atomic import write_text
 
 _FILE = "stopped.json"
-_GO_ON = "run the same command again: it resumes from the newest checkpoint"
+_HOW_TO_RESUME = "run the same command again: it resumes from the newest checkpoint"
 
 
 def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
@@ -33,12 +33,12 @@ def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
         "signal": signal,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "checkpoint": str(saved[-1].relative_to(folder)) if saved else None,
-        "go_on": _GO_ON,
+        "how_to_resume": _HOW_TO_RESUME,
     }
     write_text(folder / _FILE, json.dumps(facts, indent=2) + "\n")
     return done
 
 
 def remove_stopped(folder: Path) -> None:
-    """Remove the file when the run resumes; on one rank only."""
+    """Remove ``stopped.json`` when the run resumes; call it on one rank only."""
     (folder / _FILE).unlink(missing_ok=True)

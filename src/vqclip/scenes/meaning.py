@@ -1,4 +1,4 @@
-"""Meanings of captions, and whether they are true of a scene: captions are built only from true claims."""
+"""The claims that a caption makes, and the check that they are true of a scene. Captions use only true claims."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Packing:
         return (numbers - np.uint64(self.absent)).astype(np.int64)
 
     def _columns(self) -> Sequence[tuple[int, int, int]]:
-        """Return for each bit of a token its column, its position in the id, and the codebook."""
+        """Return ``(column in the packed bits, position in the id, codebook)`` of each bit of a token."""
         places = [(c, shift) for c, width in enumerate(self.widths) for shift in reversed(range(width))]
         return [(column, shift, codebook) for column, (codebook, shift) in enumerate(places)]
 

@@ -96,7 +96,7 @@ class CodeSearch:
         return self.index.nbytes + sum(each.numel() * each.element_size() for each in kept)
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
-        """Return the best items.
+        """Return the k best items of every query, best first.
 
         Args:
             queries: ``(Q, E)`` unit-norm embeddings of either modality, continuous or from codes.

@@ -1,6 +1,6 @@
 """Public names of `vqclip.tokenizer`, in a module of their own so that decoding does not import the towers."""
 
-from vqclip.tokenizer.base import Tokenizer, TokenizerOutput, rename_tower_errors
+from vqclip.tokenizer.base import Tokenizer, TokenizerOutput
 from vqclip.tokenizer.image import ImageTokenizer, ImageTokenizerConfig
 from vqclip.tokenizer.text import TextTokenizer, TextTokenizerConfig
 
@@ -11,5 +11,4 @@ __all__ = [
     "TextTokenizerConfig",
     "Tokenizer",
     "TokenizerOutput",
-    "rename_tower_errors",
 ]

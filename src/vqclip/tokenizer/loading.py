@@ -52,7 +52,8 @@ def load_tokenizer(
 
 
 def _load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
-    from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, rename_tower_errors
+    from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
+    from vqclip.tokenizer.base import rename_tower_errors
 
     config: ImageTokenizerConfig | TextTokenizerConfig
     if modality == "image":

@@ -67,7 +67,7 @@ class ScheduleConfig(ComputeConfig):
     """Also keep the checkpoints after every `keep_every` steps; a multiple of `checkpoint_every`."""
     keep_best: str | None = None
     """Also keep the checkpoint that is best by a metric of `evaluation`, named as in `metrics.jsonl`, such as
-    `eval/unseen pictures/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
+    `eval/unseen images/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
     export: Literal["last", "best"] = "last"

@@ -56,7 +56,7 @@ class LocalFolder:
         self._folder = folder.expanduser().absolute()
 
     def name(self, file: str) -> str:
-        """Return the path of a file or folder in it, for messages."""
+        """Return the path of a file or folder in this data set's folder, for messages."""
         return str(self._folder / file)
 
     def read(self, file: str, expected: str) -> str:
@@ -89,7 +89,7 @@ class RemoteFolder:
         self._url, self._remote = url, remote
 
     def name(self, file: str) -> str:
-        """Return the path of a file or folder in it, for messages."""
+        """Return the path of a file or folder in this data set's folder, for messages."""
         return display_url(self._at(file))
 
     def read(self, file: str, expected: str) -> str:
