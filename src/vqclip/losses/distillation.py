@@ -126,7 +126,7 @@ def _distill(
 
     rows = [image.new_full((len(image),), -torch.inf, dtype=torch.float64) for _ in range(2)]
     of_columns = [exchange.empty(each, -torch.inf) for each in rows]
-    for block in exchange.round(*of_columns):
+    for block in exchange.blocks(*of_columns):
         for side, half, row, column in zip((student, teacher), halves(block), rows, block.carried, strict=True):
             for tile in side.of(half):
                 add_logsumexp_(row[tile.rows], tile.logits, dim=1)
@@ -136,7 +136,9 @@ def _distill(
     share = 1 / (2 * exchange.count)
     loss = share * (rows[0].sum() + columns[0].sum())
     gradients = FeatureGradients(image, text, exchange) if wants_grad else None
-    for block in exchange.round(*map(exchange.spread, columns), *([] if gradients is None else [gradients.of_texts])):
+    for block in exchange.blocks(
+        *map(exchange.to_carried, columns), *([] if gradients is None else [gradients.of_texts])
+    ):
         mine, theirs = halves(block)
         for tile, wanted in zip(student.of(mine), teacher.of(theirs), strict=True):
             target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1][wanted.columns], share)

@@ -2,7 +2,7 @@
 
     exchange = Gathered(text, ...) or Ring(text, ...)
     sums = exchange.empty(like, 0.0)                   # one entry per text
-    for block in exchange.round(sums):                 # every rank sees all texts, block by block
+    for block in exchange.blocks(sums):                # every rank sees all texts, block by block
         block.carried[0] += f(own images, block.texts) # this rank's part for these texts
     own = exchange.collect_sum(sums)                   # the sum over ranks, for this rank's texts
 
@@ -60,15 +60,15 @@ class Exchange(ABC):
         self.start = self._start_of(dist.rank(group))
 
     @abstractmethod
-    def spread(self, own: Tensor) -> Tensor:
-        """Make ``(B, ...)`` values of this rank's texts into a tensor that a round can carry."""
+    def to_carried(self, own: Tensor) -> Tensor:
+        """Make ``(B, ...)`` values of this rank's texts into a tensor that `blocks` can carry."""
 
     @abstractmethod
     def empty(self, own: Tensor, fill: float) -> Tensor:
-        """Return a tensor that a round can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
+        """Return a tensor that `blocks` can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
 
     @abstractmethod
-    def round(self, *carried: Tensor) -> Iterator[Block]:
+    def blocks(self, *carried: Tensor) -> Iterator[Block]:
         """Yield all texts once, with their parts of the carried tensors. Must be iterated to the end."""
 
     @abstractmethod
@@ -88,9 +88,9 @@ class Gathered(Exchange):
 
     def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
         super().__init__(text, group, wants_grad, note)
-        self._texts = self.spread(text)
+        self._texts = self.to_carried(text)
 
-    def spread(self, own: Tensor) -> Tensor:
+    def to_carried(self, own: Tensor) -> Tensor:
         """See `Exchange`."""
         return dist.all_gather(own, self.sizes, self.group)
 
@@ -98,7 +98,7 @@ class Gathered(Exchange):
         """See `Exchange`."""
         return own.new_full((self.count, *own.shape[1:]), fill)
 
-    def round(self, *carried: Tensor) -> Iterator[Block]:
+    def blocks(self, *carried: Tensor) -> Iterator[Block]:
         """See `Exchange`."""
         yield Block(self._texts, slice(0, self.count), carried)
 
@@ -125,7 +125,7 @@ class Ring(Exchange):
         if min(self.sizes) == 0:
             dist.reduce_(text.new_zeros(()), group=group)
 
-    def spread(self, own: Tensor) -> Tensor:
+    def to_carried(self, own: Tensor) -> Tensor:
         """See `Exchange`."""
         return own.clone()
 
@@ -133,7 +133,7 @@ class Ring(Exchange):
         """See `Exchange`."""
         return own.new_full(own.shape, fill)
 
-    def round(self, *carried: Tensor) -> Iterator[Block]:
+    def blocks(self, *carried: Tensor) -> Iterator[Block]:
         """See `Exchange`."""
         ranks, here = len(self.sizes), dist.rank(self.group)
         texts, moving = self._text, carried

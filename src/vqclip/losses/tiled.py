@@ -82,7 +82,7 @@ def _softmax(
     pairs = pairs.double()
     rows_rest = torch.full_like(pairs, -torch.inf)
     of_columns = exchange.empty(pairs, -torch.inf)
-    for block in exchange.round(of_columns):
+    for block in exchange.blocks(of_columns):
         (column,) = block.carried
         for tile in tiles.of(block):
             add_logsumexp_(rows_rest[tile.rows], tile.logits, dim=1)
@@ -96,7 +96,7 @@ def _softmax(
     by_row, by_column = (torch.logaddexp(rest, pairs) for rest in (rows_rest, columns_rest))
     of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest - pairs).sigmoid()) / (2 * exchange.count)
     gradients = FeatureGradients(image, text, exchange)
-    for block in exchange.round(exchange.spread(by_column), gradients.of_texts):
+    for block in exchange.blocks(exchange.to_carried(by_column), gradients.of_texts):
         by_column, of_texts = block.carried
         for tile in tiles.of(block):
             softmaxes(tile.logits, by_row[tile.rows], by_column[tile.columns], 1 / (2 * exchange.count))
@@ -113,7 +113,7 @@ def _sigmoid(
     loss, of_bias = _softplus(-pairs).sum() / exchange.count, torch.zeros_like(bias)
     tiles = Tiles(image, exchange.start, scale, bias, keys)
     gradients = FeatureGradients(image, text, exchange, unit=1 / exchange.count) if wants_grad else None
-    for block in exchange.round(*([] if gradients is None else [gradients.of_texts])):
+    for block in exchange.blocks(*([] if gradients is None else [gradients.of_texts])):
         for tile in tiles.of(block):
             loss += softplus_sum(tile.logits) / exchange.count
             if gradients is not None:

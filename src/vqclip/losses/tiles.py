@@ -3,7 +3,7 @@
 No process holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.org/abs/2410.17243). Each rank computes
 the rows of its own images; `vqclip.losses.exchange` supplies the texts of all ranks.
 
-    forward:  for block in exchange.round(...):       # texts of all ranks
+    forward:  for block in exchange.blocks(...):      # texts of all ranks
                   for tile in tiles.of(block):        # (R, C) logits, about 4 MiB
                       loss += f(tile)
                       gradients.add(f'(tile))         # dI += dS @ texts, dT += dSᵀ @ images
@@ -207,7 +207,7 @@ class FeatureGradients:
         self._own_image, self._exchange, self._unit = image, exchange, unit
         self._image = image.new_zeros(image.shape)
         self.of_texts = exchange.empty(text, 0.0)
-        """Must be carried by the round in which tiles are added."""
+        """Must be carried by the pass over `Exchange.blocks` in which tiles are added."""
 
     def add(self, block: Block, of_texts: Tensor, tile: Tile) -> None:
         """Add a tile with the gradient of its logits; ``of_texts`` is the block's part of the attribute."""
@@ -232,7 +232,7 @@ class FeatureGradients:
         return Gradients(loss, self._image.mul_(factor), of_text, of_scale, of_bias)
 
 
-class _Known(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     """A loss with precomputed gradients; second derivatives are refused."""
 
     @staticmethod
@@ -254,4 +254,4 @@ class _Known(torch.autograd.Function):
 
 def attach_gradients(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, gradients: Gradients) -> Tensor:
     """Return the loss, (), connected to its inputs in autograd's graph."""
-    return _Known.apply(image, text, scale, bias, *gradients)
+    return _PrecomputedGradients.apply(image, text, scale, bias, *gradients)

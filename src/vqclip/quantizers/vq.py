@@ -186,9 +186,11 @@ class VQ(TableQuantizer):
             )
         with torch.no_grad():
             if self._is_started:
-                self._follow(stats[f"{own}codes"], stats[f"{own}vectors"] if self.learning == "ema" else None)
+                self._update_averages(stats[f"{own}codes"], stats[f"{own}vectors"] if self.learning == "ema" else None)
             elif start:
-                self._start(stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
+                self._initialize_kmeans(
+                    stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"]
+                )
             if self.dead_below > 0:
                 self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
             self._count_step(stats[f"{own}codes"])
@@ -231,7 +233,7 @@ class VQ(TableQuantizer):
             share = share.masked_fill(~keep[:, None, None], 0)
         return share.sum(dim=0)
 
-    def _follow(self, counts: Tensor, vectors: Tensor | None) -> None:
+    def _update_averages(self, counts: Tensor, vectors: Tensor | None) -> None:
         """Update the moving averages with ``counts`` ``(G, K)`` and ``vectors`` ``(G, K, D)``, sums over tokens."""
         counts = counts.to(self.sizes.dtype)
         seen = counts.sum() > 0
@@ -251,7 +253,7 @@ class VQ(TableQuantizer):
         mean = totals / torch.where(known, moved, 1)[..., None]
         self.codebook.copy_(self._normalize(torch.where(known[..., None], mean, self.codebook)))
 
-    def _start(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
+    def _initialize_kmeans(self, counts: Tensor, vectors: Tensor, present: Tensor) -> None:
         """Initialise the codes by k-means of the drawn tokens ``(M, G, D)``; if there are none, wait for the next step.
 
         With fewer different tokens than codes, the other codes do not change.

@@ -6,7 +6,7 @@
         best       = top k of (best, scores), ties by item number
 
     with a float16 or int8 cache:
-        bounds     = score of the short form +- its distance from the embedding
+        bounds     = score of the compressed form +- its distance from the embedding
         candidates = items whose upper bound reaches the k-th best lower bound
         embed the candidates again, and score them exactly
 
@@ -36,13 +36,13 @@ from vqclip.tokenizer.fingerprint import fingerprint
 __all__ = ["Cache", "CodeSearch", "SearchResult", "require_queries"]
 
 Cache = Literal["none", "float32", "float16", "int8"]
-"""Embeddings kept in memory: none, all, or a short form that finds the candidates."""
+"""Embeddings kept in memory: none, all, or a compressed form that finds the candidates."""
 
 _CHUNK = 4096
 _SCORES = 2**24
-"""Largest number of scores of short forms at a time: 64 MiB."""
+"""Largest number of scores of compressed forms at a time: 64 MiB."""
 _ROUNDING = 1e-5
-"""Allowance for rounding in the distance of a short form from its embedding."""
+"""Allowance for rounding in the distance of a compressed form from its embedding."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,16 @@ class CodeSearch:
             if cache == "float32"
             else None
         )
-        self._short = _Short.from_chunks(self._embed_all(), cache) if cache in ("float16", "int8") else None
+        self._compressed = (
+            _CompressedEmbeddings.from_chunks(self._embed_all(), cache) if cache in ("float16", "int8") else None
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory: the index and the cache."""
         kept = [self._embeddings] if self._embeddings is not None else []
-        kept += [self._short.values, self._short.scales, self._short.errors] if self._short is not None else []
+        if self._compressed is not None:
+            kept += [self._compressed.values, self._compressed.scales, self._compressed.errors]
         return self.index.nbytes + sum(each.numel() * each.element_size() for each in kept)
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
@@ -109,10 +112,10 @@ class CodeSearch:
         require_queries(queries, self.tokenizer.embed_dim, k)
         _require_float32(self.tokenizer.device)
         queries = queries.float().to(self.tokenizer.device)
-        if self._short is None:
+        if self._compressed is None:
             return self._scan(queries, k)
         rows = max(1, _SCORES // max(1, len(self.index.codes)))
-        parts = [self._refine(part, k, self._short) for part in queries.split(rows)]
+        parts = [self._refine(part, k, self._compressed) for part in queries.split(rows)]
         parts = parts or [self._scan(queries, k)]
         return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.items for part in parts]))
 
@@ -135,9 +138,9 @@ class CodeSearch:
             start += len(chunk)
         return SearchResult(*scores_and_items(found))
 
-    def _refine(self, queries: Tensor, k: int, short: _Short) -> SearchResult:
+    def _refine(self, queries: Tensor, k: int, compressed: _CompressedEmbeddings) -> SearchResult:
         """Score the items exactly that the bounds do not exclude."""
-        scores, slack = short.scores(queries), queries.norm(dim=1, keepdim=True) * (short.errors + _ROUNDING)
+        scores, slack = compressed.scores(queries), queries.norm(dim=1, keepdim=True) * (compressed.errors + _ROUNDING)
         count = min(k, scores.shape[1])
         if not count:
             return SearchResult(scores, scores.long())
@@ -161,7 +164,7 @@ class CodeSearch:
 
 
 @dataclass(frozen=True)
-class _Short:
+class _CompressedEmbeddings:
     """Embeddings in fewer bits, and the distance of each from the exact one."""
 
     values: Tensor
@@ -172,12 +175,11 @@ class _Short:
     """``(U,)`` float32: length of the difference."""
 
     @staticmethod
-    def from_chunks(chunks: Iterator[Tensor], cache: Cache) -> _Short:
-        """Shorten chunks of embeddings."""
+    def from_chunks(chunks: Iterator[Tensor], cache: Cache) -> _CompressedEmbeddings:
+        """Compress chunks of embeddings."""
         parts = [_compress(chunk, cache) for chunk in chunks]
-        return (
-            _Short(*(torch.cat(each) for each in zip(*parts, strict=True))) if parts else _Short(*[torch.empty(0)] * 3)
-        )
+        joined = map(torch.cat, zip(*parts, strict=True)) if parts else [torch.empty(0)] * 3
+        return _CompressedEmbeddings(*joined)
 
     def scores(self, queries: Tensor) -> Tensor:
         """``(Q, U)`` float32."""

@@ -25,11 +25,11 @@ def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Ten
     target = expand_home(folder).resolve()  # renaming a link would leave what it points to
     restore_folder(target)
     if target.exists() and not (target / CONFIG_FILE).exists():  # the configuration is written last
-        write_folder(target, config, state)
+        write_tokenizer_files(target, config, state)
         return
     if target.exists():
         _require_nothing_lost(target, config)
-    replace_folder(target, lambda temporary: write_folder(temporary, config, state))
+    replace_folder(target, lambda temporary: write_tokenizer_files(temporary, config, state))
 
 
 def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"{folder}: is the working folder, which cannot be replaced; name another folder")
 
 
-def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+def write_tokenizer_files(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
     """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing; not atomic.
 
     Raises:

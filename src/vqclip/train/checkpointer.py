@@ -21,7 +21,7 @@ from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
-from vqclip.tokenizer.saving import write_folder
+from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Checkpointer:
             self.folder,
             done,
             write_model=functools.partial(
-                write_folder, config=model.section(), state=self._model.copy(model.state_dict())
+                write_tokenizer_files, config=model.section(), state=self._model.copy(model.state_dict())
             ),
             optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
             state=copy.deepcopy(
