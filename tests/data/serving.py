@@ -147,7 +147,7 @@ def dribbling(server: FaultyServer, every_s: float = 0.02) -> Fault:
 
     def fault(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         answer(handler, b"", length=len(body))
-        for at in range(len(body)):
+        for at in range(0 if handler.command == "HEAD" else len(body)):
             handler.wfile.write(body[at : at + 1])
             if server.stopped.wait(every_s):
                 return
