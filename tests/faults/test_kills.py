@@ -182,7 +182,8 @@ def facts(life):
         ):
             continue
         found[name] = path.read_bytes()
-    speed = r'(, )?"(images_per_second|data_wait)": [-+.e\d]+|"speed": {[^}]*}|speed +(\d+ images/s on 2 .*|no step was left.*)'
+    in_json = r'(, )?"(images_per_second|data_wait)": [-+.e\d]+|"speed": {[^}]*}'
+    speed = in_json + r"|speed +(\d+ images/s on 2 .*|no step was left.*)"
     for name in found:
         if re.search(r"^tiny/[^/]*$|\.md$", name):
             found[name] = re.sub(speed, "", found[name].decode())

@@ -100,7 +100,7 @@ def _finish(command: list[str]) -> None:
 
 
 def _kill_in_the_middle(command: list[str], out: Path, few: bool) -> None:
-    """Kill all of a job when a shard is done and others are not, or, with one for each rank, when some batches are done."""
+    """Kill a whole job when one shard is done, or, if there are only a `few`, when some batches are done."""
     log = out.with_suffix(".log")
     with log.open("wb") as output:
         job = subprocess.Popen(command, env=_environment(), stderr=output, start_new_session=True)
