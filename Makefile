@@ -33,7 +33,7 @@ train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS=
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
 
 test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)

@@ -143,7 +143,8 @@ def test_a_tower_that_sees_padding_keeps_it(monkeypatch):
             use(inputs)
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_steps_of_any_length_compile_to_few_graphs(monkeypatch, micro_batches):
     """One for any length and one for all positions, twice with micro-batches: with gradients and without."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
