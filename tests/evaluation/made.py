@@ -63,6 +63,8 @@ class PlainTokenizer(nn.Module):
         return image
 
     class preprocess:
+        context_length = 1
+
         """A caption's code is the number in it."""
 
         @staticmethod

@@ -122,7 +122,7 @@ def test_what_export_json_says_is_so(onnx):
             ((_, facts),) = runtime.info["parts"][part][side].items()
             assert facts == {"dtype": str(array.dtype), "shape": [None, *array.shape[1:]]}
     assert runtime.info["tokenizer_sha256"] == fingerprint(tokenizer)
-    assert runtime.info["preprocess"]["context_length"] == tokenizer.num_tokens
+    assert runtime.info["preprocess"]["context_length"] == tokenizer.tower.num_tokens
     assert runtime.info["codebook_sizes"] == list(tokenizer.codebook_sizes)
 
 

@@ -67,7 +67,7 @@ class Encoder:
 
         encoded = self(tokenizer, batches(), name)
         told = CaptionLengths(self.partition.gather_items(found)).describe_cuts(
-            tokenizer.num_tokens, "the text tower's context_length"
+            tokenizer.preprocess.context_length, "the text tower's context_length"
         )
         return dataclasses.replace(encoded, notes=[told] if told else [])
 

@@ -176,6 +176,6 @@ def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:
         }
     return {
         "kind": "text",
-        "context_length": tokenizer.num_tokens,
+        "context_length": tokenizer.tower.num_tokens,
         "vocabulary": "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length",
     }

@@ -148,7 +148,9 @@ def _tokenize(
             bad += len(collected.bad)
             folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)
     manifest = folder.finish(allowed)
-    told = encoders.text and encoders.lengths.describe_cuts(encoders.text.num_tokens, "the text tower's context_length")
+    told = encoders.text and encoders.lengths.describe_cuts(
+        encoders.text.preprocess.context_length, "the text tower's context_length"
+    )
     return TokenizeResult(
         len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vqclip.errors import ConfigError
 from vqclip.nn.pooling import isometric_
 from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalize_channels
+from vqclip.nn.reduction import Reduction, ReductionConfig
 from vqclip.quantizers import Stats
 from vqclip.quantizers.checks import check_channels
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
@@ -54,11 +55,12 @@ class Tokenizer(TokenizerDecoder, ABC):
         config: configuration of everything after the tower.
         tower: `ImageTower` or `TextTower`.
         embed_dim: E, width of the joint embedding.
-        fewest_tokens: smallest number of tokens in a batch.
+        fewest_tokens: smallest number of the tower's tokens in a batch.
     """
 
     modality: str
     tower: ImageTower | TextTower
+    reduce: Reduction | None
     project_in: Projection
 
     def __init__(self, config: TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int, fewest_tokens: int):
@@ -68,11 +70,19 @@ class Tokenizer(TokenizerDecoder, ABC):
             check_channels(f"{self.modality}.normalize {config.normalize}", quantizer.dim, least)
         into = config.project_in.layers(tower.width, quantizer.dim)
         project_in = Projection(nn.LayerNorm(tower.width), *into)
-        project_out, pool = config.build_output(quantizer, tower.num_tokens, embed_dim)
-        for part in (project_in, project_out, pool):
+        reduction = None if config.reduce is None else config.reduce.build(tower.width)
+        num_tokens = tower.num_tokens
+        if reduction is not None:
+            num_tokens = fewest_tokens = reduction.num_tokens
+        project_out, pool = config.build_output(quantizer, num_tokens, embed_dim)
+        before: dict[str, nn.Module] = {"tower": tower, "project_in": project_in}
+        if reduction is not None:
+            before = {"tower": tower, "reduce": reduction, "project_in": project_in}
+        for part in (*list(before.values())[1:], project_out, pool):
             isometric_(part)
-        before = {"tower": tower, "project_in": project_in}
         super().__init__(self.modality, quantizer, project_out, pool, fewest_tokens, before)
+        if reduction is None:
+            self.reduce = None
         self.config = config
         self.normalize = config.normalize
 
@@ -86,8 +96,12 @@ class Tokenizer(TokenizerDecoder, ABC):
 
     def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the quantizer's input ``(B, N, quantizer.dim)`` for a batch from `preprocess`, and its `mask`."""
-        mask = self.mask(inputs)
-        return normalize_channels(self.project_in(self.tower(inputs), mask), self.normalize), mask
+        mask, x = self.mask(inputs), self.tower(inputs)
+        if self.reduce is not None:
+            x = self.reduce(x, mask)
+            # All of them are real. Text keeps a mask, as `ids_mask` gives one, so that sums are the same.
+            mask = None if mask is None else mask.new_ones(x.shape[:2])
+        return normalize_channels(self.project_in(x, mask), self.normalize), mask
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""
@@ -164,7 +178,10 @@ class Tokenizer(TokenizerDecoder, ABC):
     def section(self) -> dict[str, object]:
         """Return this tokenizer's section of ``config.json``."""
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
-        return self.config.architecture().model_dump(mode="json") | tokens | {"embed_dim": self.embed_dim}
+        section = self.config.architecture().model_dump(mode="json")
+        if self.config.reduce is None:
+            del section["reduce"]  # as in the folders and fingerprints from before this setting
+        return section | tokens | {"embed_dim": self.embed_dim}
 
 
 class TokenizerConfig(DecoderConfig):
@@ -172,8 +189,10 @@ class TokenizerConfig(DecoderConfig):
 
     if TYPE_CHECKING:
         tower: Any
+    reduce: ReductionConfig | None = None
+    """Reduction of the tower's tokens to fewer ones; null keeps them all."""
     project_in: ProjectionConfig = LinearProjectionConfig()
-    """From the tower's features to the quantizer's channels."""
+    """From the (reduced) features to the quantizer's channels."""
     normalize: Normalization = "none"
     """Normalisation of those channels before quantization: layer (mean 0, variance 1), l2 (length √D), none."""
 

@@ -51,7 +51,7 @@ Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "text")
 
 _TEMPERATURE = ("logit_scale", "logit_bias")
-_ENCODER_PARTS = ("tower", "project_in")
+_ENCODER_PARTS = ("tower", "reduce", "project_in")
 """Modules of a tokenizer that decoding does not need."""
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
@@ -74,6 +74,8 @@ class StoredTokenizer(DecoderConfig):
     """Smallest number of tokens in a batch."""
     tower: dict[str, Any]
     """From pixels or captions to features."""
+    reduce: dict[str, Any] | None = None
+    """From the tower's features to fewer ones; absent if all are kept."""
     project_in: dict[str, Any]
     """From features to the quantizer's channels."""
     normalize: str

@@ -40,8 +40,10 @@ class TextTokenizer(Tokenizer):
         A multiple of 8, so that kernels and compiled graphs see few shapes; N if the tower sees the padding. Reads the
         values: call it before they are moved to another device.
         """
+        if self.tower.sees_padding:
+            return self.tower.num_tokens
         longest = int(self.mask(tokens).any(dim=0).sum())
-        return max(self.fewest_tokens, min(self.num_tokens, 8 * max(1, math.ceil(longest / 8))))
+        return min(self.tower.num_tokens, 8 * max(1, math.ceil(longest / 8)))
 
     def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
         """Encode captions (``list[str]``, or token numbers ``(B, N)``) to ids ``(B, N, C)`` int64, -1 at padding.
@@ -64,9 +66,9 @@ class TextTokenizer(Tokenizer):
                 self.tower.require_captions(tokens)
         else:
             tokens, lengths = self.preprocess.with_lengths(captions)
-            if max(lengths, default=0) > self.num_tokens:  # always the same text, so that Python warns once
+            if max(lengths, default=0) > self.tower.num_tokens:  # always the same text, so that Python warns once
                 warnings.warn(
-                    f"captions longer than {self.num_tokens} tokens, the text tower's context_length, are cut; "
+                    f"captions longer than {self.tower.num_tokens} tokens, the text tower's context_length, are cut; "
                     "tokenizer.preprocess.with_lengths(captions) returns their lengths",
                     stacklevel=3,
                 )

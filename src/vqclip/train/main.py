@@ -227,7 +227,7 @@ def _summarise(
         summary,
         step=exported,
         best=best,
-        captions=caption_summary(records.bad.lengths, model.text.num_tokens),
+        captions=caption_summary(records.bad.lengths, model.text.preprocess.context_length),
         health=collapse.health() if collapse else {},
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary

@@ -34,7 +34,7 @@ class ReportMetrics(Callback):
         """Warn once of captions that are longer than the text tower takes."""
         if self._warned_of_cut_captions:
             return
-        length = training.step.model.text.num_tokens
+        length = training.step.model.text.preprocess.context_length
         cut = training.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
         if cut:
             logger.warning("captions: %s", cut)
