@@ -63,17 +63,17 @@ def block_names(tower: nn.Module) -> list[str]:
     found = [
         block
         for name, stages in _outermost_lists(tower)
-        for child, stage in _parametrised(stages)
+        for child, stage in _weighted_children(stages)
         for block in _split(f"{name}.{child}", stage)
     ]
-    return found or _children(tower)
+    return found or _top_modules(tower)
 
 
 def _split(name: str, stage: nn.Module) -> list[str]:
     """Return the blocks of a stage, or the name of the stage itself if it is a block."""
     for inner, blocks in _outermost_lists(stage, itself=True):
         if 2 * _size(blocks) > _size(stage):
-            return [_join(name, inner, child) for child, _ in _parametrised(blocks)]
+            return [_join(name, inner, child) for child, _ in _weighted_children(blocks)]
     return [name]
 
 
@@ -82,32 +82,32 @@ def _outermost_lists(module: nn.Module, itself: bool = False) -> Iterator[tuple[
     if itself and _is_list_of_blocks(module):
         yield "", module
         return
-    for name, child in _parametrised(module):
+    for name, child in _weighted_children(module):
         for inner, found in _outermost_lists(child, itself=True):
             yield _join(name, inner), found
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
     """Return whether a module is a chain of composite modules; those of a `ModuleList` must be of one type."""
-    items = [child for _, child in _parametrised(module)]
-    if not isinstance(module, _LISTS) or not items or any(not _parametrised(child) for child in items):
+    items = [child for _, child in _weighted_children(module)]
+    if not isinstance(module, _LISTS) or not items or any(not _weighted_children(child) for child in items):
         return False
     return isinstance(module, nn.Sequential) or len({type(child) for child in items}) == 1
 
 
-def _parametrised(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _weighted_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the children that have parameters; none for a layer with an adapter of peft, which counts as one layer."""
     if hasattr(module, "base_layer"):
         return []
     return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
-def _children(module: nn.Module) -> list[str]:
+def _top_modules(module: nn.Module) -> list[str]:
     """Return the names of the children with parameters of the first module that has more than one."""
-    prefix, children = "", _parametrised(module)
-    while len(children) == 1 and _parametrised(children[0][1]):
+    prefix, children = "", _weighted_children(module)
+    while len(children) == 1 and _weighted_children(children[0][1]):
         prefix = _join(prefix, children[0][0])
-        children = _parametrised(children[0][1])
+        children = _weighted_children(children[0][1])
     return [_join(prefix, name) for name, _ in children]
 
 
