@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.text import BPE, CaptionLengths, OpenCLIPTextTowerConfig, TransformerTowerConfig, _bpe
+from vqclip.towers.bpe import BPE, _bpe
+from vqclip.towers.text import OpenCLIPTextTowerConfig, TransformerTowerConfig
+from vqclip.towers.vocabulary import CaptionLengths
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
@@ -13,7 +15,7 @@ def test_tokens_are_real_up_to_the_first_end_mark():
     """The number of padding is also that of "!" inside a word."""
     tower = TransformerTowerConfig(**SMALL).build()
     tokens = BPE(12)(["#!/bin a", "a" + " b" * 20, "", "a b c d"])
-    tokens[3, 2] = tower.end_of_text
+    tokens[3, 2] = BPE.end_of_text
     assert tokens[0].tolist()[1:3] == [2, 0]
     mask = tower.mask(tokens)
     assert mask[0].tolist() == [True] * 7 + [False] * 5
@@ -42,7 +44,7 @@ def test_a_row_without_an_end_mark_is_no_nan(causal):
     assert features.isfinite().all()
     features[tower.mask(tokens)].sum().backward()
     assert all(p.grad.isfinite().all() for p in tower.parameters())
-    hidden = tower._attention_mask(tokens, torch.float32)
+    hidden = tower.network.attention_mask(tower.transformer, tower.mask(tokens), torch.float32)
     assert (hidden.amax(dim=-1) == 0).all()  # not every device's attention gives zeros for a row of -inf
 
 
@@ -122,7 +124,7 @@ def test_a_caption_cannot_write_a_mark(text):
     """It is read like the same words between other brackets, and what follows stays."""
     tower = TransformerTowerConfig(**SMALL | {"context_length": 24}).build()
     tokens = BPE(24)([f"{text} a star", "a star"])
-    marks = (tokens == tower.end_of_text) | (tokens == tower.end_of_text - 1)
+    marks = (tokens == BPE.end_of_text) | (tokens == BPE.end_of_text - 1)
     assert marks.sum(1).tolist() == [2, 2]
     real = tokens[0][tower.mask(tokens)[0]].tolist()
     assert real[-3:] == tokens[1, 1:4].tolist()
@@ -159,7 +161,7 @@ def test_the_vocabulary_forgets(monkeypatch):
     """open_clip remembers every word it has ever met: on captions of chance without an end."""
     from open_clip.tokenizer import SimpleTokenizer
 
-    monkeypatch.setattr("vqclip.towers.text._CACHED_WORDS", 10)
+    monkeypatch.setattr("vqclip.towers.bpe._CACHED_WORDS", 10)
     captions = [f"word{chr(97 + n % 26) * (n + 1)} {n}" for n in range(79, -1, -1)]
     theirs = SimpleTokenizer()(captions, context_length=32)
     assert torch.equal(BPE(32)(captions), theirs)

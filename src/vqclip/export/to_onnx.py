@@ -177,5 +177,5 @@ def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:
     return {
         "kind": "text",
         "context_length": tokenizer.tower.num_tokens,
-        "vocabulary": "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length",
+        "vocabulary": tokenizer.preprocess.describe(),
     }

@@ -8,13 +8,15 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vqclip.towers.bpe import BPE
 from vqclip.towers.convolutional import ConvolutionalTowerConfig
 from vqclip.towers.image import ImageTower, OpenCLIPImageTowerConfig, TimmTowerConfig
-from vqclip.towers.text import BPE, CaptionLengths, OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig
+from vqclip.towers.text import OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig
+from vqclip.towers.vocabulary import CaptionLengths, Vocabulary
 
 ImageTowerConfig = Annotated[
     TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig, Field(discriminator="kind")
 ]
 TextTowerConfig = Annotated[TransformerTowerConfig | OpenCLIPTextTowerConfig, Field(discriminator="kind")]
 
-__all__ = ["BPE", "CaptionLengths", "ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig"]
+__all__ = ["BPE", "CaptionLengths", "ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig", "Vocabulary"]

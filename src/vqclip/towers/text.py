@@ -1,11 +1,8 @@
-"""Text towers: open_clip's text transformer over its byte-pair vocabulary; captions to per-token features."""
+"""Text towers: token numbers to features of each token; open_clip's text transformer over its byte pairs."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from einops import repeat
@@ -16,36 +13,43 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import heads_divide_width
-from vqclip.nn.inputs import require_captions
+from vqclip.towers.bpe import BPE
+from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
 
-MAX_CONTEXT = 4096
-"""Largest context length."""
-_CACHED_WORDS = 100_000
-_LONG_WORD = 64
-"""Longer words, in characters, are not cached."""
+
+class TextNetwork(Protocol):
+    """Runs the network of a `TextTower`: the library's conventions for masks and padding. Holds no weights."""
+
+    width: int
+    """D, features per token."""
+    sees_padding: bool
+    """True if a token's features depend on the padding after it."""
+
+    def features(self, network: nn.Module, tokens: Tensor, real: Tensor) -> Tensor:
+        """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``; B is at least 1."""
+
+    def set_grad_checkpointing(self, network: nn.Module, enable: bool) -> None:
+        """Recompute activations in the backward pass, or stop doing so."""
 
 
 class TextTower(nn.Module):
-    """A text transformer that gives a feature for every token.
+    """A text network that gives a feature for every token.
 
     Args:
-        transformer: an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs.
+        transformer: the module with the weights.
+        network: runs it.
+        vocabulary: maps captions to its token numbers.
 
     Attributes:
         context_length: N, positions per caption; captions are cut or padded to it.
         width: D, features per token.
-        vocab_size: size of the byte-pair vocabulary.
     """
 
-    def __init__(self, transformer: nn.Module):
+    def __init__(self, transformer: nn.Module, network: TextNetwork, vocabulary: Vocabulary):
         super().__init__()
-        # Features are taken before the projection, which would get no gradient.
-        transformer.text_projection = None  # type: ignore[assignment]
         self.transformer = transformer
-        self.context_length = int(transformer.context_length)  # type: ignore[arg-type]
-        self.width = int(transformer.width)  # type: ignore[arg-type]
-        self.vocab_size = int(transformer.vocab_size)  # type: ignore[arg-type]
-        self.end_of_text = int(_bpe().eot_token_id)
+        self.network, self.vocabulary = network, vocabulary
+        self.context_length, self.width = vocabulary.context_length, network.width
 
     @property
     def num_tokens(self) -> int:
@@ -55,33 +59,20 @@ class TextTower(nn.Module):
     @property
     def sees_padding(self) -> bool:
         """True if a token's features depend on the padding after it."""
-        text: Any = self.transformer
-        return text.attn_mask is None and not text.use_pad_mask  # as in MobileCLIP
+        return self.network.sees_padding
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """Return ``(B, N)`` bool, True up to and including the first end mark; a row without one has no real token.
-
-        The padding's number 0 is ambiguous: it is also the number of "!" inside a word.
-        """
-        is_end = tokens == self.end_of_text
-        end = is_end.int().argmax(dim=1, keepdim=True)  # the first of equals
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return (positions <= end) & is_end.any(dim=1, keepdim=True)
+        """Return ``(B, N)`` bool, True at real tokens, marks included; see `Vocabulary.mask`."""
+        return self.vocabulary.mask(tokens)
 
     def require_captions(self, tokens: Tensor) -> None:
         """Check that each row is a caption; `forward` does not check values, to save time.
 
         Raises:
-            ShapeError: wrong shape or dtype, a number outside the vocabulary, or a row without end mark.
+            ShapeError: wrong shape or dtype, a number outside the vocabulary, or a row that the vocabulary never makes.
         """
         self._require_shape(tokens)
-        for number in tokens[(tokens < 0) | (tokens >= self.vocab_size)].tolist():
-            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.vocab_size - 1}")
-        for row in (tokens != self.end_of_text).all(dim=1).nonzero().flatten().tolist():
-            raise ShapeError(
-                f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
-                "tokenizer.preprocess makes such rows from captions"
-            )
+        self.vocabulary.require_rows(tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map ``(B, N)`` int64 token numbers to features ``(B, N, D)``; those of padding are undefined.
@@ -94,9 +85,7 @@ class TextTower(nn.Module):
         self._require_shape(tokens)
         if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
             return self(tokens.new_zeros(1, tokens.shape[1]))[:0]
-        text: Any = self.transformer
-        x = text.token_embedding(tokens) + text.positional_embedding[: tokens.shape[1]]
-        return text.ln_final(text.transformer(x, attn_mask=self._attention_mask(tokens, x.dtype)))
+        return self.network.features(self.transformer, tokens, self.mask(tokens))
 
     def _require_shape(self, tokens: Tensor) -> None:
         full = self.context_length
@@ -108,22 +97,49 @@ class TextTower(nn.Module):
                 "tokenizer.preprocess makes such a tensor from captions"
             )
 
-    def _attention_mask(self, tokens: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask to add to the scores: open_clip's causal mask, or one of the padding (see `mask`)."""
-        text: Any = self.transformer
-        length = tokens.shape[1]
-        if text.attn_mask is not None:
-            return text.attn_mask[:length, :length]
-        if self.sees_padding:
-            return None
-        real = self.mask(tokens)
-        visible = real | ~real.any(dim=1, keepdim=True)  # attention over nothing would be NaN
-        hidden = torch.zeros(visible.shape, dtype=dtype, device=tokens.device).masked_fill(~visible, float("-inf"))
-        return repeat(hidden, "b keys -> (b heads) queries keys", heads=text.heads, queries=length)
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the transformer's activations in the backward pass, to save memory."""
-        self.transformer.set_grad_checkpointing(enable)  # type: ignore[operator]
+        self.network.set_grad_checkpointing(self.transformer, enable)
+
+
+class OpenCLIPText:
+    """Runs an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
+
+    def __init__(self, transformer: Any):
+        # Features are taken before the projection, which would get no gradient.
+        transformer.text_projection = None
+        self.width = int(transformer.width)
+        self.sees_padding = transformer.attn_mask is None and not transformer.use_pad_mask  # as in MobileCLIP
+
+    def features(self, network: Any, tokens: Tensor, real: Tensor) -> Tensor:
+        """Run the transformer without its pooling."""
+        x = network.token_embedding(tokens) + network.positional_embedding[: tokens.shape[1]]
+        return network.ln_final(network.transformer(x, attn_mask=self.attention_mask(network, real, x.dtype)))
+
+    def attention_mask(self, network: Any, real: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask to add to the scores: open_clip's causal mask, or one of the padding."""
+        length = real.shape[1]
+        if network.attn_mask is not None:
+            return network.attn_mask[:length, :length]
+        if self.sees_padding:
+            return None
+        visible = attendable(real)
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=real.device).masked_fill(~visible, float("-inf"))
+        return repeat(hidden, "b keys -> (b heads) queries keys", heads=network.heads, queries=length)
+
+    def set_grad_checkpointing(self, network: Any, enable: bool) -> None:
+        """Recompute activations in the backward pass, or stop doing so."""
+        network.set_grad_checkpointing(enable)
+
+
+def attendable(real: Tensor) -> Tensor:
+    """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
+    return real | ~real.any(dim=1, keepdim=True)
+
+
+def open_clip_tower(transformer: Any) -> TextTower:
+    """Return the tower of an ``open_clip.transformer.TextTransformer``."""
+    return TextTower(transformer, OpenCLIPText(transformer), BPE(int(transformer.context_length)))
 
 
 class TransformerTowerConfig(Config):
@@ -155,7 +171,7 @@ class TransformerTowerConfig(Config):
 
         transformer = TextTransformer(
             context_length=self.context_length,
-            vocab_size=_bpe().vocab_size,
+            vocab_size=BPE.size,
             width=self.width,
             heads=self.heads,
             layers=self.layers,
@@ -165,7 +181,7 @@ class TransformerTowerConfig(Config):
             use_pad_mask=not self.causal,
         )
         nn.init.normal_(transformer.token_embedding.weight, std=self.token_std)
-        return TextTower(transformer)
+        return open_clip_tower(transformer)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""
@@ -195,12 +211,12 @@ class OpenCLIPTextTowerConfig(Config):
         from vqclip.towers.open_clip import create_open_clip
 
         text = create_open_clip(self.model, self.pretrained).text
-        if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != _bpe().vocab_size:
+        if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != BPE.size:
             raise ConfigError(
                 f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
                 "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
             )
-        return TextTower(text)
+        return open_clip_tower(text)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""
@@ -208,96 +224,3 @@ class OpenCLIPTextTowerConfig(Config):
 
         config = open_clip.get_model_config(self.model) or {}
         return BPE(int(config.get("text_cfg", {}).get("context_length", 77)))
-
-
-class BPE:
-    """open_clip's byte-pair vocabulary at a fixed context length.
-
-    Contains only the length, so that it is cheap to send to data-loader workers; each process loads the tables once.
-
-    Args:
-        context_length: N, token positions per caption.
-    """
-
-    def __init__(self, context_length: int):
-        self.context_length = context_length
-
-    def __call__(self, captions: Sequence[str]) -> Tensor:
-        """Map B captions to ``(B, N)`` int64, start and end marks included, padded with 0.
-
-        Raises:
-            ShapeError: not a list or tuple of str.
-        """
-        return self.with_lengths(captions)[0]
-
-    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """Tokenize captions as `__call__` does, and return the length of each before it was cut.
-
-        Lengths are in tokens, start and end marks included, and at most `MAX_CONTEXT` + 1.
-        """
-        bpe = _bpe()
-        rows = [[bpe.sot_token_id, *bpe.encode(text), bpe.eot_token_id] for text in require_captions(captions)]
-        tokens = torch.zeros(len(rows), self.context_length, dtype=torch.int64)
-        for row, numbers in zip(tokens, rows, strict=True):
-            if len(numbers) > self.context_length:
-                numbers = [*numbers[: self.context_length - 1], bpe.eot_token_id]
-            row[: len(numbers)] = torch.tensor(numbers)
-        return tokens, [min(len(numbers), MAX_CONTEXT + 1) for numbers in rows]
-
-
-class CaptionLengths(Counter[int]):
-    """Counts of captions by their length in tokens, see `BPE.with_lengths`."""
-
-    def count_cut(self, context_length: int) -> int:
-        """Return the number of captions that are longer than ``context_length``."""
-        return sum(count for length, count in self.items() if length > context_length)
-
-    def length_for(self, percent: int) -> int:
-        """Return the smallest context length that holds ``percent`` % of captions without a cut."""
-        held = 0
-        for length in sorted(self):
-            held += self[length]
-            if 100 * held >= percent * self.total():
-                return length
-        return 0
-
-    def describe_cuts(self, context_length: int, key: str = "context_length") -> str | None:
-        """Describe how many captions are cut and which lengths would hold more of them; None if none is cut."""
-        cut, total = self.count_cut(context_length), self.total()
-        if not cut:
-            return None
-        wanted = {self.length_for(percent): f"{percent} %" for percent in (95, 99, 100)}
-        better = [f"{length} would hold {share}" for length, share in wanted.items() if length > context_length]
-        better = [each.replace(f"{MAX_CONTEXT + 1}", f"more than {MAX_CONTEXT}") for each in better[:2]]
-        return (
-            f"{100 * cut / total:.1f} % of captions ({cut:,} of {total:,}) are longer than {key} {context_length} "
-            f"and were cut; {' and '.join(better)} of them"
-        )
-
-
-class _Bounded(dict[str, str]):
-    """A cache that is cleared when it is full: open_clip's own cache grows without limit."""
-
-    def __setitem__(self, word: str, pairs: str) -> None:
-        if len(self) >= _CACHED_WORDS:
-            self.clear()
-        if len(word) <= _LONG_WORD:
-            super().__setitem__(word, pairs)
-
-
-@lru_cache(maxsize=1)
-def _bpe() -> Any:
-    """Return open_clip's tokenizer, changed so that ``<end_of_text>`` in a caption is ordinary text."""
-    from open_clip import tokenizer as theirs
-
-    tokenizer = theirs.SimpleTokenizer()
-    # Its pattern matches marks in captions first. Without that alternative their letters and brackets are split like
-    # other text, and no caption, also not `&lt;end_of_text&gt;`, gives the number of a mark.
-    marks = "|".join(tokenizer.decoder[number] for number in tokenizer.all_special_ids) + "|"
-    pattern: str = tokenizer.pat.pattern
-    if not pattern.startswith(marks):
-        raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
-    regex = theirs.re  # the package of that name: Python's own does not know \p{L}
-    tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
-    tokenizer.cache = _Bounded()
-    return tokenizer
