@@ -273,7 +273,7 @@ def test_loading_opens_no_other_weights(saved, monkeypatch, weights):
     for loaded in (vqclip.load_tokenizer(folder, modality="image"), CLIP.from_pretrained(folder).image):
         assert torch.equal(loaded.encode(images), model.image.encode(images))
         assert loaded.config.tower.checkpoint is None
-        assert loaded.config == model.image.config
+        assert loaded.config == model.image.config.architecture()
 
 
 def test_a_temperature_beside_one_tokenizer_is_refused(saved, tmp_path):
@@ -288,11 +288,16 @@ def test_one_entry_names_both_towers():
     parts = {"quantizer": FSQ, "width": 16, "heads": 2}
     towers = {"kind": "open_clip", "model": "ViT-B-16", "pretrained": "laion2b_s34b_b88k"}
     config = ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts})
-    assert config.image.tower.model_dump() == config.text.tower.model_dump() == towers
+    assert config.image.tower.model_dump() == config.text.tower.model_dump() == towers | {"train": "all"}
     assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
     other = {"kind": "open_clip", "model": "ViT-B-32"}
     with pytest.raises(ValueError, match=r"got both towers and text.tower, which differ"):
         ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts | {"tower": other}})
+    frozen = ModelConfig.model_validate(
+        {"towers": towers, "image": parts | {"tower": {"train": "none"}}, "text": parts}
+    )
+    assert (frozen.image.tower.train, frozen.text.tower.train) == ("none", "all")
+    assert ModelConfig.model_validate(frozen.model_dump(mode="json")) == frozen
 
 
 def contents(folder):

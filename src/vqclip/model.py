@@ -35,7 +35,7 @@ class ModelConfig(Config):
     """Two tokenizers that share a joint embedding."""
 
     towers: BothTowersConfig | None = None
-    """Both towers from one model; leave `image.tower` and `text.tower` out."""
+    """Both towers from one model; leave `image.tower` and `text.tower` out, but for their `train`."""
     embed_dim: EmbedDim = 256
     """E, width of the joint embedding."""
     image: ImageTokenizerConfig
@@ -48,21 +48,22 @@ class ModelConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _copy_towers(cls, data: Any) -> Any:
-        """Copy `towers` to `image.tower` and `text.tower`."""
+        """Copy `towers` to `image.tower` and `text.tower`, which may set `train` alone."""
         if not isinstance(data, dict) or not isinstance(data.get("towers"), dict):
             return data
         towers = {"kind": "open_clip"} | data["towers"]
         filled = dict(data)
         for name in ("image", "text"):
             part = data.get(name)
-            if isinstance(part, dict):
-                filled[name] = {"tower": towers} | part
+            own = part.get("tower", {}) if isinstance(part, dict) else None
+            if isinstance(own, dict) and own.keys() <= {"train"}:
+                filled[name] = part | {"tower": towers | own}
         return filled
 
     @model_validator(mode="after")
     def _check_towers_agree(self) -> ModelConfig:
         for name, part in (("image", self.image), ("text", self.text)):
-            if self.towers is not None and part.tower.model_dump() != self.towers.model_dump():
+            if self.towers is not None and part.tower.model_dump(exclude={"train"}) != self.towers.model_dump():
                 raise ValueError(f"got both towers and {name}.tower, which differ; expected one of the two")
         return self
 

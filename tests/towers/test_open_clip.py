@@ -78,11 +78,8 @@ def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-def test_an_open_clip_tower_that_cannot_be_used_is_refused(open_clip_model, monkeypatch):
+def test_an_open_clip_tower_that_cannot_be_used_is_refused(open_clip_model):
     name = open_clip_model(layers=[1, 1, 1, 1], width=8)  # as in RN50
-    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: bn1\).*choose a ViT"):
-        OpenCLIPImageTowerConfig(model=name).build()
-    monkeypatch.setattr("vqclip.towers.image._refuse_batch_norm", lambda backbone: None)
     with pytest.raises(ConfigError, match="the vision half of 'vqclip-other' is a ModifiedResNet, .*such as ViT-B-16"):
         OpenCLIPImageTowerConfig(model=name).build()
 

@@ -55,7 +55,7 @@ from vqclip.dist._control import (
     run_on_main,
     shared_seed,
 )
-from vqclip.dist._ddp import no_sync, unwrap_ddp, wrap_ddp
+from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._state import (
@@ -99,6 +99,7 @@ __all__ = [
     "recent_collectives",
     "reduce_",
     "reduce_scatter",
+    "release_ddp",
     "replicated_sum",
     "ring_shift",
     "run_on_main",

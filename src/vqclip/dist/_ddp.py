@@ -57,6 +57,17 @@ def unwrap_ddp(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
+def release_ddp(module: nn.Module) -> nn.Module:
+    """Undo `wrap_ddp`: stop averaging gradients, and return the module that was passed to it.
+
+    Call it before the module is wrapped again because other parameters require a gradient; two wrappers would both
+    average.
+    """
+    if isinstance(module, DistributedDataParallel):
+        module.reducer._remove_autograd_hooks()
+    return unwrap_ddp(module)
+
+
 def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
     """Make DDP choose the final layout of its gradient buckets now.
 

@@ -21,6 +21,7 @@ from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.hub import save_and_push
 from vqclip.tokenizer.saving import save_folder
 from vqclip.towers import ImageTower, TextTower
+from vqclip.towers.training import architecture_of
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
 TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
@@ -197,6 +198,5 @@ class TokenizerConfig(DecoderConfig):
     """Normalisation of those channels before quantization: layer (mean 0, variance 1), l2 (length √D), none."""
 
     def architecture(self: ConfigT) -> ConfigT:
-        """Return a copy whose tower starts from random weights, so that none are fetched when it is built."""
-        tower = self.tower
-        return self.model_copy(update={"tower": tower.model_copy(update=tower.random_weights)})
+        """Return a copy whose tower is not frozen and has random weights, so that building it fetches none."""
+        return self.model_copy(update={"tower": self.tower.model_copy(update=architecture_of(self.tower))})

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.towers.image import ImageTower
 from vqclip.towers.pixels import Normalize
+from vqclip.towers.training import TowerConfig, set_training
 
 
 class _Convolutions(nn.Module):
@@ -46,11 +46,8 @@ class _Convolutions(nn.Module):
         self.recompute = enable
 
 
-class ConvolutionalTowerConfig(Config):
+class ConvolutionalTowerConfig(TowerConfig):
     """A plain stack of strided convolutions: each stage halves the image, the last one's cells are the tokens."""
-
-    random_weights: ClassVar[dict[str, object]] = {}
-    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["convolutional"] = "convolutional"
     image_size: int = Field(ge=8, le=4096)
@@ -88,4 +85,4 @@ class ConvolutionalTowerConfig(Config):
     def build(self) -> ImageTower:
         """Make the tower with random weights (torch's global generator), channels last in memory."""
         network = _Convolutions(self.channels, self.channels_per_group).to(memory_format=torch.channels_last)
-        return ImageTower(network, Normalize(self.image_size))
+        return set_training(ImageTower(network, Normalize(self.image_size)), self.train)

@@ -12,10 +12,11 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.towers.base import Tower
 from vqclip.towers.names import unknown_model_error
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
+from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.weights import load_checkpoint
 
 _ELSEWHERE = {
@@ -35,7 +36,7 @@ _NOT_THE_NETWORK = (
 """Prefixes of arguments that choose weights or timm's behaviour and do not describe the network."""
 
 
-class ImageTower(nn.Module):
+class ImageTower(Tower):
     """A backbone that turns pixels into patch features.
 
     Args:
@@ -50,12 +51,11 @@ class ImageTower(nn.Module):
 
     def __init__(self, backbone: nn.Module, normalize: Normalize):
         super().__init__()
-        _refuse_batch_norm(backbone)
         self.normalize = normalize
         self.backbone = backbone
         self.image_size = normalize.image_size
         with torch.enable_grad():
-            features = self.eval()(torch.zeros(1, 3, self.image_size, self.image_size))
+            features = self.eval()(self.example())
             _freeze_unused(self, features)
         self.train()
         self.num_tokens, self.width = features.shape[1], features.shape[2]
@@ -66,6 +66,10 @@ class ImageTower(nn.Module):
         if images.shape[0] == 0:
             return self.backbone(self.normalize(images.new_zeros(1, *images.shape[1:])))[:0]
         return self.backbone(self.normalize(images))
+
+    def example(self) -> Tensor:
+        """Return a black image ``(1, 3, H, W)``."""
+        return self.normalize.mean.new_zeros(1, 3, self.image_size, self.image_size)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's activations in the backward pass, to save memory."""
@@ -109,7 +113,7 @@ class _OpenCLIPFeatures(nn.Module):
         self.visual.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
-class TimmTowerConfig(Config):
+class TimmTowerConfig(TowerConfig):
     """An image tower made by ``timm.create_model``."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
@@ -159,7 +163,7 @@ class TimmTowerConfig(Config):
         """Make the tower.
 
         Raises:
-            ConfigError: a name or arguments that timm refuses, a model with batch normalisation, or a checkpoint that
+            ConfigError: a name or arguments that timm refuses, trainable batch normalisation, or a checkpoint that
                 does not fit.
         """
         import timm
@@ -177,7 +181,8 @@ class TimmTowerConfig(Config):
                 model = model.to(memory_format=torch.channels_last)
             # timm's statistics fit its pretrained weights; without these any will do.
             mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
-            return ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+            tower = ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+        return set_training(tower, self.train)
 
     def _create(self) -> Any:
         """Make the timm model, without ``img_size`` if it refuses that: convolutional ones take any size."""
@@ -218,7 +223,7 @@ class TimmTowerConfig(Config):
             ) from e
 
 
-class OpenCLIPImageTowerConfig(Config):
+class OpenCLIPImageTowerConfig(TowerConfig):
     """The vision half of an open_clip model."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
@@ -244,10 +249,10 @@ class OpenCLIPImageTowerConfig(Config):
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
         mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
         with _translate_open_clip_errors(self.model):
-            return ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
+            tower = ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
+        return set_training(tower, self.train)
 
     def _backbone(self, visual: Any) -> nn.Module:
-        _refuse_batch_norm(visual)
         if hasattr(visual, "trunk"):
             return _TimmFeatures(visual.trunk)
         if not hasattr(visual, "prune_intermediate_layers"):
@@ -304,15 +309,3 @@ def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.Gr
             f"tower.group_norm: got {channels_per_group} channels per group, which do not divide a layer of {channels}"
         )
     return nn.GroupNorm(groups, channels, **factory)
-
-
-def _refuse_batch_norm(backbone: nn.Module) -> None:
-    """Refuse batch normalisation: a sample's features would depend on the other samples of its rank."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    names = [name for name, module in backbone.named_modules() if isinstance(module, kinds)]
-    if names:
-        raise ConfigError(
-            f"tower: got a model with {len(names)} batch-normalisation layers (first: {names[0]}), whose statistics "
-            "differ between one process and many; expected one without: choose a ViT or ConvNeXt, or for timm ResNets "
-            "set group_norm: 8"
-        )

@@ -9,11 +9,12 @@ from einops import repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import heads_divide_width
+from vqclip.towers.base import Tower
 from vqclip.towers.bpe import BPE
+from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
 
 
@@ -32,7 +33,7 @@ class TextNetwork(Protocol):
         """Recompute activations in the backward pass, or stop doing so."""
 
 
-class TextTower(nn.Module):
+class TextTower(Tower):
     """A text network that gives a feature for every token.
 
     Args:
@@ -97,6 +98,10 @@ class TextTower(nn.Module):
                 "tokenizer.preprocess makes such a tensor from captions"
             )
 
+    def example(self) -> Tensor:
+        """Return a row of zeros ``(1, N)`` int64."""
+        return torch.zeros(1, self.context_length, dtype=torch.int64, device=next(self.parameters()).device)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the transformer's activations in the backward pass, to save memory."""
         self.network.set_grad_checkpointing(self.transformer, enable)
@@ -142,11 +147,8 @@ def open_clip_tower(transformer: Any) -> TextTower:
     return TextTower(transformer, OpenCLIPText(transformer), BPE(int(transformer.context_length)))
 
 
-class TransformerTowerConfig(Config):
+class TransformerTowerConfig(TowerConfig):
     """A text transformer of your own size (open_clip's module and vocabulary)."""
-
-    random_weights: ClassVar[dict[str, Any]] = {}
-    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = Field(32, ge=4, le=MAX_CONTEXT)
@@ -181,14 +183,14 @@ class TransformerTowerConfig(Config):
             use_pad_mask=not self.causal,
         )
         nn.init.normal_(transformer.token_embedding.weight, std=self.token_std)
-        return open_clip_tower(transformer)
+        return set_training(open_clip_tower(transformer), self.train)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""
         return BPE(self.context_length)
 
 
-class OpenCLIPTextTowerConfig(Config):
+class OpenCLIPTextTowerConfig(TowerConfig):
     """The text half of an open_clip model."""
 
     random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
@@ -216,7 +218,7 @@ class OpenCLIPTextTowerConfig(Config):
                 f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
                 "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
             )
-        return open_clip_tower(text)
+        return set_training(open_clip_tower(text), self.train)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""

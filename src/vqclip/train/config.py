@@ -14,6 +14,7 @@ from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.losses import LossConfig
 from vqclip.model import ModelConfig
 from vqclip.runlog.best import PREFIX
+from vqclip.towers.training import FromStep
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig
@@ -123,6 +124,17 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
         self.optim.schedule(self.train.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _towers_train_within_the_run(self) -> TrainConfig:
+        for name in ("image", "text"):
+            train = getattr(self.model, name).tower.train
+            if isinstance(train, FromStep) and train.from_step >= self.train.steps:
+                raise ValueError(
+                    f"model.{name}.tower.train.from_step: got {train.from_step}, but the run has {self.train.steps} "
+                    "steps; expected fewer, or `train: none`"
+                )
         return self
 
     @model_validator(mode="after")

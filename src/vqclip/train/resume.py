@@ -87,6 +87,8 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     if not dist.is_main():
         checkpoint.restore_optimizer(step.optimizer, optimizer)
         _restore_state(step, state, windows)
+    if done:
+        step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
     checkpointer.written = done
     checkpointer.require_equal(done)
     logger.info("resumed from step %d: %s", done, restored["path"])

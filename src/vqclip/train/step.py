@@ -102,14 +102,16 @@ class TrainStep:
         seed: int,
         guards: Guards | None = None,
     ):
-        if compute.activation_checkpointing:
-            model.image.tower.set_grad_checkpointing()
-            model.text.tower.set_grad_checkpointing()
+        self.towers = (model.image.tower, model.text.tower)
+        for tower in self.towers:
+            if compute.activation_checkpointing and not tower.is_frozen:
+                tower.set_grad_checkpointing()
+            tower.move_to_step(0)
         self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
         self.device = model.logit_scale.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled = compute.compile
-        self.parallel = dist.wrap_ddp(_compile(model) if compute.compile else model)
+        self.parallel = self._wrap()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         for name, quantizer in model.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
@@ -132,6 +134,7 @@ class TrainStep:
         lr = self.schedule(step)
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
+        self.move_to_step(step)
         local = _RankBatch.of(batch, self.model, self.loss.positives)
 
         out = self._forward(local, step)
@@ -147,6 +150,16 @@ class TrainStep:
             self._update_scaler(step)
         terms = {name: term.detach() for name, term in losses.items()}
         return StepResult(terms, grad_norm, out.scale.detach(), lr, stats, embedded.detach(), event)
+
+    def move_to_step(self, step: int) -> None:
+        """Freeze and unfreeze the towers as in step number ``step``; a collective where this changes anything."""
+        if any([tower.move_to_step(step) for tower in self.towers]):
+            dist.release_ddp(self.parallel)
+            self.parallel = self._wrap()
+
+    def _wrap(self) -> nn.Module:
+        """Return the model as it trains: compiled, and with gradients averaged over ranks."""
+        return dist.wrap_ddp(_compile(self.model) if self.compiled else self.model)
 
     def _forward(self, local: _RankBatch, step: int) -> CLIPOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
@@ -313,17 +326,17 @@ def broadcast_module(module: nn.Module) -> None:
 
 @torch.no_grad()
 def towers_draw(model: CLIP) -> bool:
-    """Return whether the towers of ``model``, in training mode, draw random numbers: dropout, stochastic depth.
+    """Return whether the towers of ``model`` draw random numbers when they train: dropout, stochastic depth.
 
     Runs the towers and compares the generators' states, as the modules that draw have many names. The generators are
     left unchanged.
     """
     device = model.logit_scale.device
-    image, text = model.image.tower, model.text.tower
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = _generator_states(device)
-        image(torch.zeros(1, 3, image.image_size, image.image_size, device=device))
-        text(torch.zeros(1, text.num_tokens, dtype=torch.int64, device=device))
+        for tower in (model.image.tower, model.text.tower):
+            with tower.unfrozen():
+                tower(tower.example())
         return any(not old.equal(new) for old, new in zip(before, _generator_states(device), strict=True))
 
 

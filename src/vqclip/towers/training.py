@@ -1,0 +1,143 @@
+"""Training of a tower: all of it, its last blocks, adapters in it, or nothing.
+
+Batch normalisation never trains. Its batch statistics would tie a sample to the others of its rank (ADR 6), so in every
+tower that is not trained from scratch its statistics and its affine map stay as they were loaded, as in torchvision's
+``FrozenBatchNorm2d``; convolutions beside it train. ``train: all``, which would train it, is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from vqclip.config import Config
+from vqclip.errors import ConfigError
+from vqclip.towers.adapters import AdapterConfig, add_adapters
+from vqclip.towers.base import Tower
+from vqclip.towers.depth import block_names, depth_of
+
+TowerT = TypeVar("TowerT", bound=Tower)
+
+
+class LastBlocks(Config):
+    """Training of the last blocks and everything after them; the tower before them is frozen."""
+
+    last: int = Field(ge=1)
+    """Number of blocks that train."""
+
+
+class FromStep(Config):
+    """Training of the whole tower but batch normalisation, from a step on."""
+
+    from_step: int = Field(ge=0)
+    """First step in which the tower trains, counted from 0; before it the whole tower is frozen."""
+
+
+class Adapters(Config):
+    """Training of low-rank adapters; the tower itself is frozen, and the export contains the merged weights."""
+
+    lora: AdapterConfig
+    """Size and place of the adapters."""
+
+
+TowerTraining = Annotated[Literal["all", "none"] | LastBlocks | FromStep | Adapters, Field(union_mode="smart")]
+
+
+class TowerConfig(Config):
+    """Common keys of all towers."""
+
+    random_weights: ClassVar[dict[str, Any]] = {}
+    """Settings to change to build the same network without pretrained weights."""
+
+    train: TowerTraining = "all"
+    """Parts that train: `all`; `none`; `{last: 2}` for the last two blocks and what follows them; `{from_step: 1000}`
+    for all of it from a step on; `{lora: {rank: 8}}` for adapters. Frozen parts run without gradient in evaluation
+    mode, and a run stores them once. Batch normalisation stays as loaded; with `all` it is refused."""
+
+
+def architecture_of(tower: TowerConfig) -> dict[str, Any]:
+    """Return the settings to change to build the network of ``tower`` alone: random weights, nothing frozen."""
+    return tower.random_weights | {"train": FromStep(from_step=0)}
+
+
+def set_training(tower: TowerT, train: TowerTraining) -> TowerT:
+    """Freeze the parts of a tower that do not train, and return the tower.
+
+    Args:
+        tower: new, with the weights that it starts from.
+        train: the parts that train. With ``from_step`` the tower is frozen by `Tower.move_to_step`.
+
+    Raises:
+        ConfigError: more blocks than the tower has, trainable batch normalisation, or adapters that cannot be made.
+    """
+    if train == "all":
+        _refuse_batch_norm(tower)
+        return tower
+    if isinstance(train, Adapters):
+        add_adapters(tower, train.lora)
+    elif isinstance(train, LastBlocks):
+        _freeze_before(tower, train.last)
+    elif train == "none":
+        tower.requires_grad_(False)
+        tower.still = frozenset(name for name, _ in tower.named_modules() if name)
+    _freeze_batch_norm(tower)
+    if isinstance(train, FromStep):
+        tower.first_step = train.from_step
+    else:
+        trained = {name for name, each in tower.named_parameters(remove_duplicate=False) if each.requires_grad}
+        tower.constants = frozenset(tower.state_dict().keys() - trained)
+    return tower.train(tower.training)
+
+
+def _freeze_before(tower: Tower, last: int) -> None:
+    """Freeze everything before the last ``last`` blocks."""
+    blocks = block_names(tower)
+    if last > len(blocks):
+        raise ConfigError(
+            f"tower.train.last: got {last}; this tower has {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}); "
+            f"expected at most {len(blocks)}, or train: {{from_step: 0}} for the whole tower"
+        )
+    frozen = len(blocks) - last
+    depths = depth_of(tower, (name for name, _ in tower.named_parameters()), blocks)
+    for name, parameter in tower.named_parameters():
+        if depths[name] <= frozen:
+            parameter.requires_grad_(False)
+    tower.still = frozenset(_modules_up_to(tower, blocks, frozen))
+
+
+def _modules_up_to(tower: nn.Module, blocks: list[str], depth: int) -> set[str]:
+    """Return the names of the modules up to a depth; a module around blocks counts if all its children do."""
+    modules = dict(tower.named_modules())
+    depths = depth_of(tower, modules, blocks)
+    inside = tuple(f"{block}." for block in blocks)
+    found: set[str] = set()
+    for name, module in reversed(modules.items()):  # children come after their parents
+        children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        whole = not children or f"{name}.".startswith(inside)
+        if depths[name] <= depth if whole else found.issuperset(children):
+            found.add(name)
+    return found - {""}
+
+
+def _freeze_batch_norm(tower: Tower) -> None:
+    for name, module in _batch_norms(tower).items():
+        module.requires_grad_(False)
+        tower.still |= {name}
+
+
+def _batch_norms(tower: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in tower.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def _refuse_batch_norm(tower: nn.Module) -> None:
+    """Refuse trainable batch normalisation: a sample's features would depend on the other samples of its rank."""
+    if names := [name.removeprefix("backbone.") for name in _batch_norms(tower)]:
+        raise ConfigError(
+            f"tower.train: got 'all' for a model with {len(names)} batch-normalisation layers (first: {names[0]}), "
+            "whose statistics differ between one process and many; with pretrained weights freeze them: train: none, "
+            "{last: 2}, {from_step: 0} (all but batch normalisation) or {lora: {rank: 8}}. To train from scratch "
+            "choose a ViT or ConvNeXt, or for timm ResNets set group_norm: 8"
+        )
