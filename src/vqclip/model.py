@@ -56,7 +56,7 @@ class ModelConfig(Config):
         for name in ("image", "text"):
             part = data.get(name)
             own = part.get("tower", {}) if isinstance(part, dict) else None
-            if isinstance(own, dict) and own.keys() <= {"train"}:
+            if isinstance(part, dict) and isinstance(own, dict) and own.keys() <= {"train"}:
                 filled[name] = part | {"tower": towers | own}
         return filled
 

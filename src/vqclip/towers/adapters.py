@@ -7,10 +7,11 @@ forward, which rounds: the frozen weights would drift. Such layers are left out.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
@@ -99,7 +100,8 @@ def _require_gradients(tower: Tower) -> None:
     training = tower.training
     adapters = {name: each for name, each in tower.named_parameters() if each.requires_grad}
     features = tower.eval()(tower.example())
-    gradients = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
+    # An unused adapter has None here, though the types do not say so.
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
     tower.train(training)
     if unused := [name for name, each in zip(adapters, gradients, strict=True) if each is None]:
         layers = dict.fromkeys(name.partition(".lora_")[0] for name in unused)
