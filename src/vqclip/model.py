@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim
-from vqclip.nn.temperature import TemperatureConfig
+from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 from vqclip.tokenizer.base import rename_tower_errors
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
 from vqclip.tokenizer.saving import save_folder
+from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
+from vqclip.towers.open_clip import share_models
 
 
 class BothTowersConfig(Config):
@@ -60,6 +62,17 @@ class ModelConfig(Config):
                 filled[name] = part | {"tower": towers | own}
         return filled
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_temperature(cls, data: Any) -> Any:
+        """Fill in `temperature.init` where no pretrained weights have one."""
+        if not isinstance(data, dict) or _has_pretrained(data.get("towers")):
+            return data
+        temperature = data.get("temperature", {})
+        if isinstance(temperature, dict) and temperature.get("init") is None:
+            return data | {"temperature": temperature | {"init": DEFAULT_SCALE}}
+        return data
+
     @model_validator(mode="after")
     def _check_towers_agree(self) -> ModelConfig:
         for name, part in (("image", self.image), ("text", self.text)):
@@ -71,6 +84,11 @@ class ModelConfig(Config):
     def build(self) -> CLIP:
         """Build the model; weights that are not pretrained are drawn from torch's global generator."""
         return CLIP(self)
+
+
+def _has_pretrained(towers: Any) -> bool:
+    held = towers.get("pretrained") if isinstance(towers, dict) else getattr(towers, "pretrained", None)
+    return held is not None
 
 
 class CLIPOutput(NamedTuple):
@@ -90,18 +108,29 @@ class CLIP(nn.Module):
     Args:
         config: configuration of all parts.
         section: key path of `config` for error messages; "" if it is the root.
+
+    Attributes:
+        inherited: what was taken from the weights that `config.towers` names, and what was not; None without any.
     """
 
     def __init__(self, config: ModelConfig, section: str = "model."):
         super().__init__()
-        self.config = config
-        with rename_tower_errors(section + ("image.tower" if config.towers is None else "towers")):
-            self.image = config.image.build(config.embed_dim)
-        with rename_tower_errors(section + ("text.tower" if config.towers is None else "towers")):
-            self.text = config.text.build(config.embed_dim)
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(config.temperature.init)))
-        bias = config.temperature.bias
-        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
+        with share_models() as shared:
+            with rename_tower_errors(section + ("image.tower" if config.towers is None else "towers")):
+                self.image = config.image.build(config.embed_dim)
+            with rename_tower_errors(section + ("text.tower" if config.towers is None else "towers")):
+                self.text = config.text.build(config.embed_dim)
+        self.inherited: InheritedWeights | None = None
+        both = config.towers
+        tensors = {} if both is None else shared.tensors_of(both.model, both.pretrained)
+        start = config.temperature.start(pretrained_temperature(tensors))
+        if both is not None and tensors:
+            towers = (self.image.tower, self.text.tower)
+            source = f"{both.model} ({both.pretrained})"
+            self.inherited = find_inherited(source, tensors, towers, start.taken, start.notes)
+        self.config = config.model_copy(update={"temperature": start.config})
+        self.logit_scale = nn.Parameter(torch.tensor(start.log_scale))
+        self.logit_bias = None if start.bias is None else nn.Parameter(torch.tensor(float(start.bias)))
 
     def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
         """Run the training path of both tokenizers.

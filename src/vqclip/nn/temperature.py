@@ -2,23 +2,104 @@
 
 from __future__ import annotations
 
+import math
+from typing import Annotated, Literal, NamedTuple
+
 from pydantic import Field, model_validator
 
 from vqclip.config import Config
+from vqclip.errors import ConfigError
+
+DEFAULT_SCALE = 1 / 0.07
+_ROUNDING = 1e-3
+"""A checkpoint's scale may exceed the maximum by this fraction: OpenAI's logarithms were rounded to four digits."""
 
 
 class TemperatureConfig(Config):
     """The learned scale (and, for the sigmoid loss, bias) of the logits."""
 
-    init: float = Field(1 / 0.07, gt=0)
-    """Initial value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10."""
+    init: Annotated[float, Field(gt=0)] | None = None
+    """Initial value of the scale, the inverse temperature; CLIP starts at 1/0.07, SigLIP at 10. null: that of the
+    pretrained weights that `model.towers` names, or 1/0.07 without any."""
     max: float = Field(100.0, gt=0)
     """Upper limit of the scale."""
-    bias: float | None = None
-    """Initial value of a learned bias of the logits (SigLIP: -10); null for no bias. The sigmoid loss needs one."""
+    bias: float | Literal["pretrained"] | None = None
+    """Initial value of a learned bias of the logits (SigLIP: -10); null for no bias. The sigmoid loss needs one.
+    pretrained: that of the pretrained weights that `model.towers` names."""
 
     @model_validator(mode="after")
     def _init_below_max(self) -> TemperatureConfig:
-        if self.init > self.max:
+        if self.init is not None and self.init > self.max:
             raise ValueError(f"got init {self.init} and max {self.max}; expected init <= max")
         return self
+
+    def start(self, pretrained: PretrainedTemperature | None = None) -> StartTemperature:
+        """Choose the initial values.
+
+        Args:
+            pretrained: values of a checkpoint that the towers were initialised from, if there is one.
+
+        Raises:
+            ConfigError: the checkpoint's scale is above `max`, or it lacks the bias that is asked for.
+        """
+        notes, taken = [], []
+        scale, log_scale = self.init or DEFAULT_SCALE, math.log(self.init or DEFAULT_SCALE)
+        if pretrained is not None and self.init is not None:
+            notes.append(
+                f"model.temperature.init: {self.init:g} as configured; the pretrained weights have "
+                f"{math.exp(pretrained.log_scale):g}"
+            )
+        elif pretrained is not None:
+            log_scale = min(self._require_below_max(pretrained.log_scale), math.log(self.max))
+            scale = min(math.exp(log_scale), self.max)
+            taken.append("logit_scale")
+            notes.append(f"model.temperature.init: {scale:g}, from the pretrained weights")
+        bias = self.bias
+        if bias == "pretrained":
+            if pretrained is None or pretrained.bias is None:
+                raise ConfigError(
+                    "model.temperature.bias: got 'pretrained', but the weights that model.towers names "
+                    "have no bias; expected a number (SigLIP starts at -10), or null with the contrastive loss"
+                )
+            bias = pretrained.bias
+            taken.append("logit_bias")
+        elif pretrained is not None and pretrained.bias is not None:
+            used = "no bias" if bias is None else f"{bias:g}"
+            notes.append(
+                f"model.temperature.bias: {used} as configured; the pretrained weights have {pretrained.bias:g}"
+            )
+        resolved = self.model_copy(update={"init": scale, "bias": bias})
+        return StartTemperature(resolved, log_scale, bias, tuple(taken), tuple(notes))
+
+    def _require_below_max(self, log_scale: float) -> float:
+        if log_scale > math.log(self.max) + _ROUNDING:
+            scale = math.exp(log_scale)
+            raise ConfigError(
+                f"model.temperature.max: got {self.max:g}, below the scale {scale:g} of the weights that model.towers "
+                f"names; expected at least {math.ceil(scale)}, or an own model.temperature.init"
+            )
+        return log_scale
+
+
+class PretrainedTemperature(NamedTuple):
+    """Temperature of a checkpoint."""
+
+    log_scale: float
+    """Natural logarithm of the scale."""
+    bias: float | None
+    """Bias of the logits, if it has one."""
+
+
+class StartTemperature(NamedTuple):
+    """Initial temperature of a model."""
+
+    config: TemperatureConfig
+    """The configuration with these values as numbers."""
+    log_scale: float
+    """Natural logarithm of the scale."""
+    bias: float | None
+    """Bias of the logits, if any."""
+    taken: tuple[str, ...]
+    """Names of the values from the checkpoint: ``logit_scale``, ``logit_bias``."""
+    notes: tuple[str, ...]
+    """Remarks for the log."""

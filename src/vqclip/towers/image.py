@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vqclip.errors import ConfigError
 from vqclip.towers.base import Tower
 from vqclip.towers.names import unknown_model_error
+from vqclip.towers.open_clip import create_open_clip
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.weights import load_checkpoint
@@ -47,6 +48,7 @@ class ImageTower(Tower):
         image_size: height and width in pixels.
         num_tokens: N, patches per image.
         width: D, features per patch.
+        unused: names of weights that do not affect the features, such as a head's norm.
     """
 
     def __init__(self, backbone: nn.Module, normalize: Normalize):
@@ -56,7 +58,7 @@ class ImageTower(Tower):
         self.image_size = normalize.image_size
         with torch.enable_grad():
             features = self.eval()(self.example())
-            _freeze_unused(self, features)
+            self.unused = _freeze_unused(self, features)
         self.train()
         self.num_tokens, self.width = features.shape[1], features.shape[2]
 
@@ -242,8 +244,6 @@ class OpenCLIPImageTowerConfig(TowerConfig):
         Raises:
             ConfigError: unknown model or tag, or a vision half that does not return features of patches.
         """
-        from vqclip.towers.open_clip import create_open_clip
-
         clip = create_open_clip(self.model, self.pretrained)
         visual = clip.visual
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
@@ -294,11 +294,17 @@ def _require_whole_patches(model: Any, image_size: int) -> None:
         )
 
 
-def _freeze_unused(tower: nn.Module, features: Tensor) -> None:
-    """Freeze weights that do not affect the features, such as a head's norm: DDP would wait for their gradient."""
-    weights = [weight for weight in tower.parameters() if weight.requires_grad]
-    for weight, gradient in zip(weights, torch.autograd.grad(features.sum(), weights, allow_unused=True), strict=True):
+def _freeze_unused(tower: nn.Module, features: Tensor) -> tuple[str, ...]:
+    """Freeze weights that do not affect the features, such as a head's norm: DDP would wait for their gradient.
+
+    Returns:
+        Their names.
+    """
+    weights = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
+    gradients = torch.autograd.grad(features.sum(), list(weights.values()), allow_unused=True)
+    for weight, gradient in zip(weights.values(), gradients, strict=True):
         weight.requires_grad_(gradient is not None)
+    return tuple(name for name, weight in weights.items() if not weight.requires_grad)
 
 
 def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.GroupNorm:

@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.towers.names import unknown_model_error
 from vqclip.towers.weights import require_plain_size
 
 
+@dataclass
+class SharedModels:
+    """The open_clip models that were made in a `share_models` block."""
+
+    models: dict[tuple[str, str | None], Any] = field(default_factory=dict)
+    """By name and pretrained weights."""
+    tensors: dict[tuple[str, str | None], dict[str, Tensor]] = field(default_factory=dict)
+    """All tensors of each by their names, before towers removed what they do not use."""
+
+    def tensors_of(self, model: str, weights: str | None) -> dict[str, Tensor]:
+        """Return the tensors of a model with pretrained weights; none without such weights."""
+        return {} if weights is None else self.tensors[model, weights]
+
+
+_SHARED: ContextVar[SharedModels | None] = ContextVar("shared open_clip models", default=None)
+
+
+@contextmanager
+def share_models() -> Iterator[SharedModels]:
+    """Make each open_clip model once in the block, so that both towers take their halves of the same one."""
+    shared = SharedModels()
+    token = _SHARED.set(shared)
+    try:
+        yield shared
+    finally:
+        _SHARED.reset(token)
+
+
 def create_open_clip(model: str, pretrained: str | None) -> Any:
-    """Make an open_clip model with separate halves ``.visual`` and ``.text``.
+    """Make an open_clip model with separate halves ``.visual`` and ``.text``; in `share_models`, return the same again.
 
     Args:
         model: name of an open_clip model configuration.
@@ -24,6 +57,17 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
     Raises:
         ConfigError: a model or tag that open_clip does not know, or weights that cannot be loaded.
     """
+    shared = _SHARED.get()
+    if shared is None:
+        return _create(model, pretrained)
+    key = (model, pretrained)
+    if key not in shared.models:
+        shared.models[key] = _create(model, pretrained)
+        shared.tensors[key] = dict(shared.models[key].state_dict(keep_vars=True))
+    return shared.models[key]
+
+
+def _create(model: str, pretrained: str | None) -> Any:
     import open_clip
 
     # Only names of this list: open_clip also accepts "local-dir:..." and "hf-hub:...", which would download weights.

@@ -14,6 +14,7 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import heads_divide_width
 from vqclip.towers.base import Tower
 from vqclip.towers.bpe import BPE
+from vqclip.towers.open_clip import create_open_clip
 from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
 
@@ -209,8 +210,6 @@ class OpenCLIPTextTowerConfig(TowerConfig):
             ConfigError: unknown model or tag, or a text half that is not open_clip's own transformer.
         """
         from open_clip.transformer import TextTransformer
-
-        from vqclip.towers.open_clip import create_open_clip
 
         text = create_open_clip(self.model, self.pretrained).text
         if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != BPE.size:

@@ -142,7 +142,10 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
 
 def _build_model(config: TrainConfig, device: torch.device) -> CLIP:
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
-    return config.model.build().to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
+    model = config.model.build()
+    if model.inherited is not None:
+        logger.info("%s", model.inherited.describe())
+    return model.to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
 
 
 def _build_data(config: TrainConfig, model: CLIP) -> TrainData:
