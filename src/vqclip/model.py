@@ -163,13 +163,17 @@ class CLIP(nn.Module):
         Raises:
             ConfigError: the folder contains another model, or a tokenizer beside other files, which would be lost.
         """
-        save_folder(folder, self.section(), self.state_dict())
+        save_folder(folder, self.section(), self.state_dict(), self.files())
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
     ) -> str:
         """Write both tokenizers and the temperature to the hub; see `Tokenizer.push_to_hub`."""
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the further files of the folder by their names."""
+        return self.image.files() | self.text.files()
 
     def section(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""

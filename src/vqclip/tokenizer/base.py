@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -133,7 +133,7 @@ class Tokenizer(TokenizerDecoder, ABC):
             ConfigError: a tokenizer of the other modality, another model, or other files would be lost.
         """
         state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
-        save_folder(folder, {self.modality: self.section()}, state)
+        save_folder(folder, {self.modality: self.section()}, state, self.files())
 
     @classmethod
     def from_pretrained(cls: type[TokenizerT], folder: str | Path, revision: str | None = None) -> TokenizerT:
@@ -176,12 +176,19 @@ class Tokenizer(TokenizerDecoder, ABC):
         """
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
 
+    def files(self) -> dict[str, bytes]:
+        """Return further files of the tokenizer folder by their names."""
+        return {}
+
     def section(self) -> dict[str, object]:
         """Return this tokenizer's section of ``config.json``."""
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
         section = self.config.architecture().model_dump(mode="json")
         if self.config.reduce is None:
             del section["reduce"]  # as in the folders and fingerprints from before this setting
+        if section["tower"].get("package", "") is None:
+            del section["tower"]["package"]  # likewise
+        del section["tower"]["train"]  # how it was trained is no part of a tokenizer
         return section | tokens | {"embed_dim": self.embed_dim}
 
 
@@ -196,6 +203,16 @@ class TokenizerConfig(DecoderConfig):
     """From the (reduced) features to the quantizer's channels."""
     normalize: Normalization = "none"
     """Normalisation of those channels before quantization: layer (mean 0, variance 1), l2 (length √D), none."""
+
+    def resolve(self: ConfigT) -> ConfigT:
+        """Return a copy with the settings that the tower reads from its source of weights, to be exported with it."""
+        read = getattr(self.tower, "resolve", None)
+        return self if read is None else self.model_copy(update={"tower": read()})
+
+    def with_stored(self: ConfigT, files: Mapping[str, bytes], shapes: Mapping[str, tuple[int, ...]]) -> ConfigT:
+        """Return a copy for a tokenizer folder, from its further files and the shapes of the tower's weights."""
+        read = getattr(self.tower, "with_stored", None)
+        return self if read is None else self.model_copy(update={"tower": read(files, shapes)})
 
     def architecture(self: ConfigT) -> ConfigT:
         """Return a copy whose tower is not frozen and has random weights, so that building it fetches none."""

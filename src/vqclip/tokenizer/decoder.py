@@ -48,6 +48,12 @@ class DecoderConfig(Config):
         """Return a configuration that fetches no pretrained weights when it is built; a decoder has none."""
         return self
 
+    def with_stored(
+        self: DecoderConfigT, files: Mapping[str, bytes], shapes: Mapping[str, tuple[int, ...]]
+    ) -> DecoderConfigT:
+        """Return a copy for a tokenizer folder, from its further files and the shapes of the tower's weights."""
+        return self
+
     def build_output(self, quantizer: Quantizer, num_tokens: int, embed_dim: int) -> tuple[Projection, PooledEmbedding]:
         """Make ``project_out`` and ``pool``, with random weights."""
         project_out = Projection(*self.project_out.layers(quantizer.dim, self.width))

@@ -15,7 +15,7 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of a tokenizer's configuration and all its weights, in hexadecimal digits.
+    """Return the SHA-256 of a tokenizer's configuration, weights and vocabulary, in hexadecimal digits.
 
     It is equal for a tokenizer in memory and the one loaded from its folder, on any device. ``tokenizer.double()``
     does not change it, for it changes no value of float32 weights.
@@ -27,4 +27,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
             plain = plain.float()
         digest.update(f"\n{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    for name, content in sorted(tokenizer.files().items()):
+        digest.update(f"\n{name} {hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
     config.json ── checksum, format, schema ─┬─> sections of the tokenizers
          └ size and SHA-256 of the weights   │
+           and of tokenizer.json, if any     │
     model.safetensors ── bytes, then names and shapes in the header ──> modules, built and filled
 
 A folder contains an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
@@ -26,6 +27,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.files import read_bounded
 from vqclip.io.json_files import read_versioned, validate
 from vqclip.io.tensors import (
     first_names,
@@ -41,7 +43,9 @@ from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
-FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+EXTRA_FILES = ("tokenizer.json",)
+"""Files that some towers need: the vocabulary of a text tower of transformers."""
+FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
@@ -50,6 +54,8 @@ VERSIONS = {"format": "vqclip", "format_version": 3, "id_layout": ID_LAYOUT_VERS
 Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "text")
 
+_MAX_FILE_BYTES = 64 << 20
+"""Larger further files are not read; the largest `tokenizer.json` in use have 35 MB."""
 _TEMPERATURE = ("logit_scale", "logit_bias")
 _ENCODER_PARTS = ("tower", "reduce", "project_in")
 """Modules of a tokenizer that decoding does not need."""
@@ -109,6 +115,8 @@ class FolderConfig(Config):
 
     weights: FileDigest
     """Digest of ``model.safetensors``."""
+    files: dict[Literal["tokenizer.json"], FileDigest] = {}
+    """Digests of the files that a tower needs, by name; absent if none."""
     image: StoredTokenizer | None = None
     """The image tokenizer."""
     text: StoredTokenizer | None = None
@@ -120,6 +128,12 @@ class FolderConfig(Config):
     def _complete(self) -> FolderConfig:
         if self.text is not None and self.text.preprocess is not None:
             raise ValueError("text.preprocess: got a section; expected none, which only images have")
+        needed = set() if self.text is None or self.text.tower.get("kind") != "transformers" else set(EXTRA_FILES)
+        if set(self.files) != needed:
+            raise ValueError(f"files: got {sorted(self.files)}; expected {sorted(needed)} for these towers")
+        for name, digest in self.files.items():
+            if digest.size > _MAX_FILE_BYTES:
+                raise ValueError(f"files.{name}: got {digest.size} bytes; expected at most {_MAX_FILE_BYTES}")
         if self.image is not None and self.text is not None:
             if self.temperature is None:
                 raise ValueError("both tokenizers are here; expected a temperature too")
@@ -159,6 +173,8 @@ class TokenizerFolder:
         """
         config = _read_config(path)
         _verify_weights(path, config.weights)
+        for name, digest in config.files.items():
+            verify_file(path / name, digest, CONFIG_FILE)
         folder = TokenizerFolder(path, config)
         folder._verify_header()
         return folder
@@ -179,7 +195,17 @@ class TokenizerFolder:
         """
         own = {"embed_dim", "num_tokens", "fewest_tokens"}
         section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
-        return validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
+        config = validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
+        prefix = f"{modality}.tower."
+        with open_tensors(self.path / WEIGHTS_FILE) as file:
+            shapes = read_shapes(file, [name for name in file.keys() if name.startswith(prefix)])  # noqa: SIM118
+        files: dict[str, bytes] = {
+            name: read_bounded(self.path / name, digest.size) for name, digest in self.config.files.items()
+        }
+        try:
+            return config.with_stored(files, {name.removeprefix(prefix): shape for name, shape in shapes.items()})
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path / CONFIG_FILE}: {modality}.{error}") from error
 
     def require_counts(self, built: TokenizerDecoder) -> None:
         """Compare the stored numbers of tokens with those of a tokenizer's tower; raise ConfigError if they differ."""

@@ -32,6 +32,7 @@ class ImageTokenizer(Tokenizer):
     tower: ImageTower
 
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
+        config = config.resolve()
         tower = config.tower.build()
         super().__init__(config, tower, embed_dim, tower.num_tokens)
         self.transform = config.preprocess.build(self.tower.image_size)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +14,15 @@ from vqclip.io.atomic import replace_folder, restore_folder
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
-from vqclip.tokenizer.folder import CONFIG_FILE, FILES, MODALITIES, VERSIONS, WEIGHTS_FILE, expand_home
+from vqclip.tokenizer.folder import CONFIG_FILE, EXTRA_FILES, FILES, MODALITIES, VERSIONS, WEIGHTS_FILE, expand_home
+
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+"""No further files, as for towers of timm and open_clip."""
 
 
-def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+def save_folder(
+    folder: str | Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes] = NO_FILES
+) -> None:
     """Write a tokenizer folder atomically. An existing tokenizer is replaced, together with its card.
 
     Raises:
@@ -25,11 +32,11 @@ def save_folder(folder: str | Path, config: dict[str, Any], state: dict[str, Ten
     target = expand_home(folder).resolve()  # renaming a link would leave what it points to
     restore_folder(target)
     if target.exists() and not (target / CONFIG_FILE).exists():  # the configuration is written last
-        write_tokenizer_files(target, config, state)
+        write_tokenizer_files(target, config, state, files)
         return
     if target.exists():
         _require_nothing_lost(target, config)
-    replace_folder(target, lambda temporary: write_tokenizer_files(temporary, config, state))
+    replace_folder(target, lambda temporary: write_tokenizer_files(temporary, config, state, files))
 
 
 def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
@@ -50,8 +57,10 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"{folder}: is the working folder, which cannot be replaced; name another folder")
 
 
-def write_tokenizer_files(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Write ``config`` (JSON-able) and ``state`` to ``folder``, which is made if missing; not atomic.
+def write_tokenizer_files(
+    folder: Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes] = NO_FILES
+) -> None:
+    """Write ``config`` (JSON-able), ``state`` and ``files`` to ``folder``, which is made if missing; not atomic.
 
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
@@ -60,7 +69,10 @@ def write_tokenizer_files(folder: Path, config: dict[str, Any], state: dict[str,
         raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(_make_storable(state), folder / WEIGHTS_FILE)
-    write_config(folder, config)
+    for name, content in files.items():
+        assert name in EXTRA_FILES, name
+        (folder / name).write_bytes(content)
+    write_config(folder, config, tuple(files))
 
 
 def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +87,9 @@ def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write ``config.json`` with the digest of the weights in ``folder``, and its own checksum."""
+def write_config(folder: Path, config: dict[str, Any], files: Collection[str] = ()) -> None:
+    """Write ``config.json`` with the digests of the weights and the further files in ``folder``, and its checksum."""
     weights = digest_file(folder / WEIGHTS_FILE).model_dump()
-    (folder / CONFIG_FILE).write_bytes(add_checksum({**VERSIONS, "weights": weights, **config}))
+    digests = {name: digest_file(folder / name).model_dump() for name in files}
+    extra = {"files": digests} if digests else {}
+    (folder / CONFIG_FILE).write_bytes(add_checksum({**VERSIONS, "weights": weights, **extra, **config}))

@@ -18,7 +18,7 @@ class TextTokenizer(Tokenizer):
 
     Attributes:
         config: its configuration.
-        preprocess: captions → token numbers ``(B, N)`` int64 of the byte-pair vocabulary, 0-padded; longer captions are
+        preprocess: captions → token numbers ``(B, N)`` int64 of the tower's `Vocabulary`, padded; longer captions are
             cut. `preprocess.with_lengths` also returns their lengths before the cut.
     """
 
@@ -26,9 +26,14 @@ class TextTokenizer(Tokenizer):
     tower: TextTower
 
     def __init__(self, config: TextTokenizerConfig, embed_dim: int):
+        config = config.resolve()
         tower = config.tower.build()
         super().__init__(config, tower, embed_dim, fewest_tokens=tower.num_tokens if tower.sees_padding else 1)
-        self.preprocess = config.tower.vocabulary()
+        self.preprocess = tower.vocabulary
+
+    def files(self) -> dict[str, bytes]:
+        """Return the vocabulary's files by their names, for the tokenizer folder."""
+        return dict(self.preprocess.files())
 
     def mask(self, inputs: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True at real tokens."""

@@ -10,13 +10,17 @@ from pydantic import Field
 
 from vqclip.towers.bpe import BPE
 from vqclip.towers.convolutional import ConvolutionalTowerConfig
+from vqclip.towers.huggingface import TransformersImageTowerConfig, TransformersTextTowerConfig
 from vqclip.towers.image import ImageTower, OpenCLIPImageTowerConfig, TimmTowerConfig
 from vqclip.towers.text import OpenCLIPTextTowerConfig, TextTower, TransformerTowerConfig
 from vqclip.towers.vocabulary import CaptionLengths, Vocabulary
 
 ImageTowerConfig = Annotated[
-    TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig, Field(discriminator="kind")
+    TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig | TransformersImageTowerConfig,
+    Field(discriminator="kind"),
 ]
-TextTowerConfig = Annotated[TransformerTowerConfig | OpenCLIPTextTowerConfig, Field(discriminator="kind")]
+TextTowerConfig = Annotated[
+    TransformerTowerConfig | OpenCLIPTextTowerConfig | TransformersTextTowerConfig, Field(discriminator="kind")
+]
 
 __all__ = ["BPE", "CaptionLengths", "ImageTower", "ImageTowerConfig", "TextTower", "TextTowerConfig", "Vocabulary"]

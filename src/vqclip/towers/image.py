@@ -16,8 +16,10 @@ from vqclip.errors import ConfigError
 from vqclip.towers.base import Tower
 from vqclip.towers.names import unknown_model_error
 from vqclip.towers.open_clip import create_open_clip
+from vqclip.towers.packages import EFFICIENTNET_NAME, load_efficientnet
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.training import TowerConfig, set_training
+from vqclip.towers.unused import freeze_unused
 from vqclip.towers.weights import load_checkpoint
 
 _ELSEWHERE = {
@@ -58,7 +60,7 @@ class ImageTower(Tower):
         self.image_size = normalize.image_size
         with torch.enable_grad():
             features = self.eval()(self.example())
-            self.unused = _freeze_unused(self, features)
+            self.unused = freeze_unused(self, features)
         self.train()
         self.num_tokens, self.width = features.shape[1], features.shape[2]
 
@@ -118,7 +120,7 @@ class _OpenCLIPFeatures(nn.Module):
 class TimmTowerConfig(TowerConfig):
     """An image tower made by ``timm.create_model``."""
 
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None, "package": None}
     """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["timm"] = "timm"
@@ -130,6 +132,8 @@ class TimmTowerConfig(TowerConfig):
     """Load timm's pretrained weights (needs the network or timm's cache)."""
     checkpoint: Path | None = None
     """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
+    package: Literal["efficientnet-lite0"] | None = None
+    """Weights that come as a Python package (extra `small-towers`); `name` may then be left out."""
     args: dict[str, Any] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`.
     Arguments that name weights or files are not allowed."""
@@ -137,6 +141,13 @@ class TimmTowerConfig(TowerConfig):
     """Channels per group: replaces the model's `norm_layer` by group normalisation; null keeps it."""
     channels_last: bool = False
     """Use the channels-last memory format: faster for convolutions, no effect on the speed of a ViT."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_package(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("package") is not None:
+            return {"name": EFFICIENTNET_NAME} | data
+        return data
 
     @field_validator("args")
     @classmethod
@@ -153,6 +164,14 @@ class TimmTowerConfig(TowerConfig):
 
     @model_validator(mode="after")
     def _one_source_of_weights(self) -> TimmTowerConfig:
+        if self.package is not None:
+            if self.pretrained or self.checkpoint is not None or self.name != EFFICIENTNET_NAME:
+                raise ValueError(
+                    f"got package {self.package} with another name or other weights; expected name {EFFICIENTNET_NAME} "
+                    "(or none), and neither pretrained nor checkpoint"
+                )
+            if self.args or self.group_norm is not None:
+                raise ValueError(f"got package {self.package} with args or group_norm, which its weights do not fit")
         if self.pretrained and self.checkpoint is not None:
             raise ValueError(
                 f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
@@ -179,6 +198,8 @@ class TimmTowerConfig(TowerConfig):
             if self.checkpoint is not None:
                 classifier = defaults.get("classifier") or ()
                 load_checkpoint(model, self.checkpoint, [classifier] if isinstance(classifier, str) else classifier)
+            if self.package is not None:
+                load_efficientnet(model)
             if self.channels_last:
                 model = model.to(memory_format=torch.channels_last)
             # timm's statistics fit its pretrained weights; without these any will do.
@@ -292,19 +313,6 @@ def _require_whole_patches(model: Any, image_size: int) -> None:
             f"{image_size % patch} rows and columns; expected a multiple of {patch}, such as "
             f"{' or '.join(map(str, near))}, or another patch_size in args"
         )
-
-
-def _freeze_unused(tower: nn.Module, features: Tensor) -> tuple[str, ...]:
-    """Freeze weights that do not affect the features, such as a head's norm: DDP would wait for their gradient.
-
-    Returns:
-        Their names.
-    """
-    weights = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
-    gradients = torch.autograd.grad(features.sum(), list(weights.values()), allow_unused=True)
-    for weight, gradient in zip(weights.values(), gradients, strict=True):
-        weight.requires_grad_(gradient is not None)
-    return tuple(name for name, weight in weights.items() if not weight.requires_grad)
 
 
 def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.GroupNorm:

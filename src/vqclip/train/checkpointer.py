@@ -122,7 +122,10 @@ class Checkpointer:
             self.folder,
             done,
             write_model=functools.partial(
-                write_tokenizer_files, config=model.section(), state=self._model.copy(model.state_dict())
+                write_tokenizer_files,
+                config=model.section(),
+                state=self._model.copy(model.state_dict()),
+                files=model.files(),
             ),
             optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
             state=copy.deepcopy(
