@@ -45,11 +45,12 @@ class Checkpoint:
         """Folder that ``write_model`` has written."""
         return self.path / _MODEL
 
-    def tensors(self, most: int) -> dict[str, Tensor]:
+    def tensors(self, most: int, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors of the caller's state, if it has any.
 
         Args:
             most: maximum number of elements of all of them together; checked before memory is allocated.
+            prefix: beginning of the names of those to return.
 
         Raises:
             CheckpointError: the file is damaged or contains more.
@@ -58,7 +59,7 @@ class Checkpoint:
         if not path.exists():
             return {}
         with open_tensors(path) as file:
-            shapes = read_shapes(file)
+            shapes = {name: shape for name, shape in read_shapes(file).items() if name.startswith(prefix)}
             total = sum(math.prod(shape) for shape in shapes.values())
             if total > most:
                 raise CheckpointError(f"{path}: contains {total} numbers; expected at most {most} for this model")

@@ -9,11 +9,24 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["JSON_KEY_HELP", "batch_size", "count", "path", "share", "text", "threads", "whole", "workers"]
+__all__ = [
+    "JSON_KEY_HELP",
+    "WEIGHTS_HELP",
+    "batch_size",
+    "count",
+    "path",
+    "share",
+    "text",
+    "threads",
+    "whole",
+    "workers",
+]
 
 
 JSON_KEY_HELP = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
 """Help of ``--json-key``."""
+WEIGHTS_HELP = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
+"""Help of ``--weights``."""
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
     step = read_best(options.run) if options.best else options.step
-    print_output(str(export_checkpoint(options.run, step, options.out)))
+    print_output(str(export_checkpoint(options.run, step, options.out, options.weights)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,4 +29,5 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--step", type=types.whole(0, 2**63 - 1), help="step of the checkpoint (the newest)")
     which.add_argument("--best", action="store_true", help="take the best checkpoint; see train.keep_best")
     parser.add_argument("--out", type=types.path, help="folder to write (tokenizer-step-<step> in the run's folder)")
+    parser.add_argument("--weights", choices=("averaged", "current"), default="averaged", help=types.WEIGHTS_HELP)
     return parser

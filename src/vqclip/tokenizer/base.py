@@ -63,6 +63,8 @@ class Tokenizer(TokenizerDecoder, ABC):
     tower: ImageTower | TextTower
     reduce: Reduction | None
     project_in: Projection
+    code_share: Tensor | None
+    """() share of the quantized vectors in what is embedded in training mode, the rest being continuous; None: all."""
 
     def __init__(self, config: TokenizerConfig, tower: ImageTower | TextTower, embed_dim: int, fewest_tokens: int):
         quantizer = config.quantizer.build()
@@ -86,6 +88,7 @@ class Tokenizer(TokenizerDecoder, ABC):
             self.reduce = None
         self.config = config
         self.normalize = config.normalize
+        self.register_buffer("code_share", None, persistent=False)
 
     @abstractmethod
     def mask(self, inputs: Tensor) -> Tensor | None:
@@ -115,7 +118,11 @@ class Tokenizer(TokenizerDecoder, ABC):
 
     def _quantize(self, features: Tensor, mask: Tensor | None) -> TokenizerOutput:
         out = self.quantizer(features, mask)
-        return TokenizerOutput(self._embed(out.vectors, mask), out.ids, out.stats)
+        vectors = out.vectors
+        if self.training and self.code_share is not None:
+            continuous = self.quantizer.continuous(features, mask)
+            vectors = continuous.lerp(vectors, self.code_share.to(vectors.dtype))
+        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats)
 
     def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
         return self._embed(self.quantizer.continuous(features, mask), mask)

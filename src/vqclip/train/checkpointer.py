@@ -93,7 +93,7 @@ class Checkpointer:
         self.written: int | None = None
         """Steps of the newest checkpoint that this run has written completely, or resumed from."""
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
-        self._guards = checkpoint.Staging()
+        self._state = checkpoint.Staging()
         self._writing: int | None = None
 
     def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: Mapping[str, Any] | None = None) -> None:
@@ -138,7 +138,7 @@ class Checkpointer:
                     **counts,
                 }
             ),
-            tensors=self._guards.copy(step.guards.tensors()),
+            tensors=self._state.copy(step.guards.tensors() | self._averages()),
             keep_last=self.retention.newest,
             keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
         )
@@ -166,10 +166,13 @@ class Checkpointer:
             self._writing, self.written = None, self._writing
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a checkpoint would contain, named ``model.<name>`` or ``optimizer.<name>``."""
+        """Return every tensor to check before a save: of the model, the optimizer and the moving averages."""
         state = {f"model.{name}": tensor for name, tensor in self.step.model.state_dict().items()}
         found = checkpoint.optimizer_tensors(self.step.optimizer)
-        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()}
+        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()} | self._averages()
+
+    def _averages(self) -> dict[str, Tensor]:
+        return {} if self.step.ema is None else self.step.ema.tensors()
 
     def require_finite(self, done: int) -> None:
         """Check weights, codebooks and optimizer state on all ranks. A collective.

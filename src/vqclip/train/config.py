@@ -15,6 +15,8 @@ from vqclip.losses import LossConfig
 from vqclip.model import ModelConfig
 from vqclip.runlog.best import PREFIX
 from vqclip.towers.training import FromStep
+from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.ema import EmaConfig
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig
@@ -73,6 +75,10 @@ class ScheduleConfig(ComputeConfig):
     """Steps between two evaluations during training; null: only at the end."""
     export: Literal["last", "best"] = "last"
     """Step whose tokenizer is exported and summarised at the end; best: the step of `keep_best`."""
+    ema: EmaConfig | None = None
+    """Moving average of the weights, which evaluations and exports use; null: the weights of the last step."""
+    bottleneck: BottleneckConfig | None = None
+    """Steps at the beginning in which the embedding sees continuous vectors; null: codes from the first step."""
 
     @model_validator(mode="after")
     def _what_is_kept_is_saved(self) -> ScheduleConfig:
@@ -84,6 +90,11 @@ class ScheduleConfig(ComputeConfig):
             raise ValueError(f"got keep_best {self.keep_best!r} and evaluate_every null; expected a number of steps")
         if self.export == "best" and self.keep_best is None:
             raise ValueError("got export 'best' and keep_best null; expected keep_best to name a figure")
+        if self.bottleneck is not None and self.bottleneck.steps >= self.steps:
+            raise ValueError(
+                f"got {self.bottleneck.steps} steps of bottleneck (open_steps + close_steps); expected fewer than the "
+                f"{self.steps} steps of the run, which must end with the codes"
+            )
         return self
 
 
@@ -168,6 +179,11 @@ class TrainConfig(Config):
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
         }
+        # Absent where they are null: the checkpoints of former versions resume.
+        for name in ("ema", "bottleneck"):
+            section = getattr(self.train, name)
+            if section is not None:
+                settings[f"train.{name}"] = section.model_dump(mode="json", exclude={"evaluate"})
         by_rank = {
             "processes (dropout is drawn by rank)": dist.world_size(),
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,

@@ -16,6 +16,7 @@ from vqclip.runlog.best import PREFIX
 from vqclip.runlog.metrics import read_metrics
 from vqclip.tokenizer.card import card
 from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
 from vqclip.train.summary import RunSummary, model_card
 
 if TYPE_CHECKING:
@@ -52,13 +53,32 @@ def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
 
 
-def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> Path:
+def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> CLIP:
+    """Load the model of one checkpoint in evaluation mode, after verifying its checksums.
+
+    Args:
+        path: folder of the checkpoint.
+        weights: ``averaged``: the moving averages where the checkpoint has them (`train.ema`), and the current weights
+            elsewhere; ``current``: those of the step alone.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    saved = checkpoint.load(path)
+    model = CLIP.from_pretrained(saved.model_folder)
+    if weights == "averaged":
+        use_averages(model, read_averages(saved, model))
+    return model
+
+
+def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weights: Weights = "averaged") -> Path:
     """Export the tokenizer folder of one checkpoint, after verifying its checksums.
 
     Args:
         run: folder of the run.
         step: steps done; None for the newest checkpoint.
         out: the folder to write; None for ``tokenizer-step-<step>`` in the run's.
+        weights: averaged or current ones, see `load_checkpoint_model`.
 
     Returns:
         The folder.
@@ -77,12 +97,22 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None) -> P
     require_replaceable(out, CONFIG_FILE)
     if out.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
-    model = CLIP.from_pretrained(checkpoint.load(found[step]).model_folder)
-    metrics = run / "metrics.jsonl"
-    lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
-    rates = [f"- {name}: {rate:.1%}" for line in lines for name, rate in line.items() if name.startswith(PREFIX)]
-    figures = "\n".join(rates) or "No evaluation was recorded after this step."
-    what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run."
+    model = load_checkpoint_model(found[step], weights)
+    of_current = weights == "current" and bool(read_averages(checkpoint.load(found[step]), model))
+    figures = _recorded_figures(run, step, of_current) or "No evaluation was recorded after this step."
+    kind = ", without its moving average" if of_current else ""
+    what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run{kind}."
     model.save_pretrained(out)
     write_text(out / CARD_FILE, card(printable(run.resolve().name, one_line=True), what, f"## Measured\n\n{figures}"))
     return out
+
+
+def _recorded_figures(run: Path, step: int, of_current: bool) -> str:
+    """Return a line for each rate recorded after ``step``, of the averaged or the current weights."""
+    metrics = run / "metrics.jsonl"
+    lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
+    rates = {
+        name.removeprefix(PREFIX): rate for line in lines for name, rate in line.items() if name.startswith(PREFIX)
+    }
+    chosen = {name: rate for name, rate in rates.items() if name.startswith(CURRENT) == of_current}
+    return "\n".join(f"- {PREFIX}{name.removeprefix(CURRENT)}: {rate:.1%}" for name, rate in chosen.items())

@@ -163,6 +163,8 @@ def _build_step(config: TrainConfig, model: CLIP) -> TrainStep:
         config.optim.clip_grad_norm,
         config.run.seed,
         config.guards.build(),
+        config.train.ema,
+        config.train.bottleneck,
     )
 
 
@@ -194,8 +196,9 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     """
     config, model, folder = training.config, training.step.model, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
-    if dist.is_main():  # before the evaluation: one that fails costs no step
-        export_tokenizer(model, folder)
+    with training.step.use_averages():
+        if dist.is_main():  # before the evaluation: one that fails costs no step
+            export_tokenizer(model, folder)
     outcome = evaluate(training)
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
@@ -208,9 +211,10 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
                 "train.export: the best checkpoint cannot be used, so step %d stays: %s", training.done, error
             )
         return outcome, training.done, best
-    outcome = try_all(model, config.evaluation, precision=config.train.precision)
-    if dist.is_main():
-        export_tokenizer(model, folder)
+    with training.step.use_averages():
+        outcome = try_all(model, config.evaluation, precision=config.train.precision)
+        if dist.is_main():
+            export_tokenizer(model, folder)
     return outcome, best["step"], best
 
 

@@ -23,6 +23,7 @@ from vqclip.io.json_files import validate
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import load_weights
 from vqclip.train.checkpointer import Checkpointer, RunState
+from vqclip.train.ema import AVERAGE, read_averages
 from vqclip.train.step import TrainStep, broadcast_module
 
 logger = logging.getLogger(__name__)
@@ -61,15 +62,15 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         found = checkpoint.use_latest(checkpointer.folder, lambda path: _restore(path, checkpointer, allow))
         if found is None:
             return None
-        saved, state, optimizer, windows = found
-        read.append((optimizer, windows))
+        saved, state, optimizer, tensors = found
+        read.append((optimizer, tensors))
         checkpoint.set_aside_newer(checkpointer.folder, saved.step)
         return {
             "path": str(saved.path),
             "step": saved.step,
             "state": state.model_dump(),
             "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
-            "windows": _outline(windows),
+            "tensors": _outline(tensors),
         }
 
     restored = dist.run_on_main(restore)
@@ -77,16 +78,16 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         return Resumed(0, {}, None)
     done, state = restored["step"], RunState.model_validate(restored["state"])
     if read:
-        ((optimizer, windows),) = read
+        ((optimizer, tensors),) = read
     else:
         kind, groups, outline = restored["optimizer"]
-        optimizer, windows = OptimizerState(kind, groups, _empty(outline)), _empty(restored["windows"])
+        optimizer, tensors = OptimizerState(kind, groups, _empty(outline)), _empty(restored["tensors"])
     broadcast_module(step.model)
-    for tensor in (*optimizer.tensors.values(), *windows.values()):
+    for tensor in (*optimizer.tensors.values(), *tensors.values()):
         dist.broadcast_(tensor)
     if not dist.is_main():
         checkpoint.restore_optimizer(step.optimizer, optimizer)
-        _restore_state(step, state, windows)
+        _restore_state(step, state, tensors)
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
     checkpointer.written = done
@@ -97,14 +98,28 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
 
 
 def load_model(checkpointer: Checkpointer, done: int) -> None:
-    """Load the weights of the checkpoint after ``done`` steps; rank 0 verifies and reads it. A collective.
+    """Load the weights of the checkpoint after ``done`` steps, and their averages; rank 0 reads it. A collective.
 
     Raises:
         CheckpointError: on every rank, if it is missing or damaged.
     """
-    model = checkpointer.step.model
-    dist.run_on_main(lambda: load_weights(checkpoint.load(checkpointer.path(done)).model_folder, model))
-    broadcast_module(model)
+    step, read = checkpointer.step, dict[str, Tensor]()
+
+    def load() -> dict[str, Any]:
+        saved = checkpoint.load(checkpointer.path(done))
+        load_weights(saved.model_folder, step.model)
+        if step.ema is not None:
+            read.update(read_averages(saved, step.model))
+            step.ema.load(read)
+        return _outline(read)
+
+    outline = dist.run_on_main(load)
+    broadcast_module(step.model)
+    tensors = read if dist.is_main() else _empty(outline)
+    for tensor in tensors.values():
+        dist.broadcast_(tensor)
+    if step.ema is not None and not dist.is_main():
+        step.ema.load(tensors)
 
 
 def _restore(
@@ -115,27 +130,34 @@ def _restore(
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     load_weights(saved.model_folder, step.model)
-    optimizer, windows = saved.restore_optimizer(step.optimizer), saved.tensors(_most_window_numbers(step))
+    optimizer, tensors = saved.restore_optimizer(step.optimizer), saved.tensors(_most_numbers(step))
     try:
-        _restore_state(step, state, windows)
+        _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
-    return saved, state, optimizer, windows
+    return saved, state, optimizer, tensors
 
 
-def _restore_state(step: TrainStep, state: RunState, windows: Mapping[str, Tensor]) -> None:
+def _restore_state(step: TrainStep, state: RunState, tensors: Mapping[str, Tensor]) -> None:
     running = step.scaler.state_dict()
     if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
     step.scaler.load_state_dict(dict(state.scaler))
     step.skipped = state.skipped
+    windows = {name: tensor for name, tensor in tensors.items() if not name.startswith(AVERAGE)}
     step.guards.load_state_dict(state.guards, windows)
+    if step.ema is not None:  # otherwise run.resume_allow has dropped them
+        step.ema.load(tensors)
 
 
-def _most_window_numbers(step: TrainStep) -> int:
-    """Return a bound for the codebook windows of this model, or of one with other codebooks where the run allows it."""
+def _most_numbers(step: TrainStep) -> int:
+    """Return a bound for the averages and the codebook windows of this model.
+
+    Also for one with other codebooks, where the run allows it.
+    """
     sizes = [size for quantizer in step.model.quantizers().values() for size in quantizer.codebook_sizes]
-    return 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
+    windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
+    return windows + sum(parameter.numel() for parameter in step.model.parameters())
 
 
 def _outline(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

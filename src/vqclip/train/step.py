@@ -6,7 +6,7 @@
     backward(losses["total"])               DDP averages the gradients over ranks
     clip()                                  limit the gradient norm
     check(losses, gradient norm)            stop or skip the step if a number is not finite
-    update(stats)                           optimizer step; codebooks follow their statistics
+    update(stats)                           optimizer step; codebooks follow their statistics; moving averages
 
 With `train.micro_batches`, forward and backward run in microbatches; see `vqclip.train.grad_cache`.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
+from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
@@ -89,6 +91,8 @@ class TrainStep:
             microbatch), so towers that draw any train differently on another number of ranks (see `towers_draw`).
             Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
+        ema: moving average of the weights; None for none.
+        bottleneck: schedule by which the embedding begins with continuous vectors; None: codes from the first step.
     """
 
     def __init__(
@@ -101,6 +105,8 @@ class TrainStep:
         clip_norm: float | None,
         seed: int,
         guards: Guards | None = None,
+        ema: EmaConfig | None = None,
+        bottleneck: BottleneckConfig | None = None,
     ):
         self.towers = (model.image.tower, model.text.tower)
         for tower in self.towers:
@@ -116,6 +122,8 @@ class TrainStep:
         for name, quantizer in model.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
         self.guards = guards or GuardConfig(spikes=None).build()
+        self.ema = None if ema is None else Ema(ema, model)
+        self.bottleneck = bottleneck
         self.micro_batches = compute.micro_batches
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
@@ -144,10 +152,13 @@ class TrainStep:
         grad_norm = self._clip()
         event = self._check(losses, grad_norm, step)
         stats = {name: each.detach() for name, each in stats.items()}
-        if event is None or not event.skip:
+        applied = event is None or not event.skip
+        if applied:
             self._update(stats)
         if self.scaler.is_enabled():
-            self._update_scaler(step)
+            applied &= self._update_scaler(step)
+        if applied and self.ema is not None:
+            self.ema.update(step)
         terms = {name: term.detach() for name, term in losses.items()}
         return StepResult(terms, grad_norm, out.scale.detach(), lr, stats, embedded.detach(), event)
 
@@ -213,7 +224,8 @@ class TrainStep:
         if self.guards.collapse:
             self.guards.collapse.count(stats)
 
-    def _update_scaler(self, step: int) -> None:
+    def _update_scaler(self, step: int) -> bool:
+        """Adapt the scale of the loss; return False if the gradient had overflowed and the step was skipped."""
         before = self.scaler.get_scale()
         self.scaler.update()
         after = self.scaler.get_scale()
@@ -223,6 +235,11 @@ class TrainStep:
                 f"step {step}: the gradient is not finite even with the loss scaled by {before:g}, after "
                 f"{self.skipped} skipped steps; use train.precision: bf16 or fp32"
             )
+        return after >= before
+
+    def use_averages(self) -> AbstractContextManager[None]:
+        """Give the model the moving average of its weights within the block; no effect without `train.ema`."""
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def broadcast_local_codebooks(self) -> None:
         """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.
@@ -238,7 +255,8 @@ class TrainStep:
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
         if self.compiled:  # captions differ in length: one graph for all lengths
             torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
-        with autocast(self.device, self.precision):
+        schedule = nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model)
+        with autocast(self.device, self.precision), schedule:
             return (model or self.parallel)(local.images, local.tokens)
 
     def _microbatches(self, local: _RankBatch) -> list[tuple[slice, _RankBatch]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from vqclip import dist
@@ -9,6 +10,7 @@ from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
+from vqclip.train.ema import CURRENT
 
 logger = logging.getLogger(__name__)
 
@@ -129,15 +131,34 @@ def save(training: Training) -> None:
 
 
 def evaluate(training: Training) -> EvaluationOutcome:
-    """Run all evaluations of the configuration on all ranks together, and record their results. A collective."""
+    """Run all evaluations of the configuration on all ranks together, and record their results. A collective.
+
+    Returns:
+        The outcome with the averaged weights if the run has `train.ema`, otherwise with the current ones.
+    """
+    ema, is_last = training.config.train.ema, training.done == training.config.train.steps
     training.step.broadcast_local_codebooks()
-    outcome = try_all(training.step.model, training.config.evaluation, precision=training.config.train.precision)
-    figures = {key: value for result in outcome.results for key, value in result.scalars().items()}
+    with training.step.use_averages():
+        outcome = _try_all(training)
+    current = _evaluate_current(training) if ema is not None and ema.evaluate == "both" else EvaluationOutcome([], None)
+    results = [*outcome.results, *current.results]
+    figures = {key: value for result in results for key, value in result.scalars().items()}
     training.records.record_evaluation(training.done, figures)
-    if training.done < training.config.train.steps:  # for the last step, a table is printed
-        for result in outcome.results:
-            logger.info("step %d: %s", training.done, format_line(result))
-    return outcome
+    for result in current.results if is_last else results:  # for the last step, a table is printed
+        logger.info("step %d: %s", training.done, format_line(result))
+    return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
+
+
+def _evaluate_current(training: Training) -> EvaluationOutcome:
+    """Evaluate the current weights beside the averaged ones; the results have names of their own."""
+    outcome = _try_all(training)
+    named = [dataclasses.replace(result, name=CURRENT + result.name) for result in outcome.results]
+    return EvaluationOutcome(named, outcome.failure)
+
+
+def _try_all(training: Training) -> EvaluationOutcome:
+    config = training.config
+    return try_all(training.step.model, config.evaluation, precision=config.train.precision)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:

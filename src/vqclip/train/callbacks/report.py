@@ -49,6 +49,8 @@ def _metrics(training: Training) -> dict[str, float]:
     figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
     if step.scaler.is_enabled():
         figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
+    if step.bottleneck is not None:
+        figures["bottleneck/share"] = step.bottleneck.share(training.done - 1)
     for modality, quantizer in step.model.quantizers().items():
         stats = watch.window(modality, result.stats[modality]) if watch else result.stats[modality]
         figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}

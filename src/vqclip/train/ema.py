@@ -1,0 +1,162 @@
+"""Exponential moving average (EMA) of the weights: what is evaluated, kept as best and exported.
+
+    decay(step) = min(decay, (1 + step) / (10 + step))           with warmup, as in TensorFlow and timm
+    average     = d · average + (1 - d) · weight,  d = decay(step) ^ every
+
+An average begins as a copy of its weight in the first update in which the weight is trained. The averages are part of
+every checkpoint, are equal on all ranks, and change nothing in the training.
+
+Codebooks that a gradient moves are weights, and averaged. Codebooks that follow statistics (VQ with ``learning: ema``)
+are buffers, already averages over steps, and used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from vqclip.checkpoint import Checkpoint
+from vqclip.config import Config
+from vqclip.errors import CheckpointError
+from vqclip.io.tensors import first_names, nonfinite_names
+
+Weights = Literal["averaged", "current"]
+"""Weights of a checkpoint to use: averaged ones where it has them (`train.ema`), or those of its step."""
+
+CURRENT = "current weights/"
+"""Beginning of the names of evaluations of the current weights beside the averaged ones."""
+AVERAGE = "ema/"
+"""Beginning of the names of averages among the tensors of a checkpoint."""
+
+
+class EmaConfig(Config):
+    """Exponential moving average of the trained weights; evaluations, the best step and exports use it."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Share of the average that a step keeps: the average is over about 1 / (1 - decay) steps."""
+    warmup: bool = True
+    """Keep at most (1 + step) / (10 + step) at the beginning, so that the first weights are forgotten soon."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between two updates; each has the decay of all its steps."""
+    evaluate: Literal["averaged", "both"] = "averaged"
+    """Weights that are evaluated; both: also the current ones, as `eval/current weights/...` in `metrics.jsonl`."""
+
+    def decay_at(self, step: int) -> float:
+        """Return the share of the average that the update after step number ``step`` (from 0) keeps."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        return decay**self.every
+
+
+class Ema:
+    """Moving average of the parameters of a model that require a gradient.
+
+    Args:
+        config: decay and interval.
+        model: bare model, before DDP or `torch.compile` add to the names.
+
+    Attributes:
+        averages: parameter name → average in float32, or in float64 for a float64 parameter.
+    """
+
+    def __init__(self, config: EmaConfig, model: nn.Module):
+        self.config, self.model = config, model
+        self.averages: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the averages after step number ``step`` (from 0), which was applied."""
+        if (step + 1) % self.config.every:
+            return
+        averages, weights = [], []
+        for name, parameter in self.model.named_parameters():
+            if name in self.averages:
+                averages.append(self.averages[name])
+                weights.append(parameter.to(averages[-1].dtype))
+            elif parameter.requires_grad:
+                self.averages[name] = parameter.detach().to(_dtype(parameter), copy=True)
+        if averages:
+            get_ema_multi_avg_fn(self.config.decay_at(step))(averages, weights, None)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the model the averages within the block, and its own weights, bit for bit, after it.
+
+        Tensors change places: nothing is copied unless a weight has another dtype than its average.
+        """
+        parameters, held = dict(self.model.named_parameters()), dict[str, Tensor]()
+        try:
+            for name, average in self.averages.items():
+                held[name] = parameters[name].data
+                parameters[name].data = average.to(held[name].dtype)
+            yield
+        finally:
+            for name, data in held.items():
+                parameters[name].data = data
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averages, named as in a checkpoint."""
+        return {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the averages among the tensors of a checkpoint; without any, they begin with the next update.
+
+        Raises:
+            CheckpointError: they do not fit the model, or contain NaN or infinity.
+        """
+        parameters = dict(self.model.named_parameters())
+        self.averages = {
+            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
+            for name, average in checked_averages(self.model, tensors).items()
+        }
+
+
+def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """Read the averages in a checkpoint of ``model``, as `Ema.tensors` named them; empty if it has none.
+
+    Raises:
+        CheckpointError: they do not fit the model, or contain NaN or infinity.
+    """
+    tensors = saved.tensors(sum(parameter.numel() for parameter in model.parameters()), AVERAGE)
+    try:
+        checked_averages(model, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{saved.path}: {error}") from error
+    return tensors
+
+
+@torch.no_grad()
+def use_averages(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the weights of ``model`` by the result of `read_averages`."""
+    parameters = dict(model.named_parameters())
+    for name, average in checked_averages(model, tensors).items():
+        parameters[name].copy_(average)
+
+
+def checked_averages(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the averages among the tensors of a checkpoint by parameter name.
+
+    Raises:
+        CheckpointError: they do not fit ``model``, or contain NaN or infinity.
+    """
+    parameters = dict(model.named_parameters())
+    found = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items() if name.startswith(AVERAGE)}
+    wrong = [
+        name
+        for name, tensor in found.items()
+        if name not in parameters or (tensor.shape, tensor.dtype) != (parameters[name].shape, _dtype(parameters[name]))
+    ]
+    if wrong := wrong or nonfinite_names(found):
+        raise CheckpointError(
+            f"averages of weights: {first_names(wrong)}: expected finite numbers in the shapes of the model's weights"
+        )
+    return found
+
+
+def _dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)

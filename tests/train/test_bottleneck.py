@@ -1,0 +1,152 @@
+"""The embedding begins with continuous vectors and ends with codes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_VQ, FSQ, LFQ, RESIDUAL_FSQ, tiny_model
+from tests.training import all_equal, differences, metrics, run, run_tree, weights
+from vqclip.config import load_config
+from vqclip.errors import ConfigError
+from vqclip.train import TrainConfig
+from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.step import _compile
+
+SCHEDULE = BottleneckConfig(open_steps=2, close_steps=3)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def built(quantizer):
+    torch.manual_seed(0)
+    model = tiny_model(quantizer, quantizer).build()
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    return model, images, model.text.preprocess(["a red star", "two circles", "x", "one of many"])
+
+
+def test_the_share_is_a_function_of_the_step():
+    assert [SCHEDULE.share(step) for step in range(7)] == [0, 0, 0.25, 0.5, 0.75, 1, 1]
+    assert [BottleneckConfig(open_steps=2, close_steps=0).share(step) for step in range(4)] == [0, 0, 1, 1]
+    assert BottleneckConfig(open_steps=0, close_steps=0).share(0) == 1
+
+
+@pytest.mark.parametrize("quantizer", [FSQ, LFQ, BUSY_VQ, RESIDUAL_FSQ], ids=lambda each: each["kind"])
+def test_the_embedding_moves_from_continuous_vectors_to_codes(quantizer):
+    model, images, texts = built(quantizer)
+    plain = model(images, texts)
+    for name, inputs in (("image", images), ("text", texts)):
+        tokenizer = getattr(model, name)
+        with SCHEDULE.at(0, model):
+            open_ = tokenizer(inputs)
+        assert torch.equal(open_.embedding, tokenizer.continuous(inputs))
+        assert torch.equal(open_.ids, getattr(plain, name).ids)
+        assert differences(open_.stats, getattr(plain, name).stats) == []
+        with SCHEDULE.at(3, model):
+            half = tokenizer(inputs).embedding
+        with SCHEDULE.at(5, model):
+            closed = tokenizer(inputs).embedding
+        assert torch.equal(closed, getattr(plain, name).embedding)
+        assert not torch.equal(half, closed)
+        assert not torch.equal(half, open_.embedding)
+
+
+def test_evaluation_always_goes_through_the_codes():
+    model, images, texts = built(FSQ)
+    model.eval()
+    plain = model(images, texts)
+    with SCHEDULE.at(0, model):
+        out = model(images, texts)
+        embedded = model.image.embed(model.image.encode(images))
+    assert torch.equal(out.image.embedding, plain.image.embedding)
+    assert torch.equal(out.text.embedding, plain.text.embedding)
+    assert torch.equal(embedded, plain.image.embedding)
+
+
+def test_one_modality_alone():
+    model, images, texts = built(FSQ)
+    plain = model(images, texts)
+    with BottleneckConfig(open_steps=1, close_steps=0, modalities=("image",)).at(0, model):
+        out = model(images, texts)
+    assert torch.equal(out.text.embedding, plain.text.embedding)
+    assert torch.equal(out.image.embedding, model.image.continuous(images))
+    with pytest.raises(ConfigError, match=r"modalities: got modalities image, image|got modalities image, image"):
+        load_config(BottleneckConfig, overrides=["open_steps=1", "close_steps=1", "modalities=[image, image]"])
+
+
+def test_an_error_in_a_step_leaves_the_codes_in_place():
+    model, images, texts = built(FSQ)
+    plain = model(images, texts)
+    with pytest.raises(ZeroDivisionError), SCHEDULE.at(0, model):
+        raise ZeroDivisionError
+    assert torch.equal(model(images, texts).image.embedding, plain.image.embedding)
+    assert not [name for name in model.state_dict() if "code_share" in name]
+
+
+def test_a_compiled_model_has_one_graph_for_all_shares():
+    model, images, _ = built(FSQ)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    _compile(torch.nn.Identity())  # for einops, see there
+    compiled = torch.compile(model.image, backend=counter)
+    graphs = []
+    for step in range(7):
+        with SCHEDULE.at(step, model):
+            out, eager = compiled(images), model.image(images)
+        assert torch.equal(out.embedding, eager.embedding)
+        out.embedding.sum().backward()
+        graphs.append(counter.frame_count)
+    assert graphs == [1] * 5 + [2] * 2
+
+
+def test_after_the_ramp_a_run_is_one_without_it(tmp_path, shards, monkeypatch):
+    """From equal states: a schedule of no steps changes no bit of a run, and a real one changes its beginning."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    settings = {"none": None, "no steps": (0, 0), "some": (2, 3)}
+    for name, steps in settings.items():
+        section = steps and {"open_steps": steps[0], "close_steps": steps[1]}
+        changes = {"train__steps": 6, "train__precision": "fp32", "train__bottleneck": section}
+        run(run_tree(tmp_path / name, shards, BUSY_VQ, **changes), str(tmp_path / "cache"))
+    none, empty, some = (weights(tmp_path / name, 6) for name in settings)
+    assert all_equal(none, empty)
+    assert not all_equal(none, some)
+    assert [line["bottleneck/share"] for line in metrics(tmp_path / "some")] == [0, 0, 0.25, 0.5, 0.75, 1]
+    assert "bottleneck/share" not in metrics(tmp_path / "none")[0]
+
+
+def test_codebooks_learn_while_they_are_bypassed(tmp_path, shards):
+    changes = {"train__steps": 4, "train__bottleneck": {"open_steps": 2, "close_steps": 1}}
+    tree = run_tree(tmp_path, shards, BUSY_VQ, train__checkpoint_every=1, train__keep_checkpoints=4, **changes)
+    run(tree, str(tmp_path / "cache"))
+    first, second = (weights(tmp_path, step)["image.quantizer.codebook"] for step in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_micro_batches_see_the_same_mix(tmp_path, shards):
+    lines = []
+    for parts in (1, 3):
+        changes = {"train__steps": 6, "train__bottleneck": SCHEDULE.model_dump(), "train__micro_batches": parts}
+        run(run_tree(tmp_path / str(parts), shards, LFQ, **changes), str(tmp_path / "cache"))
+        lines.append([line["loss/total"] for line in metrics(tmp_path / str(parts))])
+    assert lines[1] == pytest.approx(lines[0], rel=1e-9)
+
+
+def test_a_run_must_end_with_the_codes(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=5, train__bottleneck=SCHEDULE.model_dump())
+    with pytest.raises(ValueError, match=r"got 5 steps of bottleneck .*; expected fewer than the 5 steps of the run"):
+        TrainConfig.model_validate(tree)
+    longer = copy.deepcopy(tree)
+    longer["train"]["steps"] = 6
+    config = TrainConfig.model_validate(longer)
+    assert config.identity({}, towers_draw=False)["train.bottleneck"] == longer["train"]["bottleneck"] | {
+        "modalities": ["image", "text"]
+    }
+    longer["train"]["bottleneck"] = None
+    assert "train.bottleneck" not in TrainConfig.model_validate(longer).identity({}, towers_draw=False)

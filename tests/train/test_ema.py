@@ -1,0 +1,273 @@
+"""Moving averages of the weights: their formula, what uses them, what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import vqclip
+from tests.data.making import caption_shards
+from tests.models import BUSY_VQ, FSQ, VQ
+from tests.train.test_guards import POISONED, train_poisoned
+from tests.train.test_main import overflowing
+from tests.training import all_equal, metrics, run, run_tree, weights
+from vqclip import checkpoint
+from vqclip.cli.evaluate import load_model
+from vqclip.cli.main import main
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.model import CLIP
+from vqclip.runlog.best import read_best
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.ema import Ema, EmaConfig
+from vqclip.train.step import TrainStep
+
+LEARNED_VQ = VQ | {"learning": "gradient"}
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+
+
+def retrieval(shards):
+    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+
+
+def tree_with_ema(folder, shards, quantizer=FSQ, ema=None, **changes):
+    ema = {"decay": 0.9} | (ema or {})
+    return run_tree(folder, shards, quantizer, train__steps=STEPS, train__ema=ema, **changes)
+
+
+def averages(folder, step=STEPS):
+    """The averages in a checkpoint, by the names of the model's tensors."""
+    found = load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    return {name.removeprefix("ema/"): tensor for name, tensor in found.items() if name.startswith("ema/")}
+
+
+class Walk(nn.Module):
+    """A model whose weights are moved by hand."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(2, dtype=dtype))
+        self.late = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+        self.register_buffer("counts", torch.zeros(2))
+
+    @torch.no_grad()
+    def move(self, step):
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.add_(step + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_is_the_formula(dtype, every, warmup):
+    model = Walk(dtype)
+    config = EmaConfig(decay=0.75, warmup=warmup, every=every)
+    ema, expected = Ema(config, model), None
+    for step in range(40):
+        model.move(step)
+        ema.update(step)
+        if (step + 1) % every == 0:
+            decay = (min(0.75, (1 + step) / (10 + step)) if warmup else 0.75) ** every
+            weight = model.first[0].item()
+            expected = weight if expected is None else decay * expected + (1 - decay) * weight
+    assert list(ema.averages) == ["first"]
+    assert ema.averages["first"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(ema.averages["first"].double(), torch.full((2,), expected).double(), rtol=1e-5, atol=0)
+
+
+def test_an_average_begins_when_its_weight_is_trained():
+    model = Walk()
+    ema = Ema(EmaConfig(decay=0.5, warmup=False), model)
+    for step in range(3):
+        model.late.requires_grad_(step == 2)
+        model.move(step)
+        ema.update(step)
+        assert ("late" in ema.averages) == (step == 2)
+    assert ema.averages["late"].tolist() == [4.0] * 3
+    model.move(3)
+    ema.update(3)
+    assert ema.averages["late"].tolist() == [6.0] * 3
+
+
+def test_weights_change_places_with_averages_and_come_back():
+    model = Walk()
+    ema = Ema(EmaConfig(decay=0.5), model)
+    with ema.applied():  # before the first update
+        assert model.first.tolist() == [0, 0]
+    for step in range(2):
+        model.move(step)
+        ema.update(step)
+    before, place = model.first.clone(), model.first.data_ptr()
+    with ema.applied():
+        assert model.first.data_ptr() == ema.averages["first"].data_ptr()  # no copy
+        assert not torch.equal(model.first, before)
+        assert model.first.requires_grad
+    with pytest.raises(ZeroDivisionError), ema.applied():
+        raise ZeroDivisionError
+    assert torch.equal(model.first, before)
+    assert model.first.data_ptr() == place
+
+
+def test_evaluation_and_export_use_the_averages(tmp_path, shards):
+    """And the checkpoint continues from the weights themselves."""
+    tree = tree_with_ema(tmp_path, shards, evaluation=retrieval(shards), ema={"evaluate": "both"})
+    run(tree, os.environ["VQCLIP_CACHE"])
+    current, averaged = weights(tmp_path, STEPS), averages(tmp_path)
+    trained = {name for name, _ in TrainConfig.model_validate(tree).model.build().named_parameters()}
+    assert averaged.keys() == trained
+    assert not any(torch.equal(averaged[name], current[name]) for name in averaged if averaged[name].numel() > 20)
+    exported = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
+    assert all_equal(exported, current | averaged)
+
+    plain = tree | {"run": tree["run"] | {"folder": str(tmp_path / "plain")}}
+    plain["train"] = {name: value for name, value in tree["train"].items() if name != "ema"}
+    run(plain, os.environ["VQCLIP_CACHE"])
+    assert all_equal(weights(tmp_path / "plain", STEPS), current)
+    figures, alone = metrics(tmp_path)[-1], metrics(tmp_path / "plain")[-1]
+    for name in (name for name in alone if name.startswith("eval/")):
+        assert figures[f"eval/current weights/{name.removeprefix('eval/')}"] == alone[name]
+    assert figures["eval/pairs/codes_only/i2t_r1"] == figures["eval/pairs/quantized/i2t_r1"]
+
+
+def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, capsys):
+    tree = tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards))
+    run(tree, os.environ["VQCLIP_CACHE"])
+    folder = tmp_path / "tiny"
+    current, averaged = weights(tmp_path, STEPS), weights(tmp_path, STEPS) | averages(tmp_path)
+    for options, expected in (((), averaged), (("--weights", "current"), current)):
+        out = tmp_path / f"out{len(options)}"
+        assert main(["export-tokenizer", str(folder), "--out", str(out), *options]) == 0
+        assert all_equal(load_file(out / "model.safetensors"), expected)
+        assert ("eval/pairs/codes_only/i2t_r1" in (out / "README.md").read_text()) == (expected is averaged)
+    saved = folder / "checkpoints" / f"step-{STEPS:08d}"
+    for place in (folder, saved):
+        assert all_equal(load_model(str(place))[0].state_dict(), averaged)
+        assert all_equal(load_model(str(place), "current")[0].state_dict(), current)
+    for place in (folder / "tokenizer", saved / "model"):
+        with pytest.raises(ConfigError, match="--weights: got 'current' for the tokenizer"):
+            load_model(str(place), "current")
+    assert not vqclip.load_tokenizer(folder / "tokenizer", modality="image").training
+    capsys.readouterr()
+
+
+def test_the_best_step_is_exported_with_its_own_averages(tmp_path, shards):
+    changes = {"checkpoint_every": 2, "evaluate_every": 2, "keep_best": "eval/pairs/codes_only/i2t_r1"}
+    tree = tree_with_ema(tmp_path, shards, evaluation=retrieval(shards))
+    tree["train"] |= changes | {"export": "best"}
+    evaluated = []
+
+    def scored(model, tasks, **options):
+        from vqclip.evaluation import try_all
+
+        evaluated.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        outcome = try_all(model, tasks, **options)
+        for result in outcome.results:
+            result.figures["codes_only"]["i2t_r1"] = 1 - 0.1 * len(evaluated)
+        return outcome
+
+    with mock.patch("vqclip.train.callbacks.builtin.try_all", scored), mock.patch("vqclip.train.main.try_all", scored):
+        run(tree, os.environ["VQCLIP_CACHE"])
+    assert read_best(tmp_path / "tiny") == 2
+    best = weights(tmp_path, 2) | averages(tmp_path, 2)
+    assert all_equal(load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors"), best)
+    assert all_equal(evaluated[0], best)
+    assert all_equal(evaluated[-1], best)
+    assert len(evaluated) == 5
+
+
+def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, shards):
+    for name, quantizer in (("learned", LEARNED_VQ), ("moving", BUSY_VQ)):
+        run(tree_with_ema(tmp_path / name, shards, quantizer), os.environ["VQCLIP_CACHE"])
+        current, averaged = weights(tmp_path / name, STEPS), averages(tmp_path / name)
+        exported = load_file(tmp_path / name / "tiny" / "tokenizer" / "model.safetensors")
+        key = "image.quantizer.codebook"
+        assert (key in averaged) == (name == "learned")
+        assert torch.equal(exported[key], current[key]) == (name == "moving")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_is_not_applied_leaves_the_averages_alone(tmp_path, shards, precision, monkeypatch):
+    tree = tree_with_ema(tmp_path, shards, train__precision=precision)
+    tree["train"]["steps"] = 16
+    updated: list[int] = []
+    update = Ema.update
+    monkeypatch.setattr(Ema, "update", lambda self, step: (updated.append(step), update(self, step))[1])
+    if precision == "fp16":
+        with mock.patch.object(TrainStep, "__call__", overflowing({13})):
+            train(TrainConfig.model_validate(tree))
+        assert 13 not in updated
+        assert 12 in updated
+        assert len(updated) == 16 - metrics(tmp_path)[-1]["fp16/skipped_steps"]
+    else:
+        tree["guards"] = {"on_nonfinite": "skip"}
+        train_poisoned(tree, os.environ["VQCLIP_CACHE"])
+        assert updated == [step for step in range(16) if step != POISONED]
+
+
+def test_what_is_no_average_is_refused(tmp_path, shards):
+    tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
+    run(tree, os.environ["VQCLIP_CACHE"])
+    model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
+    ema = Ema(EmaConfig(), model)
+    good = {f"ema/{name}": tensor for name, tensor in averages(tmp_path).items()}
+    ema.load(good)
+    bad = good["ema/image.project_out.0.bias"]
+    for name, tensor in (
+        ("ema/image.unknown", bad),
+        ("ema/image.project_out.0.bias", bad[:-1]),
+        ("ema/image.project_out.0.bias", bad.double()),
+        ("ema/image.project_out.0.bias", bad * math.nan),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"averages of weights: {name.removeprefix('ema/')}: expected finite"
+        ):
+            ema.load(good | {name: tensor})
+
+
+def test_averages_that_are_not_finite_are_not_saved(tmp_path, shards, monkeypatch):
+    update = Ema.update
+
+    def spoiled(self, step):
+        update(self, step)
+        if step == 5:
+            self.averages["logit_scale"].fill_(math.nan)
+
+    monkeypatch.setattr(Ema, "update", spoiled)
+    tree = tree_with_ema(tmp_path, shards, train__checkpoint_every=2)
+    with pytest.raises(vqclip.errors.NonFiniteError, match="after step 6: NaN or infinity in ema/logit_scale"):
+        train(TrainConfig.model_validate(tree))
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "tiny" / "checkpoints")] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+
+
+def test_a_run_may_gain_or_lose_its_average_if_it_says_so(tmp_path, shards):
+    tree = run_tree(tmp_path, shards, train__steps=STEPS)
+    run(tree, os.environ["VQCLIP_CACHE"])
+    tree["train"] |= {"ema": {"decay": 0.5}, "steps": STEPS + 2}
+    with pytest.raises(CheckpointError, match=r"train\.ema"):
+        run(tree, os.environ["VQCLIP_CACHE"])
+    tree["run"]["resume_allow"] = ["train"]
+    run(tree, os.environ["VQCLIP_CACHE"])
+    assert averages(tmp_path, STEPS + 2)
+    tree["train"] |= {"ema": None, "steps": STEPS + 4}
+    run(tree, os.environ["VQCLIP_CACHE"])
+    assert not averages(tmp_path, STEPS + 4)
