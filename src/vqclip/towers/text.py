@@ -45,6 +45,7 @@ class TextTower(Tower):
     Attributes:
         context_length: N, positions per caption; captions are cut or padded to it.
         width: D, features per token.
+        unused: names of weights that do not affect the features, such as a pooler's.
     """
 
     def __init__(self, transformer: nn.Module, network: TextNetwork, vocabulary: Vocabulary):
@@ -52,6 +53,7 @@ class TextTower(Tower):
         self.transformer = transformer
         self.network, self.vocabulary = network, vocabulary
         self.context_length, self.width = vocabulary.context_length, network.width
+        self.unused: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

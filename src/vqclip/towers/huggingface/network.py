@@ -13,7 +13,7 @@ from torch import nn
 
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError
-from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
+from vqclip.io.tensors import nonfinite_names, shape_differences
 from vqclip.towers.huggingface.library import quiet, require
 
 __all__ = ["Part", "build_network", "network_settings"]
@@ -97,14 +97,18 @@ def build_network(
             weights,
             config=config,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
         )
-    problems = [f"{name}: wrong shape" for name in found["mismatched_keys"]] + list(found["error_msgs"])
+    problems = [
+        f"{name}: got shape {tuple(got)}, expected {tuple(want)}"
+        for name, got, want in sorted(found["mismatched_keys"])
+    ] + list(found["error_msgs"])
     problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(network.state_dict())]
     if problems:
-        raise ConfigError(f"tower.name: the weights in {weights} do not fit: {first_names(list(map(str, problems)))}")
+        raise ConfigError(f"tower.name: the weights in {weights} do not fit: {'; '.join(map(str, problems[:5]))}")
     return network.float(), sorted(found["missing_keys"])
 
 

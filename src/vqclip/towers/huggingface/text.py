@@ -213,7 +213,7 @@ def _probe(tower: TextTower, missing: list[str]) -> None:
         )
     if not torch.allclose(unchanged[real], changed[real], rtol=1e-3, atol=1e-4):
         raise ConfigError("tower.name: the network's features depend on padding; expected one that masks it")
-    freeze_unused(tower, features)
+    tower.unused = freeze_unused(tower, features)
     needed = {name for name, weight in tower.transformer.named_parameters() if weight.requires_grad}
     if lacking := sorted(needed.intersection(missing)):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ def _table(content: bytes) -> _Table:
             "tokenizer of an encoder, such as that of BERT or RoBERTa"
         )
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    unknown = _find_unknown(tokenizer)
+    unknown = _find_unknown(tokenizer, json.loads(content)["model"])
     if unknown in marks:  # CLIP's unknown token is its end mark
         unknown = None
     forbidden = frozenset({*special, *marks} - {unknown})
@@ -168,9 +169,8 @@ def _table(content: bytes) -> _Table:
     return _Table(tokenizer, tuple(marks[: splits[0]]), tuple(marks[splits[0] :]), size, forbidden, unknown)
 
 
-def _find_unknown(tokenizer: Any) -> int | None:
-    model = tokenizer.model
-    number = getattr(model, "unk_id", None)
-    token = getattr(model, "unk_token", None)
-    found = number if token is None else tokenizer.token_to_id(token)
+def _find_unknown(tokenizer: Any, model: dict[str, Any]) -> int | None:
+    """Return the number of the unknown token, which sentence pieces give as a number and others as text."""
+    token = model.get("unk_token")
+    found = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
     return found if isinstance(found, int) else None

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import BartConfig, BartModel, GPT2Config, GPT2Model
+
+from tests.towers.huggingface.making import CAPTIONS, TEXTS, make_image, make_text, word_pieces
+from vqclip.errors import ConfigError
+from vqclip.towers.huggingface import TransformersTextTowerConfig
+
+
+def config(folder, **settings):
+    return TransformersTextTowerConfig(name=str(folder), **{"context_length": 12} | settings)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return folder, make_text(folder)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_features_of_tokens_are_those_of_transformers(name, tmp_path):
+    theirs = make_text(tmp_path, name)
+    theirs = {"t5": lambda: theirs.get_encoder(), "bert_for_masked_lm": lambda: theirs.bert}.get(name, lambda: theirs)()
+    tower = config(tmp_path).build().eval()
+    tokens = tower.vocabulary(CAPTIONS)
+    real = tower.mask(tokens)
+    with torch.no_grad():
+        features = tower(tokens)
+        numbers = torch.where(real, tokens, tower.network.pad)
+        expected = theirs(input_ids=numbers, attention_mask=real.long()).last_hidden_state
+    assert features.shape == (4, 12, 16)
+    torch.testing.assert_close(features[real], expected[real], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "clip", "t5_encoder"])
+def test_a_caption_does_not_depend_on_the_others(name, tmp_path):
+    """Not on their padding either: transformers leaves out a mask without padding, which changes the kernel."""
+    make_text(tmp_path, name)
+    tower = config(tmp_path).build().eval()
+    full = tower.vocabulary(["a " * 40, "two " * 40])
+    mixed = torch.cat([full[:1], tower.vocabulary(["a star"])])
+    with torch.no_grad():
+        assert torch.equal(tower(full)[0], tower(mixed)[0])
+        short = tower(mixed[1:, :6])
+        torch.testing.assert_close(tower(mixed)[1:, :4], short[:, :4])
+        assert tower(full[:0]).shape == (0, 12, 16)
+        nothing = tower(torch.full((1, 12), -1))
+        assert nothing.isfinite().all()
+
+
+def test_every_trained_weight_gets_a_gradient(bert):
+    tower = config(bert[0]).build()
+    assert tower.training
+    frozen = [name for name, weight in tower.named_parameters() if not weight.requires_grad]
+    assert frozen == ["transformer.pooler.dense.weight", "transformer.pooler.dense.bias"]
+    assert list(tower.unused) == frozen
+    tower(tower.vocabulary(CAPTIONS)).sum().backward()
+    assert all(weight.grad is not None for weight in tower.parameters() if weight.requires_grad)
+
+
+def test_checkpointing_and_dropout(bert):
+    tower = config(bert[0]).build()
+    tokens = tower.vocabulary(CAPTIONS)
+    expected = tower(tokens)  # in training mode: there is no dropout
+    assert torch.equal(expected, tower.eval()(tokens))
+    tower.train().set_grad_checkpointing()
+    torch.testing.assert_close(tower(tokens), expected)
+    assert tower.transformer.is_gradient_checkpointing
+    tower.set_grad_checkpointing(False)
+    assert not tower.transformer.is_gradient_checkpointing
+    drops = config(bert[0], dropout=True).build()
+    assert not torch.equal(drops(tokens), drops(tokens))
+
+
+def test_it_compiles_without_a_break(bert):
+    tower = config(bert[0], train="none").build().eval()
+    tokens = tower.vocabulary(CAPTIONS)
+    compiled = torch.compile(lambda x: (tower(x), tower.mask(x)), fullgraph=True, backend="eager")
+    features, mask = compiled(tokens)
+    torch.testing.assert_close(features, tower(tokens))
+    assert torch.equal(mask, tower.mask(tokens))
+    copied = copy.deepcopy(tower)
+    assert torch.equal(copied(tokens), tower(tokens))
+
+
+def test_random_weights_are_those_of_the_seed(bert):
+    folder, theirs = bert
+    made = []
+    for seed in (0, 1, 1):
+        torch.manual_seed(seed)
+        made.append(config(folder, pretrained=False).build().transformer.embeddings.word_embeddings.weight)
+    assert torch.equal(made[1], made[2])
+    assert not torch.equal(made[0], made[1])
+    pretrained = config(folder).build().transformer.embeddings.word_embeddings.weight
+    assert torch.equal(pretrained, theirs.embeddings.word_embeddings.weight)
+
+
+def test_folders_of_sentence_transformers(bert, tmp_path):
+    shutil.copytree(bert[0], tmp_path / "0_Transformer")
+    (tmp_path / "0_Transformer" / "sentence_bert_config.json").write_text('{"max_seq_length": 9}')
+    kinds = [("0_Transformer", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    tower = config(tmp_path, context_length=None).build().eval()
+    assert tower.context_length == 9
+    tokens = tower.vocabulary(CAPTIONS)
+    torch.testing.assert_close(tower(tokens), config(bert[0], context_length=9).build().eval()(tokens))
+    for wrong, message in (
+        ([modules[1]], "the first module is 'sentence_transformers.models.Pooling'"),
+        ([modules[0] | {"path": "../other"}], "leaves the folder"),
+        ({}, "the first module is None"),
+    ):
+        (tmp_path / "modules.json").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=message):
+            config(tmp_path).build()
+
+
+def test_other_folders_have_clips_context_length(bert):
+    with pytest.raises(ConfigError, match=r"tower.context_length: the network cannot read 77 tokens"):
+        config(bert[0], context_length=None).build()
+
+
+def change(folder, **settings):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def lose(*names):
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def pickle_only(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def large_vocabulary(folder):
+    tokenizer = word_pieces()
+    tokenizer.add_tokens([f"new{n}" for n in range(50)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose("config.json"), "expected config.json, model.safetensors and, for text, tokenizer.json; got:.*model.saf"),
+        (lose("model.safetensors"), "contains no model.safetensors; expected"),
+        (lose("tokenizer.json"), "contains no tokenizer.json, the file of a fast tokenizer"),
+        (pickle_only, "no model.safetensors but pytorch_model.bin; pickled files are never opened"),
+        (write("adapter_config.json", "{}"), "contains adapters"),
+        (write("config.json", "{"), "config.json: not JSON"),
+        (write("config.json", "[]"), "no JSON object"),
+        (write("model.safetensors", "x" * 100), "transformers cannot make this model of type 'bert'"),
+        (lambda f: change(f, auto_map={"AutoModel": "own.Model"}), r"needs Python code of its own \(auto_map"),
+        (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'"),
+        (lambda f: change(f, is_decoder=True), "which is no encoder of text"),
+        (lambda f: change(f, quantization_config={"a": 1}), "has quantization_config"),
+        (lambda f: change(f, num_hidden_layers=10**6), "num_hidden_layers: got 1000000; expected at most 1024"),
+        (lambda f: change(f, hidden_size=10**12), "hidden_size: got 1000000000000"),
+        (lambda f: change(f, hidden_size=20), "do not fit: embeddings.LayerNorm.bias: got shape"),
+        (lambda f: change(f, num_hidden_layers=3), "the weights lack encoder.layer.2"),
+        (large_vocabulary, "tokenizer.json has 115 tokens, the network 90"),
+        (
+            lambda f: change(f, vocab_size=20),
+            r"do not fit: embeddings.word_embeddings.weight: got shape \(90, 16\), expected \(20, 16\)",
+        ),
+    ],
+)
+def test_damaged_or_foreign_folders_are_refused(damage, message, bert, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(bert[0], folder)
+    damage(folder)
+    with pytest.raises(ConfigError, match=message):
+        config(folder).build()
+
+
+def test_what_is_no_text_encoder_is_refused(tmp_path):
+    gpt = GPT2Model(GPT2Config(vocab_size=90, n_embd=16, n_layer=1, n_head=2))
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    bart = BartModel(BartConfig(vocab_size=90, d_model=16, encoder_ffn_dim=8, decoder_ffn_dim=8, **sizes))
+    for name, model, message in (("gpt", gpt, "'gpt2', which is no encoder"), ("bart", bart, "an encoder-decoder")):
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.save_pretrained(tmp_path / name)
+        word_pieces().save(str(tmp_path / name / "tokenizer.json"))
+        with pytest.raises(ConfigError, match=message):
+            config(tmp_path / name).build()
+    make_image(tmp_path / "vit")
+    word_pieces().save(str(tmp_path / "vit" / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="no encoder of text; expected an encoder of text with an attention mask"):
+        config(tmp_path / "vit").build()
+
+
+def test_wrong_settings_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"tower.name: .*missing: no such folder; expected a folder"):
+        config(tmp_path / "missing").build()
+    with pytest.raises(ConfigError, match="nobody/nothing: no such folder, and the hub cannot be reached"):
+        config("nobody/nothing").build()
+    with pytest.raises(ConfigError, match="got 'main' of a local folder"):
+        config(tmp_path, revision="main").build()
+    for settings, message in (
+        ({}, "got neither name nor package"),
+        ({"name": "a", "package": "minilm-l6"}, "got name and package; expected one"),
+        ({"network": {}}, "got network with pretrained true"),
+        ({"name": "a", "context_length": 2}, "greater than or equal to 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformersTextTowerConfig(**settings)
+    with pytest.raises(ConfigError, match="got it without a folder's tokenizer.json"):
+        TransformersTextTowerConfig(network={"model_type": "bert"}, pretrained=False).build()
+
+
+def test_the_message_names_the_extra(bert, monkeypatch):
+    from vqclip.towers.huggingface import library
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(library, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"which is not installed.*pip install 'vqclip\[transformers\]'"):
+        library.require()
+
+
+def test_half_precision_becomes_fp32(bert, tmp_path):
+    folder, theirs = bert
+    shutil.copytree(folder, tmp_path / "half")
+    with contextlib.redirect_stderr(io.StringIO()):
+        copy.deepcopy(theirs).half().save_pretrained(tmp_path / "half")
+    tower = config(tmp_path / "half").build()
+    assert {weight.dtype for weight in tower.parameters()} == {torch.float32}
+
+
+def test_weights_with_nan_are_refused(bert, tmp_path):
+    folder, theirs = bert
+    shutil.copytree(folder, tmp_path / "nan")
+    broken = copy.deepcopy(theirs)
+    broken.encoder.layer[0].output.dense.bias.data[0] = float("nan")
+    with contextlib.redirect_stderr(io.StringIO()):
+        broken.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ConfigError, match=r"encoder.layer.0.output.dense.bias: contains NaN"):
+        config(tmp_path / "nan").build()
