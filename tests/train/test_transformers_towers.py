@@ -1,0 +1,78 @@
+"""Training, resuming, evaluating and tokenizing with towers of transformers."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.towers.huggingface.making import make_image, make_text
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip import checkpoint, load_tokenizer
+from vqclip.model import CLIP
+from vqclip.tokenize_dataset.encode import Encoders
+
+HALF = 6
+ALL = 12
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("towers")
+    make_image(folder / "image", "vit")
+    make_text(folder / "text")
+    return folder
+
+
+def tree_of(folder, shards, towers, **changes):
+    tree = run_tree(folder, shards, train__steps=ALL, **changes)
+    for part in ("image", "text"):
+        tower = {"kind": "transformers", "name": str(towers / part)}
+        tree["model"][part]["tower"] = tower | ({"context_length": 12} if part == "text" else {})
+    return tree
+
+
+def without_key_biases(model):
+    """All but the biases of keys, on which no attention depends: they start at 0, and their gradient is rounding."""
+    return {name: each for name, each in model.items() if not name.endswith(("k_proj.bias", "self.key.bias"))}
+
+
+def test_runs_agree_on_any_number_of_processes_and_resume_exactly(ranks, tmp_path, shards, towers):
+    cache = str(tmp_path / "cache")
+    for world_size in (1, 2):
+        tree = tree_of(tmp_path / str(world_size), shards, towers)
+        ranks(world_size, run, tree, cache, init=False)
+    one, two = (weights(tmp_path / name, ALL) for name in "12")
+    assert largest_difference(without_key_biases(one), without_key_biases(two)) < 1e-6
+    lines = metrics(tmp_path / "1")
+    assert lines[-1]["loss/total"] < lines[0]["loss/total"]
+    half = tree_of(tmp_path / "half", shards, towers, data__workers=1, train__checkpoint_every=HALF)
+    run(half, cache)
+    assert all_equal(weights(tmp_path / "half", ALL), one)  # tokenized in a worker
+    shutil.rmtree(tmp_path / "half" / "tiny" / "checkpoints" / f"step-{ALL:08d}")
+    run(half, cache)
+    assert all_equal(weights(tmp_path / "half", ALL), one)
+
+
+def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, towers):
+    own = shutil.copytree(towers, tmp_path / "towers")
+    run(tree_of(tmp_path / "run", shards, own), str(tmp_path / "cache"))
+    shutil.rmtree(own)
+    folder = tmp_path / "run" / "tiny"
+    text = load_tokenizer(folder / "tokenizer", "text")
+    newest = checkpoint.checkpoints(folder / "checkpoints")[-1]
+    model = CLIP.from_pretrained(checkpoint.load(newest).model_folder).float()
+    captions = ["a red star", "two", ""]
+    ids = text.float().encode(captions)
+    assert torch.equal(ids, model.text.encode(captions))
+    encoders = Encoders(None, text, 2, "fp32")
+    found = encoders.encode_captions(captions)
+    assert [len(found[each]) for each in captions] == [5, 3, 2]
+    assert found["a red star"].tolist() == ids[0, :5].tolist()
