@@ -1,31 +1,40 @@
-"""Export a tokenizer to ONNX, and compare the ids of the files with those of the tokenizer.
+"""Export a tokenizer to ONNX, and compare the ids of the files with those of the tokenizer; or towers to open_clip.
 
 vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
 vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
 
 Without --data the comparison uses random inputs: noise images, or captions of six words.
+
+vqclip export --open-clip runs/base --out towers
+
+writes the towers of both tokenizers back into the open_clip model that they came from. The joint embedding of vqclip is
+no part of it: see vqclip.export.open_clip, whose load() gives any folder the methods of an open_clip model.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
+from vqclip.config import load_config
 from vqclip.data import EvalSet, Source, mask_credentials
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError
 from vqclip.export.agreement import verify, verify_program
+from vqclip.export.open_clip import export_towers
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
 from vqclip.runlog.console import print_output
 from vqclip.tokenizer import ImageTokenizer
+from vqclip.tokenizer.folder import CONFIG_FILE, expand_home
 from vqclip.tokenizer.loading import load_tokenizer
 
 _RANDOM_INPUTS = 64
@@ -43,8 +52,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="vqclip export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
-    parser.add_argument("--modality", choices=("image", "text"), required=True, help="tokenizer to export")
-    parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files")
+    parser.add_argument("--modality", choices=("image", "text"), help="tokenizer to export")
+    parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files, or of the model")
+    parser.add_argument("--open-clip", action="store_true", help="write both towers into an open_clip model")
+    parser.add_argument(
+        "--base",
+        type=types.text,
+        help="with --open-clip: tag or file of the weights that the towers started from (what the run's config.yaml "
+        "names)",
+    )
     parser.add_argument(
         "--precision",
         choices=("fp32", "fp64"),
@@ -65,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.open_clip:
+        _export_open_clip(options)
+        return
+    if options.modality is None:
+        raise ConfigError("--modality: got none; expected image or text (or --open-clip, for both)")
+    if options.base is not None:
+        raise ConfigError("--base: got it without --open-clip; expected both or neither")
     for name in ("split", "limit"):
         if options.data is None and getattr(options, name) is not None:
             raise ConfigError(f"--{name}: got it without --data; expected both or neither")
@@ -85,6 +108,31 @@ def _run(options: argparse.Namespace) -> None:
     print_output(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
     if options.program:
         print_output(f"torch.export: {verify_program(tokenizer, inputs)}")
+
+
+def _export_open_clip(options: argparse.Namespace) -> None:
+    others = ("modality", "precision", "compare_only", "data", "split", "limit", "program")
+    if given := [name for name in others if getattr(options, name)]:
+        raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
+    folder = expand_home(options.tokenizer)
+    run = folder if (folder / "tokenizer" / CONFIG_FILE).is_file() else folder.parent
+    inside = folder / "tokenizer" if run == folder else folder
+    print_output(export_towers(inside, options.base or _base_of(run), options.out).describe())
+
+
+def _base_of(run: Path) -> str:
+    """Return the pretrained weights that a run's configuration names."""
+    from vqclip.train.config import TrainConfig
+
+    path = run / "config.yaml"
+    if path.is_file():
+        towers = load_config(TrainConfig, path).model.towers
+        if towers is not None and towers.pretrained is not None:
+            return towers.pretrained
+    raise ConfigError(
+        f"--base: got none, and no {path} with model.towers.pretrained; expected a tag or file of the weights that the "
+        "towers started from: an exported folder does not contain open_clip's projections"
+    )
 
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
