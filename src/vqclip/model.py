@@ -132,14 +132,23 @@ class CLIP(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(start.log_scale))
         self.logit_bias = None if start.bias is None else nn.Parameter(torch.tensor(float(start.bias)))
 
-    def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
+    def forward(
+        self,
+        images: Tensor,
+        tokens: Tensor,
+        image_features: Tensor | None = None,
+        text_features: Tensor | None = None,
+    ) -> CLIPOutput:
         """Run the training path of both tokenizers.
 
         Args:
-            images: ``(B, 3, H, W)`` uint8.
+            images: ``(B, 3, H, W)`` uint8; not read if their features are given.
             tokens: ``(B, N)`` int64, as `TextTokenizer.preprocess` makes them.
+            image_features: ``(B, N, D)`` from `Tokenizer.tower_features`; the image tower is then not run.
+            text_features: ``(B, N, D)`` from `Tokenizer.tower_features`; the text tower is then not run.
         """
-        return CLIPOutput(self.image(images), self.text(tokens), *self.temperature())
+        image, text = self.image(images, image_features), self.text(tokens, text_features)
+        return CLIPOutput(image, text, *self.temperature())
 
     def temperature(self) -> tuple[Tensor, Tensor | None]:
         """Return the () scale of the logits, and their () bias or None."""

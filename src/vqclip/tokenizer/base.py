@@ -21,6 +21,7 @@ from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.hub import save_and_push
 from vqclip.tokenizer.saving import save_folder
 from vqclip.towers import ImageTower, TextTower
+from vqclip.towers.frozen import frozen_features
 from vqclip.towers.training import architecture_of
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
@@ -94,18 +95,41 @@ class Tokenizer(TokenizerDecoder, ABC):
     def mask(self, inputs: Tensor) -> Tensor | None:
         """Return ``(B, N)`` bool, True at real tokens, or None if every token is real."""
 
-    def forward(self, inputs: Tensor) -> TokenizerOutput:
-        """Run the training path on a batch from `preprocess`: embedding, ids, statistics. Contains no collective."""
-        return self._quantize(*self.features(inputs))
+    def forward(self, inputs: Tensor, tower_features: Tensor | None = None) -> TokenizerOutput:
+        """Run the training path on a batch from `preprocess`: embedding, ids, statistics. Contains no collective.
 
-    def features(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the quantizer's input ``(B, N, quantizer.dim)`` for a batch from `preprocess`, and its `mask`."""
-        mask, x = self.mask(inputs), self.tower(inputs)
+        Args:
+            inputs: a batch from `preprocess`.
+            tower_features: ``(B, N, D)`` from `tower_features`; the tower is then not run.
+        """
+        return self._quantize(*self.features(inputs, tower_features))
+
+    def features(self, inputs: Tensor, tower_features: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the quantizer's input ``(B, N, quantizer.dim)`` for a batch from `preprocess`, and its `mask`.
+
+        Args:
+            inputs: a batch from `preprocess`.
+            tower_features: ``(B, N, D)`` from `tower_features`; the tower is then not run.
+        """
+        mask, x = self.mask(inputs), self.tower_features(inputs) if tower_features is None else tower_features
         if self.reduce is not None:
             x = self.reduce(x, mask)
             # All of them are real. Text keeps a mask, as `ids_mask` gives one, so that sums are the same.
             mask = None if mask is None else mask.new_ones(x.shape[:2])
         return normalize_channels(self.project_in(x, mask), self.normalize), mask
+
+    @property
+    def has_frozen_tower(self) -> bool:
+        """True if no parameter of the tower requires a gradient."""
+        return not any(parameter.requires_grad for parameter in self.tower.parameters())
+
+    def tower_features(self, inputs: Tensor) -> Tensor:
+        """Return the tower's features ``(B, N, D)`` for a batch from `preprocess`.
+
+        A frozen tower runs without gradient, in evaluation mode and in chunks of one shape, so that the features of a
+        sample do not depend on its batch; see `frozen_features`.
+        """
+        return frozen_features(self.tower, inputs) if self.has_frozen_tower else self.tower(inputs)
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""

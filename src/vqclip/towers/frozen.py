@@ -1,0 +1,72 @@
+"""Features of a frozen tower: the same bits for a sample in every batch.
+
+    pad the batch to a multiple of the chunk  ->  run the tower chunk by chunk  ->  remove the padding
+
+Kernels choose their blocking by the shape of their input, and so round differently for other batch sizes. In one shape
+each row is computed alike, wherever it is in the chunk: measured on CPUs for convolutions with batch normalisation, a
+ViT and a text transformer. Another number of threads may round differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vqclip.towers.image import ImageTower
+from vqclip.towers.text import TextTower
+
+__all__ = ["chunk_size", "frozen_features"]
+
+_CHUNKS = {"cpu": 16}
+_LARGE_CHUNK = 64
+
+
+def chunk_size(device: torch.device) -> int:
+    """Return the number of samples in a chunk: 16 on a CPU, 64 on devices with more parallel units."""
+    return _CHUNKS.get(device.type, _LARGE_CHUNK)
+
+
+@torch.no_grad()
+def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
+    """Run a frozen tower without gradient, in evaluation mode, in chunks of one shape.
+
+    Captions are padded to the whole context. A program that is compiled or exported has one shape anyway, so there the
+    tower runs on the whole batch.
+
+    Args:
+        tower: no parameter of it requires a gradient.
+        inputs: ``(B, 3, H, W)`` images or ``(B, T)`` token numbers; B may be 0.
+
+    Returns:
+        ``(B, N, D)``, for captions ``(B, T, D)``, in the dtype of the tower's weights.
+    """
+    if torch.compiler.is_compiling():
+        return tower(inputs)
+    length = inputs.shape[1] if isinstance(tower, TextTower) else tower.num_tokens
+    full = inputs
+    if isinstance(tower, TextTower) and inputs.ndim == 2:
+        full = F.pad(inputs, (0, max(0, tower.context_length - inputs.shape[1])))
+    dtype = next((parameter.dtype for parameter in tower.parameters()), torch.get_default_dtype())
+    size, parts = chunk_size(inputs.device), []
+    with _in_evaluation_mode(tower):
+        for rows in full.split(size):
+            padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
+            parts.append(tower(torch.cat([rows, padding]))[: len(rows), :length].to(dtype))
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def _in_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set the modules that are in training mode to evaluation mode, within the block."""
+    training = [each for each in module.modules() if each.training]
+    try:
+        for each in training:
+            each.training = False
+        yield
+    finally:
+        for each in training:
+            each.training = True
