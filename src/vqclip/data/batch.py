@@ -33,7 +33,7 @@ class Batch:
     epoch: int
     """Epoch of the global batch's first position."""
     images: Tensor
-    """``(B, 3, H, W)`` uint8."""
+    """``(B, 3, H, W)`` uint8; ``(B, 3, 0, 0)`` if `image_features` replace them."""
     texts: Tensor
     """``(B, T)`` int64, from the tokenize function."""
     sample_ids: Tensor
@@ -48,6 +48,10 @@ class Batch:
     """Samples that were replaced."""
     lengths: tuple[int, ...] = ()
     """Number of tokens of each caption before it was cut."""
+    image_features: Tensor | None = None
+    """``(B, N, D)`` of the frozen image tower, from the feature cache, in its dtype; None without a cache."""
+    text_features: Tensor | None = None
+    """``(B, T, D)`` of the frozen text tower, from the feature cache, in its dtype; None without a cache."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -61,6 +65,8 @@ class Batch:
             sample_ids=self.sample_ids.pin_memory(),
             labels=self.labels.pin_memory(),
             places=self.places.pin_memory(),
+            image_features=None if self.image_features is None else self.image_features.pin_memory(),
+            text_features=None if self.text_features is None else self.text_features.pin_memory(),
         )
 
 

@@ -118,18 +118,13 @@ class Tokenizer(TokenizerDecoder, ABC):
             mask = None if mask is None else mask.new_ones(x.shape[:2])
         return normalize_channels(self.project_in(x, mask), self.normalize), mask
 
-    @property
-    def has_frozen_tower(self) -> bool:
-        """True if no parameter of the tower requires a gradient."""
-        return not any(parameter.requires_grad for parameter in self.tower.parameters())
-
     def tower_features(self, inputs: Tensor) -> Tensor:
         """Return the tower's features ``(B, N, D)`` for a batch from `preprocess`.
 
         A frozen tower runs without gradient, in evaluation mode and in chunks of one shape, so that the features of a
         sample do not depend on its batch; see `frozen_features`.
         """
-        return frozen_features(self.tower, inputs) if self.has_frozen_tower else self.tower(inputs)
+        return frozen_features(self.tower, inputs) if self.tower.is_frozen else self.tower(inputs)
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""

@@ -46,10 +46,9 @@ def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return tower(inputs)
-    length = inputs.shape[1] if isinstance(tower, TextTower) else tower.num_tokens
-    full = inputs
-    if isinstance(tower, TextTower) and inputs.ndim == 2:
-        full = F.pad(inputs, (0, max(0, tower.context_length - inputs.shape[1])))
+    full, length = inputs, tower.num_tokens
+    if isinstance(tower, TextTower):
+        full, length = _pad_to_context(tower, inputs), inputs.shape[1]
     dtype = next((parameter.dtype for parameter in tower.parameters()), torch.get_default_dtype())
     size, parts = chunk_size(inputs.device), []
     with _in_evaluation_mode(tower):
@@ -57,6 +56,15 @@ def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
             padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
             parts.append(tower(torch.cat([rows, padding]))[: len(rows), :length].to(dtype))
     return torch.cat(parts)
+
+
+def _pad_to_context(tower: TextTower, tokens: Tensor) -> Tensor:
+    """Add padding to the rows of ``(B, T)`` tokens up to the context length."""
+    missing = tower.context_length - tokens.shape[1]
+    if missing <= 0:
+        return tokens
+    padding = int(tower.vocabulary([""])[0, -1])  # of a row that is nearly empty
+    return F.pad(tokens, (0, missing), value=padding)
 
 
 @contextlib.contextmanager

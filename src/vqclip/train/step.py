@@ -34,6 +34,7 @@ from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.ema import Ema, EmaConfig
+from vqclip.train.frozen import run_frozen_tower
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
@@ -143,7 +144,7 @@ class TrainStep:
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         self.move_to_step(step)
-        local = _RankBatch.of(batch, self.model, self.loss.positives)
+        local = _RankBatch.of(batch, self.model, self.loss.positives, self.precision)
 
         out = self._forward(local, step)
         stats, embedded = self._statistics(out, local)
@@ -257,7 +258,7 @@ class TrainStep:
             torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
         schedule = nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model)
         with autocast(self.device, self.precision), schedule:
-            return (model or self.parallel)(local.images, local.tokens)
+            return (model or self.parallel)(local.images, local.tokens, local.image_features, local.text_features)
 
     def _microbatches(self, local: _RankBatch) -> list[tuple[slice, _RankBatch]]:
         """Return the rows and the samples of each microbatch."""
@@ -313,9 +314,13 @@ class _RankBatch:
     tokens: Tensor
     order: Order
     keys: Tensor | None
+    image_features: Tensor | None
+    """``(B, N, D)`` if the image tower is frozen."""
+    text_features: Tensor | None
+    """``(B, N, D)`` if the text tower is frozen."""
 
     @staticmethod
-    def of(batch: Batch, model: CLIP, positives: Positives | None) -> _RankBatch:
+    def of(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> _RankBatch:
         device = model.logit_scale.device
         images, tokens, places, sample_ids = (
             tensor.to(device, non_blocking=True)
@@ -323,13 +328,20 @@ class _RankBatch:
         )
         keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
         needed = model.text.needed_tokens(batch.texts)
-        return _RankBatch(images, tokens[:, :needed], Order(places, batch.global_size), keys)
+        # Outside of the model that is compiled and wrapped, and once for both passes over the microbatches.
+        image_features = run_frozen_tower(model.image, images, batch.image_features, precision)
+        text_features = run_frozen_tower(model.text, tokens, batch.text_features, precision)
+        text_features = None if text_features is None else text_features[:, :needed]
+        order = Order(places, batch.global_size)
+        return _RankBatch(images, tokens[:, :needed], order, keys, image_features, text_features)
 
     def part(self, rows: slice) -> _RankBatch:
         """Return some of its samples."""
-        keys = None if self.keys is None else self.keys[rows]
+        keys, image_features, text_features = (
+            None if each is None else each[rows] for each in (self.keys, self.image_features, self.text_features)
+        )
         order = Order(self.order.places[rows], self.order.size)
-        return _RankBatch(self.images[rows], self.tokens[rows], order, keys)
+        return _RankBatch(self.images[rows], self.tokens[rows], order, keys, image_features, text_features)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -1,0 +1,104 @@
+"""Training steps of models whose towers are frozen, with the towers' features and without."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import BUSY_RESIDUAL, FSQ
+from tests.train.test_grad_cache import G, batch_number, model_and_step
+from vqclip.data import Batch
+from vqclip.train import step as step_module
+from vqclip.train.step import TrainStep, towers_draw
+
+BOTH = ("image", "text")
+
+
+def frozen_step(modalities=BOTH, quantizer=FSQ, precision="fp32", **changes):
+    """A model with frozen towers, and its step."""
+    model, step = model_and_step(quantizer, precision=precision, **changes)
+    for name in modalities:
+        getattr(model, name).tower.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer.param_groups[0]["lr_ratio"] = 1.0
+    compute = step_module.ComputeConfig(
+        precision=step.precision, micro_batches=step.micro_batches, compile=changes.get("compile", False)
+    )
+    return model, TrainStep(model, step.loss, optimizer, step.schedule, compute, None, seed=3)
+
+
+def with_features(batch: Batch, model, modalities) -> Batch:
+    """The batch as it comes from the feature cache."""
+    features = {}
+    if "image" in modalities:
+        features["image_features"] = model.image.tower_features(batch.images)
+        features["images"] = batch.images[:, :, :0, :0]
+    if "text" in modalities:
+        features["text_features"] = model.text.tower_features(batch.texts)
+    return dataclasses.replace(batch, **features)
+
+
+def train(modalities, cached, sizes=(G,), count=3, **changes):
+    """State of the model after some steps, and all losses."""
+    model, step = frozen_step(modalities, **changes)
+    losses = []
+    for number in range(count):
+        batch = batch_number(number, model, sizes)
+        batch = with_features(batch, model, cached) if cached else batch
+        losses.append(step(batch, number).terms["total"])
+    return {name: value.clone() for name, value in model.state_dict().items()}, torch.stack(losses)
+
+
+def assert_equal(one, other):
+    assert torch.equal(one[1], other[1])
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("modalities", [BOTH, ("image",), ("text",)], ids="+".join)
+def test_given_and_computed_features_train_the_same_bits(modalities, micro_batches):
+    changes = {"micro_batches": micro_batches, "quantizer": BUSY_RESIDUAL}
+    computed = train(modalities, (), **changes)
+    assert_equal(train(modalities, modalities, **changes), computed)
+    model, _ = frozen_step(modalities, **changes)
+    before = model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], computed[0][name])}
+    assert not any(name.startswith(tuple(f"{m}.tower" for m in modalities)) for name in moved)
+    assert {"image.project_in.1.weight", "text.project_in.1.weight"} <= moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modalities", [BOTH, ("image",)], ids="+".join)
+def test_compiled_steps_take_features(modalities):
+    computed = train(modalities, (), compile=True)
+    assert_equal(train(modalities, modalities, compile=True), computed)
+    assert torch.allclose(computed[1], train(modalities, ())[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_processes_train_what_one_trains(ranks, micro_batches):
+    for modalities in (BOTH, ("text",)):
+        state, losses = train(modalities, modalities, precision="fp64")
+        for other, other_losses in ranks(2, train_on_ranks, modalities, micro_batches):
+            assert torch.allclose(losses, other_losses, rtol=1e-10)
+            assert all(torch.allclose(state[name], other[name], atol=1e-7) for name in state)
+
+
+def train_on_ranks(modalities, micro_batches):
+    changes = {"sizes": (7, 5), "micro_batches": micro_batches, "precision": "fp64"}
+    computed = train(modalities, (), **changes)
+    assert_equal(train(modalities, modalities, **changes), computed)
+    return computed
+
+
+def test_a_frozen_tower_runs_once_for_all_microbatches_and_draws_nothing():
+    model, step = frozen_step(micro_batches=3, drop_path=0.5)
+    assert not towers_draw(model)
+    with mock.patch.object(model.image.tower, "forward", wraps=model.image.tower.forward) as forward:
+        step(batch_number(0, model), 0)
+    assert forward.call_count == 1
+    model.image.tower.requires_grad_(True)
+    assert towers_draw(model)
