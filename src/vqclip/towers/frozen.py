@@ -3,7 +3,7 @@
     pad the batch to a multiple of the chunk  ->  run the tower chunk by chunk  ->  remove the padding
 
 Kernels choose their blocking by the shape of their input, and so round differently for other batch sizes. In one shape
-each row is computed alike, wherever it is in the chunk: measured on CPUs for convolutions with batch normalisation, a
+each row gets the same bits, wherever it is in the chunk: measured on CPUs for convolutions with batch normalisation, a
 ViT and a text transformer. Another number of threads may round differently.
 """
 
