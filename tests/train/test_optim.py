@@ -6,6 +6,7 @@ import open_clip
 import pytest
 import timm
 import torch
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from vqclip import checkpoint
@@ -89,6 +90,124 @@ def test_learning_rate_ratios():
         ConfigError, match=r"optim\.text_lr_ratio: got 2\.0, but no parameter's name begins with 'text\.'"
     ):
         OptimConfig(text_lr_ratio=2.0).build(nn.Linear(2, 2))
+
+
+class Tower(nn.Module):
+    """A tower of 3 blocks of 1, 1 and 1 matrices between a stem and a final norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(2, 2, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2, bias=False), nn.GELU()) for _ in range(3))
+        self.norm = nn.LayerNorm(2)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = (nn.ModuleDict({"tower": Tower(), "pool": nn.Linear(2, 2)}) for _ in range(2))
+
+
+def settings_of(optimizer):
+    """Name of a parameter -> factor on the learning rate, and weight decay."""
+    return {
+        name: (round(group["lr_ratio"], 6), group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+
+
+def test_layer_decay_is_that_of_timm_and_beit():
+    found = settings_of(OptimConfig(layer_decay=0.5).build(TwoTowers()))
+    for modality in ("image", "text"):
+        assert found[f"{modality}.tower.stem.weight"] == (0.0625, 0.1)
+        assert [found[f"{modality}.tower.blocks.{n}.0.weight"][0] for n in range(3)] == [0.125, 0.25, 0.5]
+        assert found[f"{modality}.tower.norm.weight"] == (1.0, 0.0)
+        assert found[f"{modality}.pool.weight"] == (1.0, 0.1)
+    vision = timm.create_model("vit_tiny_patch16_224", depth=3, num_classes=5)  # a head, as ours has after the tower
+    model = TwoTowers()
+    model.image.tower = vision
+    ours = settings_of(OptimConfig(layer_decay={"image": 0.75}).build(model))
+    theirs = param_groups_layer_decay(vision, 0.1, layer_decay=0.75)
+    name_of = {id(parameter): f"image.tower.{name}" for name, parameter in vision.named_parameters()}
+    for group in theirs:
+        for parameter in group["params"]:
+            name = name_of[id(parameter)]
+            if ".norm." in name:  # timm counts it to the last block, MAE and BEiT do not
+                continue
+            assert ours[name][0] == pytest.approx(group["lr_scale"], abs=1e-6), name
+    assert ours["image.tower.norm.weight"][0] == 1
+    assert all(ratio == 1 for name, (ratio, _) in ours.items() if not name.startswith("image.tower."))
+
+
+def test_layer_decay_needs_a_tower_that_trains():
+    model = TwoTowers()
+    model.image.tower.requires_grad_(False)
+    assert settings_of(OptimConfig(layer_decay=0.5).build(model))["text.tower.stem.weight"][0] == 0.0625
+    with pytest.raises(
+        ConfigError, match=r"optim\.layer_decay\.image: got 0\.5, but no parameter of that tower trains"
+    ):
+        OptimConfig(layer_decay={"image": 0.5}).build(model)
+    model.text.tower.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"optim\.layer_decay: got a decay, but no parameter of a tower trains"):
+        OptimConfig(layer_decay=0.5).build(model)
+    with pytest.raises(ConfigError, match=r"layer_decay.*expected .*(0|1)"):
+        load_config(OptimConfig, overrides=["layer_decay=1.5"])
+
+
+def test_overrides_by_name(caplog):
+    overrides = [
+        {"pattern": "image.tower.blocks.[01].*", "lr_ratio": 0.5, "weight_decay": 0.0},
+        {"pattern": "*.tower.*", "weight_decay": 0.05},
+        {"pattern": "text.pool.bias", "lr_ratio": 3.0},
+    ]
+    with caplog.at_level("INFO"):
+        config = OptimConfig(overrides=overrides, layer_decay=0.5, image_lr_ratio=0.1)
+        optimizer = config.build(TwoTowers())
+    found = settings_of(optimizer)
+    assert found["image.tower.blocks.0.0.weight"] == (0.00625, 0.0)  # 0.1 x 0.5^3 x 0.5
+    assert found["image.tower.blocks.2.0.weight"] == (0.05, 0.05)
+    assert found["image.tower.norm.weight"] == (0.1, 0.0)  # norms keep no weight decay
+    assert found["text.tower.stem.weight"] == (0.0625, 0.05)
+    assert found["text.pool.weight"] == (1.0, 0.1)
+    assert found["text.pool.bias"] == (3.0, 0.0)
+    set_lr(optimizer, 2.0)
+    assert {round(g["lr"], 6) for g in optimizer.param_groups} == {round(2 * ratio, 6) for ratio, _ in found.values()}
+    assert "1 tensors (4 numbers) with weight decay 0, learning rate × 0.00625, image.tower.blocks.0" in caplog.text
+    assert len(found) == len(list(TwoTowers().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [{"pattern": "image.tower.block.*", "lr_ratio": 2.0}],
+            r"no parameter; .*did you mean \"image\.tower\.blocks\.\*\"",
+        ),
+        (
+            [{"pattern": "image.pool.*", "lr_ratio": 2.0}],
+            r"only frozen parameters \(image\.pool\.weight, image\.pool\.bias\)",
+        ),
+        (
+            [{"pattern": "*.norm.*", "lr_ratio": 2.0}, {"pattern": "text.tower.norm.*", "lr_ratio": 3.0}],
+            r"overrides\[1\]\.pattern: .*only parameters of an earlier override \(text\.tower\.norm\.weight, .*reorder",
+        ),
+        (
+            [{"pattern": "*.norm.*", "weight_decay": 0.2}],
+            r"overrides\[0\]\.weight_decay: .* only parameters without weight",
+        ),
+    ],
+)
+def test_overrides_that_change_nothing_are_refused(overrides, message):
+    model = TwoTowers()
+    model.image.pool.requires_grad_(False)
+    with pytest.raises(ConfigError, match=message):
+        OptimConfig(overrides=overrides).build(model)
+
+
+def test_an_override_sets_something():
+    with pytest.raises(ConfigError, match="got neither lr_ratio nor weight_decay"):
+        load_config(OptimConfig, overrides=["overrides=[{pattern: '*'}]"])
 
 
 def test_build():

@@ -177,9 +177,9 @@ class TrainConfig(Config):
             "data": samples | reading,
             "model": self.model.model_dump(mode="json"),
             "loss": self.loss.model_dump(mode="json"),
-            "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_unused(self.optim)}),
         }
-        # Absent where they are null: the checkpoints of former versions resume.
+        # Absent where they are null: checkpoints from before these settings resume.
         for name in ("ema", "bottleneck"):
             section = getattr(self.train, name)
             if section is not None:
@@ -189,3 +189,8 @@ class TrainConfig(Config):
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
         }
         return settings | (by_rank if towers_draw else {})
+
+
+def _unused(optim: OptimConfig) -> set[str]:
+    """Return the settings of single parameters that change nothing; checkpoints from before them resume."""
+    return {name for name in ("layer_decay", "overrides") if not getattr(optim, name)}

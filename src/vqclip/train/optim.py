@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,14 @@ from torch.optim import AdamW, Optimizer
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.train.rates import (
+    Decay,
+    LayerDecayConfig,
+    OverrideConfig,
+    layer_factors,
+    match_overrides,
+    require_decayed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +58,12 @@ class OptimConfig(Config):
     """Factor on the learning rate of the whole image tokenizer, from the tower to the embedding (names `image.*`)."""
     text_lr_ratio: float = Field(default=1.0, gt=0, le=1000)
     """Factor on the learning rate of the whole text tokenizer, from the tower to the embedding (names `text.*`)."""
+    layer_decay: Decay | LayerDecayConfig | None = None
+    """Factor on the learning rate for each layer of a tower between a parameter and the tower's output, such as 0.75:
+    the last block has the factor once, the layer before the blocks as often as there are blocks plus one. A number for
+    both towers, or `{image: 0.75, text: 0.9}`; null: no decay. Everything after the towers has the full rate."""
+    overrides: tuple[OverrideConfig, ...] = ()
+    """Learning rate and weight decay by parameter name; of several patterns that match, the first one counts."""
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
@@ -60,23 +75,33 @@ class OptimConfig(Config):
         `model` is the bare model, before DDP or `torch.compile` add to the names.
 
         Raises:
-            ConfigError: no parameter requires a gradient, or the device has no fused kernel.
+            ConfigError: no parameter requires a gradient, an override matches none, or the device has no fused kernel.
         """
+        groups = parameter_groups(model, self.weight_decay, self._lr_ratios(model), self.overrides)
+        if not groups:
+            raise ConfigError("no parameter of the model requires a gradient: nothing to train")
+        chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
+        flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+        several = "\n  " if len(groups) > 4 else " "
+        logger.info("AdamW (%s):%s", chosen, several + f";{several}".join(_describe(group) for group in groups))
+        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **flags)
+        set_lr(optimizer, self.lr)
+        return optimizer
+
+    def _lr_ratios(self, model: nn.Module) -> dict[str, float]:
+        """Return the factor on the learning rate of each parameter by modality and by depth in its tower."""
         ratios = {"image.": self.image_lr_ratio, "text.": self.text_lr_ratio}
         for prefix, ratio in ratios.items():
             if ratio != 1 and not any(name.startswith(prefix) for name, _ in model.named_parameters()):
                 raise ConfigError(
                     f"optim.{prefix[:-1]}_lr_ratio: got {ratio}, but no parameter's name begins with {prefix!r}"
                 )
-        groups = parameter_groups(model, self.weight_decay, ratios)
-        if not groups:
-            raise ConfigError("no parameter of the model requires a gradient: nothing to train")
-        chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
-        flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
-        logger.info("AdamW (%s): %s", chosen, "; ".join(_describe(group) for group in groups))
-        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **flags)
-        set_lr(optimizer, self.lr)
-        return optimizer
+        factors = {} if self.layer_decay is None else layer_factors(model, self.layer_decay)
+        by_modality = {
+            name: next((ratio for prefix, ratio in ratios.items() if name.startswith(prefix)), 1.0)
+            for name, _ in model.named_parameters()
+        }
+        return {name: ratio * factors.get(name, 1.0) for name, ratio in by_modality.items()}
 
     def schedule(self, total_steps: int) -> Schedule:
         """Make the learning-rate schedule of `total_steps` steps.
@@ -132,7 +157,10 @@ class Schedule:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, lr_ratios: dict[str, float] | None = None
+    model: nn.Module,
+    weight_decay: float,
+    lr_ratios: Mapping[str, float] | None = None,
+    overrides: Sequence[OverrideConfig] = (),
 ) -> list[dict[str, Any]]:
     """Group the parameters that require a gradient by weight decay and learning rate.
 
@@ -142,18 +170,27 @@ def parameter_groups(
     Args:
         model: each of its trainable parameters is in exactly one group, shared ones once.
         weight_decay: of all other parameters.
-        lr_ratios: beginning of a parameter's name → factor on its learning rate, stored as ``lr_ratio`` in the group.
+        lr_ratios: name of a parameter → factor on its learning rate, 1 by default; stored as ``lr_ratio`` in the group.
+        overrides: change both by name.
 
     Returns:
         Groups for a torch optimizer, each with ``params`` as (name, parameter) pairs, ``weight_decay``, ``lr_ratio``.
+
+    Raises:
+        ConfigError: an override matches no parameter that it can change.
     """
-    undecayed = _without_decay(model)
+    undecayed, chosen = _without_decay(model), match_overrides(model, overrides)
+    decayed = {name for name, parameter in model.named_parameters() if id(parameter) not in undecayed}
+    require_decayed(overrides, {name: override for name, override in chosen.items() if name in decayed})
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        ratio = next((ratio for prefix, ratio in (lr_ratios or {}).items() if name.startswith(prefix)), 1.0)
-        decay = 0.0 if id(parameter) in undecayed else weight_decay
+        ratio, decay, override = (lr_ratios or {}).get(name, 1.0), weight_decay, chosen.get(name)
+        if override is not None:
+            ratio *= 1.0 if override.lr_ratio is None else override.lr_ratio
+            decay = weight_decay if override.weight_decay is None else override.weight_decay
+        decay = decay if name in decayed else 0.0
         group = groups.setdefault((decay, ratio), {"params": [], "weight_decay": decay, "lr_ratio": ratio})
         group["params"].append((name, parameter))
     return list(groups.values())
@@ -203,6 +240,11 @@ def _without_decay(model: nn.Module) -> set[int]:
 
 
 def _describe(group: dict[str, Any]) -> str:
+    names = [name for name, _ in group["params"]]
     size = sum(parameter.numel() for _, parameter in group["params"])
+    common = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    place = f", {common}{'.*' if len(names) > 1 else ''}" if common else ""
     ratio = "" if group["lr_ratio"] == 1 else f", learning rate × {group['lr_ratio']:g}"
-    return f"{len(group['params'])} tensors ({size:,} numbers) with weight decay {group['weight_decay']:g}{ratio}"
+    return (
+        f"{len(group['params'])} tensors ({size:,} numbers) with weight decay {group['weight_decay']:g}{ratio}{place}"
+    )

@@ -1,0 +1,126 @@
+"""Layer-wise rates, overrides, moving averages, a bottleneck that closes and a tower that thaws, all in one run."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_VQ, VQ
+from tests.train.test_resume import assert_same_run, differences_after_a_resume
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip.train import TrainConfig
+
+STEPS = 12
+LEARNED_VQ = VQ | {"learning": "gradient"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
+    """A run that saves in the ramp of the bottleneck, after 5 steps, and before its text tower trains, in step 6."""
+    tree = run_tree(folder, shards, quantizer, train__steps=STEPS, train__checkpoint_every=5, **changes)
+    tree["optim"] |= {
+        "layer_decay": {"image": 0.7, "text": 0.8},
+        "overrides": [{"pattern": "*.pool.*", "lr_ratio": 2.0}, {"pattern": "image.tower.*", "weight_decay": 0.01}],
+    }
+    tree["train"] |= {
+        "keep_checkpoints": 9,
+        "ema": {"decay": 0.9, "every": 2},
+        "bottleneck": {"open_steps": 2, "close_steps": 6},
+    }
+    tree["model"]["text"]["tower"]["train"] = {"from_step": 6}
+    return tree
+
+
+def averages(folder, step=STEPS):
+    return load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+
+
+@pytest.mark.parametrize("quantizer", [BUSY_VQ, LEARNED_VQ], ids=["moving codes", "learned codes"])
+def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shards, quantizer):
+    for world_size in (1, 2, 3):
+        tree = fine_tuning(tmp_path / str(world_size), shards, quantizer)
+        ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
+    lines, model, averaged = metrics(tmp_path / "1"), weights(tmp_path / "1", STEPS), averages(tmp_path / "1")
+    assert any(name.startswith("ema/text.tower") for name in averaged)
+    for other in ("2", "3"):
+        for line, theirs in zip(lines, metrics(tmp_path / other), strict=True):
+            for name in (name for name in line if name.startswith(("loss/", "grad_norm", "bottleneck/", "lr"))):
+                assert theirs[name] == pytest.approx(line[name], rel=1e-6), (other, line["step"], name)
+        assert largest_difference(model, weights(tmp_path / other, STEPS)) < 1e-6
+        assert largest_difference(averaged, averages(tmp_path / other)) < 1e-6
+
+
+def forget(folder, after):
+    """Leave the run as if it had been killed before its next checkpoint."""
+    for path in (folder / "tiny" / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > after:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_killed_in_the_ramp_goes_on_bit_for_bit(ranks, tmp_path, shards, processes):
+    tree = fine_tuning(tmp_path / "killed", shards, train__precision="fp32")
+    cache = str(tmp_path / "cache")
+    ranks(processes, run, tree, cache, init=False)
+    shutil.copytree(tmp_path / "killed", tmp_path / "whole")
+    for after in (5, 10):
+        forget(tmp_path / "killed", after)
+        parts = ranks(processes, run, tree, cache, init=False)
+        assert len(parts[0]["sample_ids"]) == STEPS - after
+        assert_same_run(tmp_path / "whole", tmp_path / "killed", STEPS)
+        assert all_equal(averages(tmp_path / "whole"), averages(tmp_path / "killed"))
+        exported = [load_file(tmp_path / name / "tiny/tokenizer/model.safetensors") for name in ("whole", "killed")]
+        assert all_equal(*exported)
+
+
+def test_a_run_of_two_goes_on_as_three(ranks, tmp_path, shards):
+    tree, cache = fine_tuning(tmp_path / "other", shards), str(tmp_path / "cache")
+    ranks(2, run, tree, cache, init=False)
+    shutil.copytree(tmp_path / "other", tmp_path / "whole")
+    forget(tmp_path / "other", 5)
+    ranks(3, run, tree, cache, init=False)
+    assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "other", STEPS)) < 1e-6
+    assert largest_difference(averages(tmp_path / "whole"), averages(tmp_path / "other")) < 1e-6
+
+
+def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(ranks, tmp_path, shards):
+    tree = fine_tuning(tmp_path, shards, train__precision="fp32")
+    tree["model"]["text"]["tower"]["train"] = "all"  # otherwise the optimizer's state, equal but for its order, differs
+    assert ranks(2, differences_after_a_resume, tree, str(tmp_path / "cache"), init=False) == [[], []]
+
+
+def test_every_setting_is_part_of_the_identity(tmp_path, shards):
+    tree = fine_tuning(tmp_path, shards)
+
+    def identity(changed):
+        return TrainConfig.model_validate(changed).identity({}, towers_draw=False)
+
+    base = identity(tree)
+    for section, key, value in (
+        ("optim", "layer_decay", 0.7),
+        ("optim", "overrides", tree["optim"]["overrides"][:1]),
+        ("optim", "overrides", []),
+        ("train", "ema", {"decay": 0.9}),
+        ("train", "ema", None),
+        ("train", "bottleneck", {"open_steps": 2, "close_steps": 5}),
+        ("train", "bottleneck", None),
+    ):
+        assert identity(tree | {section: tree[section] | {key: value}}) != base
+    both = tree["train"] | {"ema": tree["train"]["ema"] | {"evaluate": "both"}}
+    assert identity(tree | {"train": both}) == base  # changes no weight
+
+
+def test_unused_settings_are_no_part_of_it(tmp_path, shards):
+    """So that the checkpoints from before them resume."""
+    found = TrainConfig.model_validate(run_tree(tmp_path, shards)).identity({}, towers_draw=False)
+    assert not {"train.ema", "train.bottleneck"} & found.keys()
+    assert not {"layer_decay", "overrides"} & found["optim"].keys()
+    assert list(itertools.chain(found["optim"]))
