@@ -177,7 +177,7 @@ class TrainConfig(Config):
             "data": samples | reading,
             "model": self.model.model_dump(mode="json"),
             "loss": self.loss.model_dump(mode="json"),
-            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_unused(self.optim)}),
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
         }
         # Absent where they are null: checkpoints from before these settings resume.
         for name in ("ema", "bottleneck"):
@@ -191,6 +191,6 @@ class TrainConfig(Config):
         return settings | (by_rank if towers_draw else {})
 
 
-def _unused(optim: OptimConfig) -> set[str]:
+def _names_without_effect(optim: OptimConfig) -> set[str]:
     """Return the settings of single parameters that change nothing; checkpoints from before them resume."""
     return {name for name in ("layer_decay", "overrides") if not getattr(optim, name)}
