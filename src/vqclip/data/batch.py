@@ -52,6 +52,8 @@ class Batch:
     """``(B, N, D)`` of the frozen image tower, from the feature cache, in its dtype; None without a cache."""
     text_features: Tensor | None = None
     """``(B, T, D)`` of the frozen text tower, from the feature cache, in its dtype; None without a cache."""
+    captions: tuple[str, ...] = ()
+    """B captions, for models with another vocabulary."""
 
     def __len__(self) -> int:
         return len(self.images)

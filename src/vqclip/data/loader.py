@@ -127,6 +127,7 @@ class BatchMaker:
             global_size=self._batch_size,
             bad=tuple(bad),
             lengths=tuple(lengths[:count]),
+            captions=tuple(captions),
         )
 
 

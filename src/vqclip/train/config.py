@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from vqclip.model import ModelConfig
 from vqclip.runlog.best import PREFIX
 from vqclip.towers.training import FromStep
 from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.distillation import DistillationConfig
 from vqclip.train.ema import EmaConfig
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
@@ -109,6 +111,8 @@ class TrainConfig(Config):
     """The two tokenizers."""
     loss: LossConfig
     """The loss over the global batch."""
+    distillation: tuple[DistillationConfig, ...] = ()
+    """Further terms of the loss, which follow frozen teachers."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
@@ -157,7 +161,9 @@ class TrainConfig(Config):
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
         return self
 
-    def identity(self, samples: dict[str, Any], *, towers_draw: bool) -> dict[str, object]:
+    def identity(
+        self, samples: dict[str, Any], *, towers_draw: bool, distillation: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
 
         Settings that only change the rounding (device, compilation, kernels) are not among them, nor are the guards, so
@@ -167,6 +173,7 @@ class TrainConfig(Config):
         Args:
             samples: fingerprint of the data.
             towers_draw: whether the towers contain dropout, stochastic depth or similar modules.
+            distillation: its terms with digests of their teachers.
         """
         reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
         settings: dict[str, object] = {
@@ -188,6 +195,8 @@ class TrainConfig(Config):
             "processes (dropout is drawn by rank)": dist.world_size(),
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
         }
+        if distillation:  # absent without terms: the checkpoints of former versions resume
+            settings["distillation"] = list(distillation)
         return settings | (by_rank if towers_draw else {})
 
 

@@ -33,6 +33,7 @@ from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import TrainConfig
+from vqclip.train.distillation import Distillation
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.loop import train
 from vqclip.train.resume import load_model, resume
@@ -165,6 +166,7 @@ def _build_step(config: TrainConfig, model: CLIP) -> TrainStep:
         config.guards.build(),
         config.train.ema,
         config.train.bottleneck,
+        distillation=Distillation.build(config.distillation, model, config.run.seed),
     )
 
 
@@ -176,7 +178,8 @@ def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -
         raise ConfigError(
             f"run.resume: got 'never', but {folder} contains checkpoints; choose another run.name, or 'auto'"
         )
-    identity = config.identity(data.fingerprint, towers_draw=towers_draw(step.model))
+    distillation = [] if step.distillation is None else step.distillation.identity
+    identity = config.identity(data.fingerprint, towers_draw=towers_draw(step.model), distillation=distillation)
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     return Checkpointer(folder, identity, step, retention, config.train.save_in_background)
 

@@ -33,6 +33,8 @@ from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Order, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.distillation import Distillation
+from vqclip.train.distillation.features import separate_sums
 from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.frozen import run_frozen_tower
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
@@ -94,6 +96,7 @@ class TrainStep:
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
         ema: moving average of the weights; None for none.
         bottleneck: schedule by which the embedding begins with continuous vectors; None: codes from the first step.
+        distillation: further terms of the loss, which follow teachers.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class TrainStep:
         guards: Guards | None = None,
         ema: EmaConfig | None = None,
         bottleneck: BottleneckConfig | None = None,
+        distillation: Distillation | None = None,
     ):
         self.towers = (model.image.tower, model.text.tower)
         for tower in self.towers:
@@ -115,6 +119,9 @@ class TrainStep:
                 tower.set_grad_checkpointing()
             tower.move_to_step(0)
         self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
+        self.distillation = distillation
+        self.student = model if distillation is None else distillation.wrap(model)
+        """The model, or a module around it without weights of its own, which also compares features."""
         self.device = model.logit_scale.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled = compute.compile
@@ -147,8 +154,8 @@ class TrainStep:
         local = _RankBatch.of(batch, self.model, self.loss.positives, self.precision)
 
         out = self._forward(local, step)
-        stats, embedded = self._statistics(out, local)
-        losses = self._losses(out, stats, local.keys)
+        stats, followed, embedded = self._statistics(out, local)
+        losses = self._losses(out, stats, local.keys, self._distill(out, followed, local, step))
         self._backward(losses["total"], out, local, step)
         grad_norm = self._clip()
         event = self._check(losses, grad_norm, step)
@@ -171,7 +178,7 @@ class TrainStep:
 
     def _wrap(self) -> nn.Module:
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
-        return dist.wrap_ddp(_compile(self.model) if self.compiled else self.model)
+        return dist.wrap_ddp(_compile(self.student) if self.compiled else self.student)
 
     def _forward(self, local: _RankBatch, step: int) -> CLIPOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
@@ -179,22 +186,38 @@ class TrainStep:
             return self._run_model(local, step, 0)
         return join_outputs(self.model, self._first_pass(local, step))
 
-    def _statistics(self, out: CLIPOutput, local: _RankBatch) -> tuple[dict[str, Stats], Stats]:
-        """Sum the quantizers' statistics and the embeddings over all ranks, in one exchange."""
+    def _statistics(self, out: CLIPOutput, local: _RankBatch) -> tuple[dict[str, Stats], Stats, Stats]:
+        """Sum the quantizers' statistics, the terms on features and the embeddings over all ranks, in one exchange."""
         embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
         sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
         sums["count"] = torch.full((), len(local), device=self.device)
         image, text, embedded = sync([out.image.stats, out.text.stats, Stats(sums)], local.order)
-        return {"image": image, "text": text}, embedded
+        return *separate_sums({"image": image, "text": text}), embedded
 
-    def _losses(self, out: CLIPOutput, stats: dict[str, Stats], keys: Tensor | None) -> dict[str, Tensor]:
-        """Return the unweighted terms by name, and their weighted ``total``."""
+    def _distill(
+        self, out: CLIPOutput, sums: Stats, local: _RankBatch, step: int
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the terms that follow teachers, and their weights."""
+        if self.distillation is None:
+            return {}, {}
+        with autocast(self.device, self.precision):
+            return self.distillation.losses(out, sums, [part for _, part in self._microbatches(local)], step)
+
+    def _losses(
+        self,
+        out: CLIPOutput,
+        stats: dict[str, Stats],
+        keys: Tensor | None,
+        further: tuple[dict[str, Tensor], dict[str, float]] = ({}, {}),
+    ) -> dict[str, Tensor]:
+        """Return the unweighted terms by name, and their weighted ``total``; ``further``: terms and weights."""
         terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias, keys)}
         weights = {self.loss.name: 1.0}
         for modality, quantizer in self.model.quantizers().items():
             for name, term in quantizer.losses(stats[modality]).items():
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
+        terms, weights = terms | further[0], weights | further[1]
         return {"total": weighted_total(terms, weights), **terms}
 
     def _backward(self, total: Tensor, out: CLIPOutput, local: _RankBatch, step: int) -> None:
@@ -258,7 +281,9 @@ class TrainStep:
             torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
         schedule = nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model)
         with autocast(self.device, self.precision), schedule:
-            return (model or self.parallel)(local.images, local.tokens, local.image_features, local.text_features)
+            further = () if self.distillation is None else self.distillation.targets(local.images, local.tokens, step)
+            known = (local.image_features, local.text_features)
+            return (model or self.parallel)(local.images, local.tokens, *known, *further)
 
     def _microbatches(self, local: _RankBatch) -> list[tuple[slice, _RankBatch]]:
         """Return the rows and the samples of each microbatch."""
@@ -292,7 +317,7 @@ class TrainStep:
         moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
         # Codes hide small differences in what comes before them, so the modules are always compared.
         drifting = first_drifting_module(
-            self.model, lambda: self._run_model(parts[worst], step, worst, self.model), 1e-2 if half else 1e-4
+            self.model, lambda: self._run_model(parts[worst], step, worst, self.student), 1e-2 if half else 1e-4
         )
         named = "none" if drifting is None else f"model.{drifting}"
         found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
@@ -318,6 +343,7 @@ class _RankBatch:
     """``(B, N, D)`` if the image tower is frozen."""
     text_features: Tensor | None
     """``(B, N, D)`` if the text tower is frozen."""
+    captions: tuple[str, ...]
 
     @staticmethod
     def of(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> _RankBatch:
@@ -332,8 +358,8 @@ class _RankBatch:
         image_features = run_frozen_tower(model.image, images, batch.image_features, precision)
         text_features = run_frozen_tower(model.text, tokens, batch.text_features, precision)
         text_features = None if text_features is None else text_features[:, :needed]
-        order = Order(places, batch.global_size)
-        return _RankBatch(images, tokens[:, :needed], order, keys, image_features, text_features)
+        order, tokens = Order(places, batch.global_size), tokens[:, :needed]
+        return _RankBatch(images, tokens, order, keys, image_features, text_features, batch.captions)
 
     def part(self, rows: slice) -> _RankBatch:
         """Return some of its samples."""
@@ -341,7 +367,8 @@ class _RankBatch:
             None if each is None else each[rows] for each in (self.keys, self.image_features, self.text_features)
         )
         order = Order(self.order.places[rows], self.order.size)
-        return _RankBatch(self.images[rows], self.tokens[rows], order, keys, image_features, text_features)
+        captions = self.captions[rows]
+        return _RankBatch(self.images[rows], self.tokens[rows], order, keys, image_features, text_features, captions)
 
     def __len__(self) -> int:
         return len(self.images)

@@ -1,0 +1,195 @@
+"""Frozen models that a student follows: whole ones for embeddings, single towers for features."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vqclip.errors import ConfigError
+from vqclip.io.tensors import checksums, first_names, nonfinite_names
+from vqclip.model import CLIP
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.tokenizer.hub import find_folder
+from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.towers import ImageTower, TextTower
+from vqclip.towers.bpe import BPE
+from vqclip.towers.image import OpenCLIPImageTowerConfig
+from vqclip.towers.open_clip import create_open_clip
+from vqclip.towers.pixels import Normalize
+from vqclip.towers.text import OpenCLIPTextTowerConfig
+from vqclip.train.distillation.config import (
+    FolderTeacherConfig,
+    InitialTeacherConfig,
+    OpenCLIPTeacherConfig,
+    TeacherConfig,
+)
+
+Modality = Literal["image", "text"]
+
+
+def digest(module: nn.Module) -> str:
+    """Return a checksum of all weights of a teacher, which ties a run to them."""
+    return hashlib.sha256(json.dumps(sorted(checksums(module.state_dict()).items())).encode()).hexdigest()
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Put a teacher into evaluation mode without gradients, after checking its weights.
+
+    Raises:
+        ConfigError: they contain NaN or infinity.
+    """
+    if bad := nonfinite_names(module.state_dict()):
+        raise ConfigError(f"the teacher's weights contain NaN or infinity: {first_names(bad)}; expected intact weights")
+    return module.requires_grad_(False).eval()
+
+
+def resize(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Resize ``(B, 3, H, W)`` uint8 to a teacher's size, bicubic with antialiasing; unchanged if it has that size.
+
+    Returns:
+        ``(B, 3, size, size)`` uint8, or 0..1 in ``dtype``.
+
+    Raises:
+        ConfigError: the batch has no pixels, as the student's features come from a cache.
+    """
+    if not images.shape[-1]:
+        raise ConfigError(
+            "distillation: got a teacher of images with data.feature_cache, which leaves out the pixels; expected one "
+            "of the two, or a cache of the texts alone"
+        )
+    if images.shape[-1] == size:
+        return images
+    pixels = images.to(dtype) / 255
+    return F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+
+
+class EmbeddingTeacher(nn.Module, ABC):
+    """A model whose embeddings of images and texts are followed."""
+
+    vocabulary: Any
+    """Maps captions to token numbers ``(B, N)``."""
+    image_size: int
+
+    @property
+    @abstractmethod
+    def scale(self) -> Tensor:
+        """() factor of the logits."""
+
+    @abstractmethod
+    def embed_images(self, images: Tensor) -> Tensor:
+        """``(B, 3, S, S)`` uint8 or 0..1, at its size → ``(B, F)`` unit-norm."""
+
+    @abstractmethod
+    def embed_texts(self, tokens: Tensor) -> Tensor:
+        """``(B, N)`` numbers of its vocabulary → ``(B, F)`` unit-norm."""
+
+    @torch.no_grad()
+    def forward(self, images: Tensor, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the embeddings ``(B, F)`` of images of any size and of their captions."""
+        scale = self.scale
+        tokens = self.vocabulary(list(captions)).to(scale.device)
+        return self.embed_images(resize(images, self.image_size, scale.dtype)), self.embed_texts(tokens)
+
+
+class OpenCLIPTeacher(EmbeddingTeacher):
+    """The embeddings of an open_clip model."""
+
+    def __init__(self, config: OpenCLIPTeacherConfig):
+        super().__init__()
+        self.clip = create_open_clip(config.model, config.pretrained)
+        visual = self.clip.visual
+        size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
+        self.image_size = int(size)
+        self.normalize = Normalize(self.image_size, visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"])
+        self.vocabulary = _open_clip_vocabulary(config.model, int(self.clip.context_length))
+
+    @property
+    def scale(self) -> Tensor:
+        """() factor of the logits."""
+        scale: Tensor = self.clip.logit_scale.exp()
+        return scale.reshape(())
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """See `EmbeddingTeacher`."""
+        return self.clip.encode_image(self.normalize(images), normalize=True)
+
+    def embed_texts(self, tokens: Tensor) -> Tensor:
+        """See `EmbeddingTeacher`."""
+        return self.clip.encode_text(tokens, normalize=True)
+
+
+class FolderTeacher(EmbeddingTeacher):
+    """The embeddings of a vqclip folder, with or without its codes."""
+
+    def __init__(self, config: FolderTeacherConfig):
+        super().__init__()
+        self.clip = CLIP.from_pretrained(find_folder(config.folder))
+        self.quantized = config.quantized
+        self.image_size = self.clip.image.tower.image_size
+        self.vocabulary = self.clip.text.preprocess
+
+    @property
+    def scale(self) -> Tensor:
+        """() factor of the logits."""
+        return self.clip.logit_scale.exp()
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """See `EmbeddingTeacher`."""
+        return self._embed(self.clip.image, images)
+
+    def embed_texts(self, tokens: Tensor) -> Tensor:
+        """See `EmbeddingTeacher`."""
+        return self._embed(self.clip.text, tokens)
+
+    def _embed(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> Tensor:
+        return tokenizer(inputs).embedding if self.quantized else tokenizer.continuous(inputs)
+
+
+def build_embedding_teacher(config: OpenCLIPTeacherConfig | FolderTeacherConfig) -> EmbeddingTeacher:
+    """Load a teacher of embeddings; `freeze` it afterwards."""
+    return OpenCLIPTeacher(config) if isinstance(config, OpenCLIPTeacherConfig) else FolderTeacher(config)
+
+
+def build_tower(config: TeacherConfig, modality: Modality, student: CLIP) -> ImageTower | TextTower:
+    """Load a teacher's tower, or copy the student's; `freeze` it afterwards.
+
+    Raises:
+        ConfigError: an initial tower without pretrained weights.
+    """
+    if isinstance(config, InitialTeacherConfig):
+        return _copy_initial(modality, student)
+    if isinstance(config, FolderTeacherConfig):
+        return load_tokenizer(find_folder(config.folder), modality).tower
+    schema = OpenCLIPImageTowerConfig if modality == "image" else OpenCLIPTextTowerConfig
+    # Not trained, so that batch normalisation is accepted.
+    return schema(model=config.model, pretrained=config.pretrained, train="none").build()
+
+
+def _copy_initial(modality: Modality, student: CLIP) -> ImageTower | TextTower:
+    section = getattr(student.config, modality).tower
+    if all(getattr(section, name) == value for name, value in section.random_weights.items()):
+        raise ConfigError(
+            f"teacher: got kind 'initial', but model.{modality}.tower starts from random weights; expected pretrained "
+            "ones, or another teacher"
+        )
+    return copy.deepcopy(getattr(student, modality).tower)
+
+
+def _open_clip_vocabulary(model: str, context_length: int) -> Any:
+    import open_clip
+
+    text = (open_clip.get_model_config(model) or {}).get("text_cfg", {})
+    if "hf_tokenizer_name" not in text and "hf_model_name" not in text:
+        return BPE(context_length)
+    try:
+        return open_clip.get_tokenizer(model)
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"teacher.model: the vocabulary of {model!r} cannot be loaded: {error}") from error

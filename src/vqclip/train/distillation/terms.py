@@ -1,0 +1,265 @@
+"""All terms of distillation of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vqclip import dist
+from vqclip.errors import ConfigError, NonFiniteError, VqclipError
+from vqclip.losses import DistillationLoss
+from vqclip.model import CLIP, CLIPOutput
+from vqclip.quantizers import Stats
+from vqclip.seeds import derive_seed
+from vqclip.towers import ImageTower, TextTower
+from vqclip.train.distillation.config import (
+    DistillationConfig,
+    EmbeddingDistillationConfig,
+    FeatureDistillationConfig,
+)
+from vqclip.train.distillation.features import ComparedCLIP, FeatureComparison
+from vqclip.train.distillation.teachers import (
+    EmbeddingTeacher,
+    build_embedding_teacher,
+    build_tower,
+    digest,
+    freeze,
+    resize,
+)
+
+
+class Samples(Protocol):
+    """Samples of this rank, on the device."""
+
+    @property
+    def images(self) -> Tensor:
+        """``(B, 3, H, W)`` uint8."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """B captions."""
+
+
+@dataclass(frozen=True)
+class _EmbeddingTerm:
+    config: EmbeddingDistillationConfig
+    teacher: EmbeddingTeacher
+    loss: DistillationLoss
+    digest: str
+
+
+@dataclass(frozen=True)
+class _FeatureTerm:
+    config: FeatureDistillationConfig
+    modality: Literal["image", "text"]
+    teacher: ImageTower | TextTower
+    comparison: FeatureComparison
+    digest: str
+
+
+class Distillation:
+    """Terms of the loss that follow teachers.
+
+    Teachers are no part of the model: they have no gradient, no optimizer state, and are not saved.
+    """
+
+    def __init__(self, terms: Mapping[str, _EmbeddingTerm | _FeatureTerm]):
+        self._embeddings = {name: term for name, term in terms.items() if isinstance(term, _EmbeddingTerm)}
+        self._features = {name: term for name, term in terms.items() if isinstance(term, _FeatureTerm)}
+        self.identity = [term.config.identity(term.digest) for term in terms.values()]
+        """Settings and teachers that define the trajectory."""
+        self._checked: set[str] = set()
+
+    @staticmethod
+    def build(configs: Sequence[DistillationConfig], model: CLIP, seed: int) -> Distillation | None:
+        """Load the teachers to the model's device and dtype; None without terms. A collective.
+
+        Args:
+            configs: the terms.
+            model: the student, with its initial weights.
+            seed: run seed.
+
+        Raises:
+            ConfigError: on every rank, for a teacher that cannot be loaded or does not fit the student; names the key.
+        """
+        if not configs:
+            return None
+        terms: dict[str, _EmbeddingTerm | _FeatureTerm] = {}
+        loaded: dict[str, tuple[EmbeddingTeacher, str]] = {}
+        with dist.raise_on_all_ranks():
+            for number, (name, config) in enumerate(zip(_names(configs), configs, strict=True)):
+                with _name_errors(f"distillation[{number}]"):
+                    if isinstance(config, EmbeddingDistillationConfig):
+                        terms[name] = _embedding_term(config, model, loaded)
+                    else:
+                        terms[name] = _feature_term(config, model, derive_seed(seed, "distillation", name))
+        _require_same([term.digest for term in terms.values()])
+        return Distillation(terms)
+
+    def wrap(self, model: CLIP) -> nn.Module:
+        """Return the module that trains: ``model``, or one that compares its features and takes `targets` too."""
+        if not self._features:
+            return model
+        comparisons = {name: term.comparison for name, term in self._features.items()}
+        return ComparedCLIP(model, comparisons, {name: term.modality for name, term in self._features.items()})
+
+    @torch.no_grad()
+    def targets(self, images: Tensor, tokens: Tensor, step: int) -> tuple[dict[str, Tensor], ...]:
+        """Return the further arguments of the wrapped module: teachers' features by term, of the terms of this step.
+
+        Args:
+            images: ``(B, 3, H, W)`` uint8.
+            tokens: ``(B, N)`` of the student's vocabulary.
+            step: number of the step.
+        """
+        if not self._features:
+            return ()
+        found = {}
+        for name, term in self._features.items():
+            if term.config.weight_at(step):
+                found[name] = _features(term.teacher, images, tokens)
+                self._require_finite(name, found[name])
+        return (found,)
+
+    def losses(
+        self, out: CLIPOutput, sums: Stats, parts: Sequence[Samples], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the unweighted terms of this step over the global batch, and their weights. A collective.
+
+        Args:
+            out: outputs for all samples of this rank.
+            sums: of all ranks, from `separate_sums`.
+            parts: the samples in the parts in which the teachers run.
+            step: number of the step.
+        """
+        terms = {}
+        for name, term in self._embeddings.items():
+            if term.config.weight_at(step):
+                images, texts = self._embed(name, term.teacher, parts)
+                scale = term.teacher.scale
+                terms[name] = term.loss(out.image.embedding, out.text.embedding, out.scale, images, texts, scale)
+        for name in self._features:
+            if f"{name}/sum" in sums:
+                terms[name] = sums[f"{name}/sum"] / sums[f"{name}/count"]
+        weights = {name: (self._embeddings | self._features)[name].config.weight_at(step) for name in terms}
+        start = "distillation/"
+        return {start + name: term for name, term in terms.items()}, {start + name: w for name, w in weights.items()}
+
+    def _embed(self, name: str, teacher: EmbeddingTeacher, parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+        pairs = [teacher(part.images, part.captions) for part in parts]
+        images, texts = (torch.cat(each) for each in zip(*pairs, strict=True))
+        self._require_finite(name, torch.cat((images, texts)))
+        return images, texts
+
+    def _require_finite(self, name: str, found: Tensor) -> None:
+        """Check a teacher's first output, on every rank; the guards check every later loss."""
+        if name in self._checked:
+            return
+        self._checked.add(name)
+        if dist.any_rank(not bool(found.isfinite().all())):
+            raise NonFiniteError(
+                f"distillation: the outputs of the teacher of {name!r} contain NaN or infinity; use another teacher, "
+                "or train.precision: bf16 or fp32"
+            )
+
+
+def _embedding_term(
+    config: EmbeddingDistillationConfig, model: CLIP, loaded: dict[str, tuple[EmbeddingTeacher, str]]
+) -> _EmbeddingTerm:
+    key = config.teacher.model_dump_json()
+    if key not in loaded:
+        teacher = build_embedding_teacher(config.teacher)
+        freeze(teacher)
+        loaded[key] = teacher, digest(teacher)  # before its dtype changes
+    teacher, found = loaded[key]
+    return _EmbeddingTerm(config, _place(teacher, model), DistillationLoss(config.impl), found)
+
+
+def _feature_term(config: FeatureDistillationConfig, model: CLIP, seed: int) -> _FeatureTerm:
+    modality: Literal["image", "text"] = "image" if config.kind == "image_features" else "text"
+    student: ImageTower | TextTower = getattr(model, modality).tower
+    if student.is_frozen and not student.first_step:
+        raise ConfigError(
+            f"got {config.kind} for a frozen tower (model.{modality}.tower.train: none), which cannot follow a "
+            "teacher; expected a tower that trains, or no such term"
+        )
+    teacher = build_tower(config.teacher, modality, model)
+    freeze(teacher)
+    if isinstance(teacher, TextTower):
+        assert isinstance(student, TextTower)
+        _require_same_tokens(teacher, student)
+    elif teacher.num_tokens != student.num_tokens:
+        raise ConfigError(
+            f"teacher: got {teacher.num_tokens} patches an image; the student has {student.num_tokens}; expected as "
+            "many: another image_size or patch size of model.image.tower, or kind: embeddings"
+        )
+    comparison = FeatureComparison(student.width, teacher.width, seed).to(model.logit_scale.device)
+    found = digest(teacher)
+    return _FeatureTerm(config, modality, _place(teacher, model), comparison, found)
+
+
+def _features(teacher: ImageTower | TextTower, images: Tensor, tokens: Tensor) -> Tensor:
+    if isinstance(teacher, TextTower):
+        return teacher(tokens)
+    return teacher(resize(images, teacher.image_size, teacher.normalize.mean.dtype))
+
+
+def _place(teacher: Any, model: CLIP) -> Any:
+    return teacher.to(model.logit_scale.device, model.logit_scale.dtype)
+
+
+def _require_same_tokens(teacher: TextTower, student: TextTower) -> None:
+    """Check that a teacher can read the student's token numbers."""
+    theirs, mine = teacher.vocabulary, student.vocabulary
+    if type(theirs) is not type(mine) or theirs.files() != mine.files() or theirs.describe() != mine.describe():
+        raise ConfigError(
+            f"teacher: got the vocabulary {theirs.describe()!r}; the student has {mine.describe()!r}; expected the "
+            "same, or kind: embeddings"
+        )
+    longest, needed = teacher.context_length, student.context_length
+    if longest < needed or (teacher.sees_padding and (longest != needed or not student.sees_padding)):
+        exactly = "exactly" if teacher.sees_padding else "at least"
+        raise ConfigError(
+            f"teacher: got a context of {longest} tokens; the student has {needed}; expected {exactly} as many"
+            + (", and a student that sees the padding too" if teacher.sees_padding else "")
+        )
+
+
+def _names(configs: Sequence[DistillationConfig]) -> list[str]:
+    """Name the terms by their kinds, repeated ones with a number."""
+    seen: Counter[str] = Counter()
+    names = []
+    for config in configs:
+        seen[config.kind] += 1
+        names.append(config.kind if seen[config.kind] == 1 else f"{config.kind}_{seen[config.kind]}")
+    return names
+
+
+@contextmanager
+def _name_errors(key: str) -> Iterator[None]:
+    """Raise errors of a teacher as ConfigError with the key path of its term."""
+    try:
+        yield
+    except VqclipError as error:
+        text = str(error)
+        for start in ("tower.model", "tower.pretrained", "tower.checkpoint", "tower"):
+            if text.startswith(start):
+                text = f"teacher{text.removeprefix('tower')}"
+                break
+        raise ConfigError(f"{key}{'.' if text.startswith('teacher') else ': '}{text}") from error
+
+
+def _require_same(digests: list[str]) -> None:
+    found = dist.gather_json(digests)
+    others = [str(rank) for rank, each in enumerate(found) if each != found[0]]
+    if others:
+        raise ConfigError(
+            f"distillation: rank {', '.join(others)} loaded other teachers than rank 0; expected the same files on "
+            "every machine"
+        )
