@@ -1,4 +1,4 @@
-"""Fewer tokens a sample: what stands between a tower and the projection before the quantizer.
+"""Reductions of the tokens of a sample, between the tower and the projection before the quantizer.
 
 Shapes: B samples, N tokens of the tower, M tokens after the reduction, D width.
 """

@@ -100,7 +100,7 @@ def _require_gradients(tower: Tower) -> None:
     training = tower.training
     adapters = {name: each for name, each in tower.named_parameters() if each.requires_grad}
     features = tower.eval()(tower.example())
-    # An unused adapter has None here, though the types do not say so.
+    # An unused adapter has None here, though the types do not show it.
     gradients: Sequence[Tensor | None] = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
     tower.train(training)
     if unused := [name for name, each in zip(adapters, gradients, strict=True) if each is None]:
