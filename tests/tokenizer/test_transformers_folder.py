@@ -183,7 +183,11 @@ def test_forged_settings_of_the_network_take_no_memory(settings, message, copied
 
 
 def test_a_kernel_named_in_the_settings_is_not_fetched(copied, exported):
-    evil = {"_attn_implementation": "someone/kernel", "attn_implementation": "someone/kernel", "_name_or_path": "x"}
+    evil = {
+        "_attn_implementation": "someone/kernel",
+        "attn_implementation": "someone/kernel",
+        "part": {"attn_implementation": "a/b"},
+    }
     rewrite(copied, lambda body: body["text"]["tower"]["network"].update(evil))
     text = load(copied)
     assert text.tower.transformer.config._attn_implementation == "sdpa"

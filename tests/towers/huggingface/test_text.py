@@ -91,6 +91,24 @@ def test_it_compiles_without_a_break(bert):
     assert torch.equal(copied(tokens), tower(tokens))
 
 
+@pytest.mark.parametrize("train", ["none", {"last": 1}, {"from_step": 3}, {"lora": {"rank": 2}}])
+def test_parts_can_be_frozen(train, bert):
+    tower = config(bert[0], train=train).build()
+    tokens = tower.vocabulary(CAPTIONS)
+    whole = config(bert[0]).build()
+    assert torch.equal(tower.eval()(tokens), whole.eval()(tokens))
+    tower.train().move_to_step(0)
+    trained = {name.removeprefix("transformer.") for name, each in tower.named_parameters() if each.requires_grad}
+    if train in ("none", {"from_step": 3}):
+        assert tower.is_frozen
+    elif "last" in train:
+        assert trained
+        assert all(name.startswith("encoder.layer.1.") for name in trained)
+    else:
+        assert trained
+        assert all(".lora_" in name and name.startswith("encoder.layer.") for name in trained)
+
+
 def test_random_weights_are_those_of_the_seed(bert):
     folder, theirs = bert
     made = []
@@ -166,6 +184,8 @@ def write(name, content):
         (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'"),
         (lambda f: change(f, is_decoder=True), "which is no encoder of text"),
         (lambda f: change(f, quantization_config={"a": 1}), "has quantization_config"),
+        (lambda f: change(f, part={"backbone": "someone/model"}), "has backbone, with which transformers fetches"),
+        (lambda f: change(f, model_type="timm_wrapper", architecture="hf-hub:a/b"), "expected kind: timm"),
         (lambda f: change(f, num_hidden_layers=10**6), "num_hidden_layers: got 1000000; expected at most 1024"),
         (lambda f: change(f, hidden_size=10**12), "hidden_size: got 1000000000000"),
         (lambda f: change(f, hidden_size=20), "do not fit: embeddings.LayerNorm.bias: got shape"),

@@ -29,7 +29,7 @@ _COUNTS = ("layer", "depth", "block", "stage", "expert")
 _NOT_THE_NETWORK = frozenset(
     (
         *("architectures", "dtype", "torch_dtype", "transformers_version", "torchscript", "gradient_checkpointing"),
-        *("attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+        *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
         *("finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels"),
     )
 )
@@ -54,14 +54,24 @@ def network_settings(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
             "tower.name: the model needs Python code of its own (auto_map in config.json), which is never executed; "
             "expected an architecture that transformers contains"
         )
-    for key in _FETCHES:
-        if config.get(key):
+    if str(config.get("model_type")).startswith("timm"):
+        raise ConfigError("tower.name: got a model of timm; expected kind: timm with its name")
+    settings = _select(config)
+    _require_bounded(settings, "config.json")
+    return settings
+
+
+def _select(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a section and of the sections in it that describe the network."""
+    settings = {}
+    for key, value in config.items():
+        if key in _FETCHES and value:
             raise ConfigError(
                 f"tower.name: config.json has {key}, with which transformers fetches or converts weights; expected a "
                 "plain encoder"
             )
-    settings = {key: value for key, value in config.items() if key not in _NOT_THE_NETWORK and not key.startswith("_")}
-    _require_bounded(settings, "config.json")
+        if key not in _NOT_THE_NETWORK and not key.startswith("_") and not key.endswith("_implementation"):
+            settings[key] = _select(value) if isinstance(value, dict) else value
     return settings
 
 
