@@ -56,6 +56,18 @@ def test_a_caption_does_not_depend_on_the_others(name, tmp_path):
         assert nothing.isfinite().all()
 
 
+def test_the_network_never_sees_a_mask_without_padding(bert, monkeypatch):
+    """It would leave it out, and fused attention without a mask is another kernel on a GPU."""
+    tower = config(bert[0]).build().eval()
+    seen = []
+    forward = tower.transformer.forward
+    monkeypatch.setattr(tower.transformer, "forward", lambda **given: seen.append(given) or forward(**given))
+    full = tower.vocabulary(["a " * 40])
+    assert tower(full).shape == (1, 12, 16)
+    assert seen[0]["attention_mask"].tolist() == [[1] * 12 + [0]]
+    assert seen[0]["input_ids"].shape == (1, 13)
+
+
 def test_every_trained_weight_gets_a_gradient(bert):
     tower = config(bert[0]).build()
     assert tower.training

@@ -44,8 +44,8 @@ class TransformersText:
     def features(self, network: Any, tokens: Tensor, real: Tensor) -> Tensor:
         """Run the encoder without its pooling.
 
-        transformers leaves out a mask without padding, and attention without a mask takes another kernel, so that the
-        bits of a caption would depend on the others of its batch. A last column of padding avoids this.
+        transformers leaves out a mask without padding, and attention without a mask takes another kernel on a GPU, so
+        that the bits of a caption would depend on the others of its batch. A last column of padding avoids this.
         """
         numbers = torch.where(real, tokens, self.pad)
         if self.causal:
