@@ -19,6 +19,7 @@ from vqclip.tokenizer.base import rename_tower_errors
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
 from vqclip.tokenizer.saving import save_folder
+from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
 from vqclip.towers.open_clip import share_models
 
@@ -172,7 +173,7 @@ class CLIP(nn.Module):
         Raises:
             ConfigError: the folder contains another model, or a tokenizer beside other files, which would be lost.
         """
-        save_folder(folder, self.section(), self.state_dict(), self.files())
+        save_folder(folder, self.section(), merged_state(self), self.files())
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None

@@ -20,6 +20,7 @@ from vqclip.quantizers.checks import check_channels
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.hub import save_and_push
 from vqclip.tokenizer.saving import save_folder
+from vqclip.tokenizer.stored import merged_state
 from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.frozen import frozen_features
 from vqclip.towers.training import architecture_of
@@ -158,7 +159,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         Raises:
             ConfigError: a tokenizer of the other modality, another model, or other files would be lost.
         """
-        state = {f"{self.modality}.{key}": value for key, value in self.state_dict().items()}
+        state = {f"{self.modality}.{key}": value for key, value in merged_state(self).items()}
         save_folder(folder, {self.modality: self.section()}, state, self.files())
 
     @classmethod
@@ -210,11 +211,11 @@ class Tokenizer(TokenizerDecoder, ABC):
         """Return this tokenizer's section of ``config.json``."""
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
         section = self.config.architecture().model_dump(mode="json")
+        del section["tower"]["train"]  # how it was trained is no part of a tokenizer
         if self.config.reduce is None:
             del section["reduce"]  # as in the folders and fingerprints from before this setting
         if section["tower"].get("package", "") is None:
             del section["tower"]["package"]  # likewise
-        del section["tower"]["train"]  # how it was trained is no part of a tokenizer
         return section | tokens | {"embed_dim": self.embed_dim}
 
 

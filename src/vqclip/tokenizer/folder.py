@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import model_validator
-from torch import nn
+from pydantic import Field, model_validator
+from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim, NumTokens
@@ -39,6 +40,7 @@ from vqclip.io.tensors import (
 )
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
+from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, verify_frozen
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -123,6 +125,10 @@ class FolderConfig(Config):
     """The text tokenizer."""
     temperature: TemperatureConfig | None = None
     """Scale and bias of the logits, if both tokenizers are present."""
+    frozen: FileDigest | None = None
+    """Digest of the run's file of frozen tensors, which are not in ``model.safetensors``; only in checkpoints."""
+    adapters: dict[Modality, Annotated[float, Field(gt=0)]] = {}
+    """Factors on the adapters of towers, which are merged when the tokenizer is loaded; only in checkpoints."""
 
     @model_validator(mode="after")
     def _complete(self) -> FolderConfig:
@@ -176,6 +182,8 @@ class TokenizerFolder:
         for name, digest in config.files.items():
             verify_file(path / name, digest, CONFIG_FILE)
         folder = TokenizerFolder(path, config)
+        if config.frozen is not None:
+            verify_frozen(frozen_file(path, WEIGHTS_FILE), config.frozen, path / CONFIG_FILE)
         folder._verify_header()
         return folder
 
@@ -237,8 +245,24 @@ class TokenizerFolder:
         except ConfigError as error:
             message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
             raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
-        load_weights(self.path, module, prefix, adopt_dtype=True, without=without)
+        with self._open_weights({}) as file:
+            _load(self.path / WEIGHTS_FILE, file, module, prefix, adopt_dtype=True, without=without)
         return module.eval()
+
+    def merge_adapters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Merge adapters among ``tensors``, such as their moving averages, into the stored matrices that they change.
+
+        Returns:
+            All tensors, by the names that they have in a model without adapters.
+        """
+        with self._open_weights(tensors) as file:
+            return file.merge_replaced()
+
+    def _open_weights(self, replaced: Mapping[str, Tensor]) -> AbstractContextManager[JoinedTensors]:
+        """Open the weights, with those that a checkpoint stores elsewhere."""
+        frozen = [frozen_file(self.path, WEIGHTS_FILE)] if self.config.frozen is not None else []
+        scales = {f"{modality}.tower.": scale for modality, scale in self.config.adapters.items()}
+        return open_joined([self.path / WEIGHTS_FILE, *frozen], scales, replaced)
 
     def _verify_header(self) -> None:
         """Compare the names of all tensors and the shapes of some with the configuration."""
@@ -258,30 +282,50 @@ def expand_home(folder: str | Path) -> Path:
     return Path(os.path.expanduser(folder))
 
 
-def load_weights(
-    folder: Path, module: nn.Module, prefix: str = "", *, adopt_dtype: bool = False, without: tuple[str, ...] = ()
-) -> None:
-    """Load the tensors under ``prefix`` into ``module``, bit for bit: every one, and no other.
+def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = ()) -> None:
+    """Load the tensors of ``folder`` into ``module``, bit for bit: every one, and no other.
 
     Args:
         folder: the tokenizer folder.
         module: the module to fill.
-        prefix: prefix of its tensors' names in the folder.
-        adopt_dtype: first convert the module to the floating-point type that it was saved in.
-        without: parts under ``prefix`` that ``module`` lacks, such as ``tower``; they are not read.
+        constants: names of its tensors that are not in the folder and stay as they are.
 
     Raises:
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    path = folder / WEIGHTS_FILE
+    with open_tensors(folder / WEIGHTS_FILE) as file:
+        _load(folder / WEIGHTS_FILE, file, module, constants=constants)
+
+
+def _load(
+    path: Path,
+    file: Any,
+    module: nn.Module,
+    prefix: str = "",
+    *,
+    adopt_dtype: bool = False,
+    without: tuple[str, ...] = (),
+    constants: Collection[str] = (),
+) -> None:
+    """Load the tensors under ``prefix`` in an open file into ``module``; see `load_weights` and `TokenizerFolder`.
+
+    Args:
+        path: of the file, for errors.
+        file: open safetensors file, or several as one.
+        module: the module to fill.
+        prefix: prefix of its tensors' names in the file.
+        adopt_dtype: first convert the module to the floating-point type that it was saved in.
+        without: parts under ``prefix`` that ``module`` lacks, such as ``tower``; they are not read.
+        constants: names of its tensors that are not in the file.
+    """
     left_out = tuple(f"{prefix}{part}." for part in without)
-    expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    with open_tensors(path) as file:
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-        names = [name for name in names if not name.startswith(left_out)]
-        _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken
-        state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    stored = {name: tensor for name, tensor in module.state_dict().items() if name not in constants}
+    expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in stored.items()}
+    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+    names = [name for name in names if not name.startswith(left_out)]
+    _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken
+    state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if bad := nonfinite_names(state):
         raise CheckpointError(
             f"{path}: these tensors contain NaN or infinity: {first_names(bad)}; use an older checkpoint"
@@ -291,8 +335,14 @@ def load_weights(
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]
         if floats:  # the most common one: codebooks stay in float32 when the rest is rounded
             module.to(Counter(floats).most_common(1)[0][0])
-    _require_no_problems(path, tensor_differences(module.state_dict(), state, prefix))
-    module.load_state_dict(state, strict=True)
+    filled = module.state_dict()
+    _require_no_problems(path, tensor_differences({name: filled[name] for name in stored}, state, prefix))
+    module.load_state_dict(state, strict=not constants)
+
+
+def read_frozen_digest(folder: Path) -> FileDigest | None:
+    """Return the digest of the frozen tensors that a checkpoint's model folder needs; None if it needs none."""
+    return _read_config(folder).frozen
 
 
 def _read_config(folder: Path) -> FolderConfig:

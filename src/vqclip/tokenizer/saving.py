@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.io.atomic import replace_folder, restore_folder
-from vqclip.io.digest import digest_file
+from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
 from vqclip.tokenizer.folder import CONFIG_FILE, EXTRA_FILES, FILES, MODALITIES, VERSIONS, WEIGHTS_FILE, expand_home
@@ -65,14 +65,24 @@ def write_tokenizer_files(
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
-    if bad := nonfinite_names(state):
-        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(_make_storable(state), folder / WEIGHTS_FILE)
+    write_weights(folder, state)
     for name, content in files.items():
         assert name in EXTRA_FILES, name
         (folder / name).write_bytes(content)
     write_config(folder, config, tuple(files))
+
+
+def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
+    """Write ``state`` to ``folder``, which is made if missing, and return the digest of the file; not atomic.
+
+    Raises:
+        NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
+    """
+    if bad := nonfinite_names(state):
+        raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(_make_storable(state), folder / WEIGHTS_FILE)
+    return digest_file(folder / WEIGHTS_FILE)
 
 
 def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
 from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.tokenizer.stored import FROZEN_FOLDER
+from vqclip.train.frozen_weights import FrozenWeights
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Checkpointer:
     ):
         self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
         self.identity = json.loads(json.dumps(identity))  # as it is read back
+        self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model)
         self.written: int | None = None
         """Steps of the newest checkpoint that this run has written completely, or resumed from."""
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
@@ -123,8 +126,8 @@ class Checkpointer:
             done,
             write_model=functools.partial(
                 write_tokenizer_files,
-                config=model.section(),
-                state=self._model.copy(model.state_dict()),
+                config=model.section() | self.frozen.section(),
+                state=self._model.copy(self._model_tensors()),
                 files=model.files(),
             ),
             optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
@@ -165,9 +168,18 @@ class Checkpointer:
         if self._writing is not None:
             self._writing, self.written = None, self._writing
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor to check before a save: of the model, the optimizer and the moving averages."""
-        state = {f"model.{name}": tensor for name, tensor in self.step.model.state_dict().items()}
+    def _model_tensors(self, constants: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of the model, with or without those that never change in the run."""
+        state = self.step.model.state_dict()
+        return {name: tensor for name, tensor in state.items() if constants or name not in self.frozen.names}
+
+    def tensors(self, constants: bool = False) -> dict[str, Tensor]:
+        """Return every tensor to check before a save: of the model, the optimizer and the moving averages.
+
+        Args:
+            constants: return those that the run stores once, too.
+        """
+        state = {f"model.{name}": tensor for name, tensor in self._model_tensors(constants).items()}
         found = checkpoint.optimizer_tensors(self.step.optimizer)
         return state | {f"optimizer.{name}": tensor for name, tensor in found.items()} | self._averages()
 
@@ -189,17 +201,21 @@ class Checkpointer:
                 "train.precision: bf16 or fp32"
             )
 
-    def require_equal(self, done: int) -> None:
+    def require_equal(self, done: int, constants: bool = False) -> None:
         """Compare the bits of model and optimizer over all ranks. A collective.
 
         Codebooks that are not synchronised must have been made equal before.
+
+        Args:
+            done: steps done.
+            constants: compare the tensors that never change in the run, too; once is enough.
 
         Raises:
             DistributedError: on every rank, when they differ; names the ranks in the minority, and the tensors.
         """
         if not dist.is_distributed():
             return
-        mine = checksums(self.tensors())
+        mine = checksums(self.tensors(constants))
         prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
         if len(set(prints)) == 1:
             return

@@ -182,7 +182,7 @@ class TrainConfig(Config):
             "train.batch_size": self.train.batch_size,
             "train.precision": self.train.precision,
             "data": samples | reading,
-            "model": self.model.model_dump(mode="json"),
+            "model": _without_train_all(self.model.model_dump(mode="json")),
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
         }
@@ -203,3 +203,11 @@ class TrainConfig(Config):
 def _names_without_effect(optim: OptimConfig) -> set[str]:
     """Return the settings of single parameters that change nothing; checkpoints from before them resume."""
     return {name for name in ("layer_decay", "overrides") if not getattr(optim, name)}
+
+
+def _without_train_all(model: dict[str, Any]) -> dict[str, Any]:
+    """Remove the default of `tower.train`, so that checkpoints from before this setting still fit."""
+    for modality in ("image", "text"):
+        tower = model[modality]["tower"]
+        model[modality]["tower"] = {key: value for key, value in tower.items() if (key, value) != ("train", "all")}
+    return model

@@ -25,6 +25,7 @@ from vqclip.checkpoint import Checkpoint
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
 from vqclip.io.tensors import first_names, nonfinite_names
+from vqclip.tokenizer.folder import TokenizerFolder
 
 Weights = Literal["averaged", "current"]
 """Weights of a checkpoint to use: averaged ones where it has them (`train.ema`), or those of its step."""
@@ -119,11 +120,18 @@ class Ema:
 def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """Read the averages in a checkpoint of ``model``, as `Ema.tensors` named them; empty if it has none.
 
+    Averages of adapters are merged for a model without adapters, as exports are.
+
     Raises:
         CheckpointError: they do not fit the model, or contain NaN or infinity.
     """
     tensors = saved.tensors(sum(parameter.numel() for parameter in model.parameters()), AVERAGE)
+    adapters = [name for name in tensors if ".lora_" in name]
     try:
+        if adapters and not any(".lora_" in name for name, _ in model.named_parameters()):
+            plain = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items()}
+            merged = TokenizerFolder.open(saved.model_folder).merge_adapters(plain)
+            tensors = {f"{AVERAGE}{name}": tensor for name, tensor in merged.items()}
         checked_averages(model, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{saved.path}: {error}") from error

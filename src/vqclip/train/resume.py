@@ -59,8 +59,11 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     step, read = checkpointer.step, []
 
     def restore() -> dict[str, Any] | None:
+        if checkpoint.checkpoints(checkpointer.folder):
+            checkpointer.frozen.verify()
         found = checkpoint.use_latest(checkpointer.folder, lambda path: _restore(path, checkpointer, allow))
         if found is None:
+            checkpointer.frozen.write()
             return None
         saved, state, optimizer, tensors = found
         read.append((optimizer, tensors))
@@ -75,6 +78,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
 
     restored = dist.run_on_main(restore)
     if restored is None:
+        checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
     done, state = restored["step"], RunState.model_validate(restored["state"])
     if read:
@@ -91,7 +95,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
     checkpointer.written = done
-    checkpointer.require_equal(done)
+    checkpointer.require_equal(done, constants=True)
     logger.info("resumed from step %d: %s", done, restored["path"])
     counts = {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
     return Resumed(done, counts, state.best.model_dump() if state.best else None)
@@ -107,7 +111,7 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
 
     def load() -> dict[str, Any]:
         saved = checkpoint.load(checkpointer.path(done))
-        load_weights(saved.model_folder, step.model)
+        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
         if step.ema is not None:
             read.update(read_averages(saved, step.model))
             step.ema.load(read)
@@ -129,7 +133,8 @@ def _restore(
     step, saved = checkpointer.step, checkpoint.load(path)
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
-    load_weights(saved.model_folder, step.model)
+    checkpointer.frozen.require_equal(saved.model_folder)
+    load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
     optimizer, tensors = saved.restore_optimizer(step.optimizer), saved.tensors(_most_numbers(step))
     try:
         _restore_state(step, state, tensors)

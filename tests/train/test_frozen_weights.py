@@ -1,0 +1,407 @@
+"""Runs whose towers are frozen, in part or for some steps: what is stored, how they resume, what they export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vqclip
+from tests.data.making import caption_shards
+from tests.models import FSQ
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip.checkpoint import load
+from vqclip.checkpoint.optimizer import read_optimizer
+from vqclip.cli.main import main
+from vqclip.errors import CheckpointError, OtherRunError
+from vqclip.io.digest import digest_file
+from vqclip.io.json_files import add_checksum, read_json
+from vqclip.model import CLIP
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.train import TrainConfig
+from vqclip.train.export import export_checkpoint
+from vqclip.train.main import _build_model, _build_step
+from vqclip.train.step import TrainStep, towers_draw
+
+STEPS = 6
+LORA = {"lora": {"rank": 2, "alpha": 8}}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree(folder, shards, image="all", text="all", **changes):
+    towers = {"model__image__tower__train": image, "model__text__tower__train": text}
+    every = {"train__steps": STEPS, "train__checkpoint_every": 1, "train__keep_checkpoints": 9}
+    return run_tree(folder, shards, FSQ, **({"train__precision": "fp32"} | every | towers | changes))
+
+
+def build(config):
+    config = TrainConfig.model_validate(config)
+    return _build_step(config, _build_model(config, torch.device("cpu")))
+
+
+def checkpoint(folder, step=STEPS):
+    return folder / "tiny" / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory, shards):
+    """A finished run with a frozen image tower and adapters in the text tower."""
+    folder = tmp_path_factory.mktemp("frozen")
+    run(tree(folder, shards, "none", LORA), str(folder / "cache"))
+    return folder
+
+
+@pytest.fixture
+def copy(frozen, tmp_path, shards):
+    """Folder and configuration of a copy of that run."""
+    shutil.copytree(frozen / "tiny", tmp_path / "tiny")
+    return tmp_path, tree(tmp_path, shards, "none", LORA, train__steps=STEPS)
+
+
+def test_frozen_weights_are_stored_once(frozen):
+    stored = load_file(frozen / "tiny" / "frozen" / "model.safetensors")
+    assert {".".join(name.split(".")[:2]) for name in stored} == {"image.tower", "text.tower"}
+    for step in (1, STEPS):
+        held = weights(frozen, step)
+        assert not held.keys() & stored.keys()
+        assert {name.partition(".lora_")[1] for name in held if ".tower." in name} == {".lora_"}
+    optimizer = read_optimizer(checkpoint(frozen))
+    named = {name for group in optimizer.groups for name in group["parameters"]}
+    assert named == {name for name in weights(frozen, STEPS) if not name.endswith("_std")} & named
+    assert not {name for name in named if ".tower." in name and ".lora_" not in name}
+    assert any(".lora_B" in name for name in named)
+
+
+def test_a_run_without_frozen_towers_stores_nothing_else(tmp_path, shards):
+    run(tree(tmp_path, shards, train__steps=2, optim__warmup_steps=0), str(tmp_path / "cache"))
+    assert not (tmp_path / "tiny" / "frozen").exists()
+    config, _ = read_json(checkpoint(tmp_path, 2) / "model" / "config.json")
+    assert not {"frozen", "adapters"} & config.keys()
+
+
+def test_exports_hold_everything_and_merge_adapters(frozen, capsys):
+    """The run's own export, that of its checkpoint and the checkpoint itself are one tokenizer, made without peft."""
+    run_folder = frozen / "tiny"
+    assert main(["export-tokenizer", str(run_folder), "--out", str(frozen / "out")]) == 0
+    exported = load_file(run_folder / "tokenizer" / "model.safetensors")
+    assert all_equal(exported, load_file(frozen / "out" / "model.safetensors"))
+    assert not any("lora" in name or "base_layer" in name for name in exported)
+    config, _ = read_json(run_folder / "tokenizer" / "config.json")
+    assert "train" not in config["image"]["tower"]
+    assert not {"frozen", "adapters"} & config.keys()
+    prints = {
+        fingerprint(vqclip.load_tokenizer(folder, "text")) for folder in (frozen / "out", checkpoint(frozen) / "model")
+    }
+    assert len(prints) == 1
+    plain = CLIP.from_pretrained(run_folder / "tokenizer")
+    assert all(parameter.requires_grad for parameter in plain.image.tower.parameters())
+    vqclip.load_tokenizer(checkpoint(frozen) / "model", "image", encode=False)
+
+
+def test_merged_weights_embed_as_the_adapters_do(frozen, shards):
+    step = build(tree(frozen, shards, "none", LORA))
+    model = step.model.eval()
+    adapters = load_file(checkpoint(frozen) / "model" / "model.safetensors")
+    model.load_state_dict(adapters | load_file(frozen / "tiny" / "frozen" / "model.safetensors"))
+    merged = CLIP.from_pretrained(frozen / "tiny" / "tokenizer").text
+    tokens = merged.preprocess([f"a {color} star" for color in ("red", "blue", "green", "grey")] * 8)
+    with torch.no_grad():
+        torch.testing.assert_close(merged.continuous(tokens), model.text.continuous(tokens), atol=1e-5, rtol=0)
+        same = (merged(tokens).ids == model.text(tokens).ids).float().mean()
+        assert same > 0.99
+        assert fingerprint(model.text) == fingerprint(merged)
+        for name, each in model.text.tower.named_parameters():
+            if ".lora_B" in name:
+                assert each.abs().max() > 0  # the adapters have learned something
+                each.zero_()
+        assert not torch.equal(merged.continuous(tokens), model.text.continuous(tokens))
+
+
+@pytest.mark.parametrize(
+    ("image", "text"), [("none", LORA), ({"last": 1}, {"from_step": 3}), ({"from_step": 3}, "none")]
+)
+def test_a_run_that_stops_anywhere_continues_bit_for_bit(tmp_path, shards, image, text):
+    """Before, at and after the step in which a tower unfreezes, 3."""
+    once, often = tmp_path / "once", tmp_path / "often"
+    run(tree(once, shards, image, text), str(tmp_path / "cache"))
+    for stop in (2, 3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run_until(stop, tree(often, shards, image, text), str(tmp_path / "cache"))
+    run(tree(often, shards, image, text), str(tmp_path / "cache"))
+    assert_same(once, often)
+
+
+def run_until(stop, config, cache):
+    """Die in step number ``stop``, without a last save."""
+    forward = TrainStep._forward
+
+    def dying(self, local, step):
+        if step == stop:
+            raise KeyboardInterrupt
+        return forward(self, local, step)
+
+    with mock.patch.object(TrainStep, "_forward", dying):
+        run(config, cache)
+
+
+def assert_same(one, other):
+    assert all_equal(weights(one, STEPS), weights(other, STEPS))
+    assert all_equal(read_optimizer(checkpoint(one)).tensors, read_optimizer(checkpoint(other)).tensors)
+    exported = [load_file(folder / "tiny" / "tokenizer" / "model.safetensors") for folder in (one, other)]
+    assert all_equal(*exported)
+
+
+def test_two_ranks_continue_bit_for_bit_across_the_step_of_unfreezing(ranks, tmp_path, shards):
+    once, often = tmp_path / "once", tmp_path / "often"
+    cache, towers = str(tmp_path / "cache"), ({"from_step": 3}, {"last": 1})
+    ranks(2, run, tree(once, shards, *towers), cache, init=False)
+    for stop in (3, 4):
+        shutil.copytree(once / "tiny", often / "tiny")
+        for path in (often / "tiny" / "checkpoints").iterdir():
+            if path.name > f"step-{stop:08d}":
+                shutil.rmtree(path)
+        ranks(2, run, tree(often, shards, *towers), cache, init=False)
+        assert_same(once, often)
+        shutil.rmtree(often)
+
+
+@pytest.mark.parametrize(
+    ("image", "text"),
+    [({"from_step": 3}, LORA), pytest.param({"last": 1}, {"from_step": 2}, marks=pytest.mark.slow)],
+)
+def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, image, text):
+    changes = {"train__precision": "fp64", "train__steps": 10, "train__checkpoint_every": 100}
+    outcomes = {}
+    for world_size in (1, 3):
+        folder = tmp_path / str(world_size)
+        ranks(world_size, run, tree(folder, shards, image, text, **changes), str(tmp_path / "cache"), init=False)
+        exported = load_file(folder / "tiny" / "tokenizer" / "model.safetensors")
+        outcomes[world_size] = weights(folder, 10), exported, metrics(folder)
+    for mine, theirs in zip(outcomes[1][:2], outcomes[3][:2], strict=True):
+        assert largest_difference(mine, theirs) < 1e-6
+    for line, other in zip(outcomes[1][2], outcomes[3][2], strict=True):
+        assert other["loss/total"] == pytest.approx(line["loss/total"], rel=1e-6)
+
+
+def test_a_tower_trains_from_its_step_on(tmp_path, shards):
+    """Until then it has its first weights and no state in the optimizer."""
+    config = tree(tmp_path, shards, {"from_step": 3}, train__save_in_background=False)
+    first = build(config).model.image.tower.state_dict()
+    run(config, str(tmp_path / "cache"))
+    for done, changed in ((2, False), (3, False), (4, True), (STEPS, True)):
+        held = weights(tmp_path, done)
+        same = [torch.equal(held[f"image.tower.{name}"], value) for name, value in first.items()]
+        assert not any(same) if changed else all(same)
+        slots = [name for name in read_optimizer(checkpoint(tmp_path, done)).tensors if name.startswith("image.tower.")]
+        assert bool(slots) == changed
+
+
+def test_groups_norm_and_ddp_leave_frozen_parts_out(shards, tmp_path):
+    step = build(tree(tmp_path, shards, "none", {"last": 1}))
+    held = {name for group in step.optimizer.param_groups for name in group["param_names"]}
+    assert held == {name for name, each in step.model.named_parameters() if each.requires_grad}
+    assert not any(name.startswith("image.tower.") for name in held)
+    waiting = build(tree(tmp_path, shards, {"from_step": 3}))
+    held = {name for group in waiting.optimizer.param_groups for name in group["param_names"]}
+    assert any(name.startswith("image.tower.") for name in held)
+    assert waiting.model.image.tower.is_frozen
+
+
+def wrapped_parameters(config):
+    """Numbers of parameters whose gradients DDP averages, in steps 0, 2 and 3."""
+    step = build(config)
+    found = []
+    for number in (0, 2, 3):
+        step.move_to_step(number)
+        found.append((id(step.parallel), len(step.parallel._build_params_for_reducer()[0])))
+    ours = [each.requires_grad for each in step.model.parameters()]
+    return [count for _, count in found], found[0][0] == found[1][0], sum(ours)
+
+
+def test_ddp_averages_the_gradients_of_parameters_that_train(ranks, tmp_path, shards):
+    for counts, is_same, total in ranks(2, wrapped_parameters, tree(tmp_path, shards, {"from_step": 3}, "none")):
+        assert counts[0] == counts[1] < counts[2] == total
+        assert is_same
+
+
+def test_random_numbers_of_a_waiting_tower_belong_to_the_identity(tmp_path, shards):
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path_rate": 0.5}
+    drawn = {}
+    for train in ("all", "none", {"from_step": 3}, {"last": 1}, LORA, {"lora": {"rank": 2, "dropout": 0.5}}):
+        step = build(tree(tmp_path, shards, train, model__image__tower__args=args))
+        drawn[json.dumps(train)] = towers_draw(step.model)
+    assert list(drawn.values()) == [True, False, True, True, False, True], drawn
+
+
+@pytest.mark.parametrize("changes", [{"train__micro_batches": 2}, {"train__activation_checkpointing": True}])
+def test_microbatches_and_recomputation_change_nothing(tmp_path, shards, changes):
+    for folder, more in (("plain", {}), ("other", changes)):
+        config = tree(tmp_path / folder, shards, {"last": 1}, {"from_step": 3}, train__precision="fp64", **more)
+        run(config, str(tmp_path / "cache"))
+    assert largest_difference(*(weights(tmp_path / folder, STEPS) for folder in ("plain", "other"))) < 1e-6
+
+
+def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
+    """Trained in its last block, exported, loaded, and its statistics are those of the beginning."""
+    tower = {"kind": "timm", "name": "resnet10t", "image_size": 32, "train": {"last": 1}}
+    changes = {"train__steps": 2, "optim__warmup_steps": 0, "model__image__tower": tower}
+    config = tree(tmp_path, shards, **changes)
+    config["model"]["image"]["tower"] = tower
+    run(config, str(tmp_path / "cache"))
+    stored = load_file(tmp_path / "tiny" / "frozen" / "model.safetensors")
+    assert any("layer4.0.bn1.running_mean" in name for name in stored)
+    assert any("layer4.0.conv1.weight" in name for name in weights(tmp_path, 2))
+    tokenizer = vqclip.load_tokenizer(tmp_path / "tiny" / "tokenizer", "image")
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(tokenizer.train().encode(images)[:1], tokenizer.encode(images[:1]))
+
+
+# The frozen file, damaged or forged.
+
+
+def test_other_weights_are_refused_on_resume(copy, shards):
+    """As when the file that a tower starts from was replaced; here, another seed of the weights."""
+    folder, config = copy
+    config["train"]["steps"] += 1
+    with (
+        mock.patch("vqclip.train.main.derive_seed", return_value=1),
+        pytest.raises(OtherRunError) as error,
+    ):
+        run(config | {"run": config["run"] | {"resume_allow": ["train.steps"]}}, str(folder / "cache"))
+    message = str(error.value)
+    assert "frozen/model.safetensors: the run began with other weights" in message
+    assert "model.image.tower, model.text.tower gives now" in message
+    assert "Restore the file or package" in message
+
+
+def rewritten(folder, change):
+    """Forge the frozen file with matching digests everywhere in it."""
+    path = folder / "tiny" / "frozen" / "model.safetensors"
+    state = load_file(path)
+    change(state)
+    save_file(state, path)
+    config, _ = read_json(path.with_name("frozen.json"))
+    config.pop("checksum", None)
+    config = {key: value for key, value in config.items() if key in ("format", "version")}
+    digest = digest_file(path).model_dump()
+    path.with_name("frozen.json").write_bytes(add_checksum(config | {"weights": digest}))
+    for each in (folder / "tiny" / "checkpoints").iterdir():
+        model = each / "model" / "config.json"
+        body, _ = read_json(model)
+        body = {key: value for key, value in body.items() if key not in ("checksum", "sha256")}
+        model.write_bytes(add_checksum(body | {"frozen": digest}))
+
+
+def nan(state):
+    state[min(state)][:] = float("nan")
+
+
+def shape(state):
+    state[min(state)] = torch.zeros(3)
+
+
+def name(state):
+    state["image.tower.other"] = torch.zeros(3)
+
+
+def missing(state):
+    del state[min(state)]
+
+
+def doubled(state):
+    state["logit_scale"] = torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nan, "contain NaN or infinity"),
+        (shape, r"got shape \(3,\)"),
+        (name, "unexpected image.tower.other"),
+        (missing, "missing image.tower"),
+        (doubled, "stored twice: logit_scale"),
+    ],
+)
+def test_a_forged_file_is_refused(copy, change, message):
+    folder, _ = copy
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        CLIP.from_pretrained(checkpoint(folder) / "model")
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "frozen/model.safetensors: SHA-256 .* the file is damaged"),
+        (cut, "frozen/model.safetensors: .* bytes; .* says .* cut short"),
+        (
+            lambda path: path.unlink(),
+            "frozen/model.safetensors: no such file; .* once for all its checkpoints. Restore",
+        ),
+        (lambda path: shutil.rmtree(path.parent), "no such file|frozen.json: cannot be read .* Restore the folder"),
+    ],
+)
+def test_a_damaged_file_is_refused(copy, damage, message):
+    folder, config = copy
+    damage(folder / "tiny" / "frozen" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        CLIP.from_pretrained(checkpoint(folder) / "model")
+    with pytest.raises(CheckpointError, match=message):
+        run(config, str(folder / "cache"))
+    assert load(checkpoint(folder)).step == STEPS  # nothing was set aside or removed
+
+
+def test_a_checkpoint_beside_another_frozen_file_is_refused(copy, frozen, tmp_path, shards):
+    folder, config = copy
+    other = tmp_path / "other"
+    run(tree(other, shards, "none", LORA, run__seed=5, train__steps=4), str(tmp_path / "cache"))
+    shutil.rmtree(folder / "tiny" / "frozen")
+    shutil.copytree(other / "tiny" / "frozen", folder / "tiny" / "frozen")
+    with pytest.raises(CheckpointError, match="was saved with other frozen weights than those in"):
+        run(config, str(folder / "cache"))
+    with pytest.raises(CheckpointError, match=r"frozen/model.safetensors: SHA-256"):
+        CLIP.from_pretrained(checkpoint(folder) / "model")
+
+
+def test_a_step_of_unfreezing_after_the_run_is_refused(tmp_path, shards):
+    with pytest.raises(ValueError, match=r"model.text.tower.train.from_step: got 6, but the run has 6 steps"):
+        TrainConfig.model_validate(tree(tmp_path, shards, text={"from_step": STEPS}))
+
+
+def test_a_run_from_before_the_setting_resumes(tmp_path, shards):
+    identity = TrainConfig.model_validate(tree(tmp_path, shards, text="none")).identity({}, towers_draw=False)
+    assert "train" not in identity["model"]["image"]["tower"]
+    assert identity["model"]["text"]["tower"]["train"] == "none"
+
+
+def test_averages_of_adapters_are_merged_in_exports(tmp_path, shards):
+    """The export of the run, made from the model in memory, and that of its checkpoint."""
+    config = tree(tmp_path, shards, "none", LORA, train__ema={"decay": 0.5})
+    run(config, str(tmp_path / "cache"))
+    exports = {}
+    for kind in ("averaged", "current"):
+        exported = export_checkpoint(tmp_path / "tiny", None, tmp_path / kind, kind)
+        exports[kind] = load_file(exported / "model.safetensors")
+    in_run = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
+    assert all_equal(in_run, exports["averaged"])
+    changed = {name for name in in_run if not torch.equal(in_run[name], exports["current"][name])}
+    assert any(name.startswith("text.tower.") for name in changed)
+    assert not any(name.startswith("image.tower.") for name in changed)
