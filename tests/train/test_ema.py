@@ -271,3 +271,30 @@ def test_a_run_may_gain_or_lose_its_average_if_it_says_so(tmp_path, shards):
     tree["train"] |= {"ema": None, "steps": STEPS + 4}
     run(tree, os.environ["VQCLIP_CACHE"])
     assert not averages(tmp_path, STEPS + 4)
+
+
+def test_adapters_are_averaged_and_merged(tmp_path, shards, capsys):
+    """Frozen weights have no average; commands give the tokenizer that the run has exported."""
+    pytest.importorskip("peft")
+    tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
+    tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2}}
+    tree["model"]["text"]["tower"]["train"] = "none"
+    tree["optim"]["layer_decay"] = 0.5
+    run(tree, os.environ["VQCLIP_CACHE"])
+    averaged, current = averages(tmp_path), weights(tmp_path, STEPS)
+    adapted = {name for name in averaged if "lora_" in name}
+    assert adapted
+    assert {name for name in averaged if ".tower." in name} == adapted
+    assert not any(torch.equal(averaged[name], current[name]) for name in adapted)
+    exported = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
+    out = {}
+    for choice in ("averaged", "current"):
+        folder = tmp_path / choice
+        assert main(["export-tokenizer", str(tmp_path / "tiny"), "--out", str(folder), "--weights", choice]) == 0
+        out[choice] = load_file(folder / "model.safetensors")
+        assert all_equal(load_model(str(tmp_path / "tiny"), choice)[0].state_dict(), out[choice])
+    assert all_equal(out["averaged"], exported)
+    moved = {name for name in exported if not torch.equal(out["current"][name], exported[name])}
+    assert any(name.startswith("image.tower.") for name in moved)
+    assert not any(name.startswith("text.tower.") for name in moved)
+    capsys.readouterr()

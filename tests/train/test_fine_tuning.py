@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_VQ, VQ
+from tests.train.test_main import compiled
 from tests.train.test_resume import assert_same_run, differences_after_a_resume
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.train import TrainConfig
@@ -124,3 +125,19 @@ def test_unused_settings_are_no_part_of_it(tmp_path, shards):
     assert not {"train.ema", "train.bottleneck"} & found.keys()
     assert not {"layer_decay", "overrides"} & found["optim"].keys()
     assert list(itertools.chain(found["optim"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_compiled_run_has_a_graph_for_the_ramp_and_one_for_the_rest(tmp_path, shards, ranks, world_size):
+    """Evaluations in between, with other weights in the same parameters, add none."""
+    cache = str(tmp_path / "cache")
+    trees = [fine_tuning(tmp_path / name, shards, train__compile=name == "compiled") for name in ("eager", "compiled")]
+    for tree in trees:
+        tree["model"]["text"]["tower"]["train"] = "all"
+        tree["train"]["evaluate_every"] = 3
+        tree["evaluation"] = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    ranks(world_size, run, trees[0], cache, init=False)
+    for graphs, breaks in ranks(world_size, compiled, trees[1], cache, "aot_eager", init=False, timeout=500.0):
+        assert (graphs, breaks) == (2, 0)
+    assert largest_difference(averages(tmp_path / "eager"), averages(tmp_path / "compiled")) < 1e-6
