@@ -8,6 +8,7 @@ from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources import SourceConfig
@@ -24,6 +25,11 @@ class DataConfig(Config):
     """Sources of samples; several are mixed by their weights."""
     transform: TrainTransformConfig = TrainTransformConfig()
     """Random augmentation of training images."""
+    views: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Number of different views of each image that the augmentation draws; each comes in every `views`-th epoch. null:
+    a new view in every epoch."""
+    feature_cache: FeatureCacheConfig | None = None
+    """Features of frozen towers, stored before the first step; null: towers run in every step."""
     workers: Annotated[int, Field(ge=0, le=512)] = 2
     """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
@@ -60,6 +66,7 @@ class DataConfig(Config):
             seed=seed,
             max_pixels=self.max_pixels,
             options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
+            views=self.views,
         )
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.order import GlobalOrder
-from vqclip.data.samples import SampleMaker
+from vqclip.data.samples import FeatureReaders, SampleMaker
 from vqclip.data.sources import Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.data.workers import ordered_map
@@ -106,11 +106,19 @@ class BatchMaker:
         """Return this rank's part of global batch `step`."""
         slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
         count = len(slots.sample)
-        images = torch.empty(count, 3, self._image_size, self._image_size, dtype=torch.uint8)
+        stored = self._samples.features
+        side = self._image_size if stored.image is None else 0
+        images = torch.empty(count, 3, side, side, dtype=torch.uint8)
+        image_features, text_features = (None if each is None else each.empty(count) for each in stored)
         captions, ids, labels, bad = [], [], [], []
         for row, (source, index, epoch) in enumerate(zip(*(part.tolist() for part in slots), strict=True)):
             sample, replaced = self._samples.make(source, index, epoch)
-            images[row] = sample.image
+            if sample.image is not None:
+                images[row] = sample.image
+            if image_features is not None and sample.image_features is not None:
+                image_features[row] = sample.image_features
+            if text_features is not None and sample.text_features is not None:
+                text_features[row] = sample.text_features
             captions.append(sample.caption)
             ids.append(sample.sample_id)
             labels.append(sample.label)
@@ -128,6 +136,8 @@ class BatchMaker:
             bad=tuple(bad),
             lengths=tuple(lengths[:count]),
             captions=tuple(captions),
+            image_features=image_features,
+            text_features=text_features,
         )
 
 
@@ -146,6 +156,7 @@ class TrainData:
         seed: the run's seed.
         max_pixels: larger images are bad samples.
         options: how batches are prepared.
+        views: number of different views of each image; None: a new one in every epoch.
     """
 
     def __init__(
@@ -158,6 +169,7 @@ class TrainData:
         seed: int,
         max_pixels: int,
         options: LoaderOptions,
+        views: int | None = None,
     ):
         self.order = GlobalOrder([len(source) for source in sources], weights, derive_seed(seed, "data", "order"))
         self.batch_size = batch_size
@@ -173,11 +185,20 @@ class TrainData:
         self._weights = tuple(weights)
         self._tokenize = tokenize
         self._image_size = transform.image_size
-        self._samples = SampleMaker(sources, transform, seed, max_pixels)
+        self._samples = SampleMaker(sources, transform, seed, max_pixels, views)
 
     def __len__(self) -> int:
         """Return the number of different samples."""
         return int(self._samples.first_ids[-1])
+
+    @property
+    def samples(self) -> SampleMaker:
+        """Maker of the samples."""
+        return self._samples
+
+    def use_features(self, readers: FeatureReaders) -> None:
+        """Take stored features instead of images or beside captions, from the next call of `batches` on."""
+        self._samples.features = readers
 
     @property
     def epoch_size(self) -> int:

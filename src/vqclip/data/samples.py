@@ -1,9 +1,11 @@
 """Make one sample of a batch.
 
 raw = read the image bytes and captions of (source, index)
-image = transform(decode(raw.image), generator keyed by (seed, epoch, sample id))
+image = transform(decode(raw.image), generator keyed by (seed, view, sample id)), or its features from the cache
 caption = one of raw.captions, keyed by (seed, epoch, sample id)
 if the sample is bad: try again with another index, keyed by (seed, epoch, sample id, attempt)
+
+The view is the epoch, or with `data.views` n one of n, each in every n-th epoch.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vqclip.data.batch import BadSample
 from vqclip.data.decode import decode_image
 from vqclip.data.draws import KeyedGenerator, hash_integers
+from vqclip.data.features import FeatureReader
 from vqclip.data.sources import RawSample, Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
-__all__ = ["Sample", "SampleMaker", "read_decoded"]
+__all__ = ["FeatureReaders", "Sample", "SampleMaker", "read_decoded"]
 
 _TRIES = 32
 
@@ -30,11 +34,22 @@ _TRIES = 32
 class Sample(NamedTuple):
     """A sample for a batch."""
 
-    image: Tensor
-    """``(3, S, S)`` uint8."""
+    image: Tensor | None
+    """``(3, S, S)`` uint8; None if its features replace it."""
     caption: str
     sample_id: int
     label: int
+    image_features: Tensor | None = None
+    """``(N, D)`` from the feature cache."""
+    text_features: Tensor | None = None
+    """``(T, D)`` from the feature cache."""
+
+
+class FeatureReaders(NamedTuple):
+    """Stored features that replace the towers; None for a tower that runs."""
+
+    image: FeatureReader | None = None
+    text: FeatureReader | None = None
 
 
 def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample, Tensor]:
@@ -58,17 +73,28 @@ def _draw_other(index: int, key: np.ndarray, size: int) -> int:
 class SampleMaker:
     """Reads, decodes and transforms samples, and replaces bad ones.
 
-    Every draw is keyed by (seed, epoch, sample id), so it depends neither on worker or rank nor on earlier samples.
+    Every draw is keyed by (seed, epoch or view, sample id), so it depends neither on worker or rank nor on earlier
+    samples.
 
     Args:
         sources: sources of samples.
         transform: random augmentation.
         seed: the run's seed.
         max_pixels: larger images are bad samples.
+        views: n, number of different views of each image; None: a new one in every epoch.
     """
 
-    def __init__(self, sources: Sequence[Source], transform: TrainTransform, seed: int, max_pixels: int):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        transform: TrainTransform,
+        seed: int,
+        max_pixels: int,
+        views: int | None = None,
+    ):
         self.sources = sources
+        self.views = views
+        self.features = FeatureReaders()
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""
         self._transform = transform
@@ -99,14 +125,50 @@ class SampleMaker:
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"
         )
 
+    def make_views(self, sample_id: int) -> Tensor:
+        """Return all views ``(n, 3, S, S)`` uint8 of an image, decoded once.
+
+        Raises:
+            DataError: the sample is bad, as in `make`.
+        """
+        assert self.views is not None
+        _, image = read_decoded(*self.locate(sample_id), self._max_pixels)
+        return torch.stack([self._view(image, view, sample_id) for view in range(self.views)])
+
+    def read_captions(self, sample_id: int) -> tuple[str, ...]:
+        """Return all captions of a sample.
+
+        Raises:
+            DataError: the sample cannot be read.
+        """
+        source, index = self.locate(sample_id)
+        return source.read(index).captions
+
+    def locate(self, sample_id: int) -> tuple[Source, int]:
+        """Return the source of a sample, and its index there."""
+        source = int(np.searchsorted(self.first_ids, sample_id, side="right")) - 1
+        return self.sources[source], sample_id - int(self.first_ids[source])
+
     def _id(self, source: int, index: int) -> int:
         return int(self.first_ids[source]) + index
 
     def _make(self, source: int, index: int, epoch: int) -> Sample:
-        sample_id = self._id(source, index)
-        raw, image = read_decoded(self.sources[source], index, self._max_pixels)
+        sample_id, image, stored = self._id(source, index), None, self.features
+        view = epoch if self.views is None else (epoch + sample_id) % self.views
+        image_features = text_features = None
+        if stored.image is None:
+            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels)
+            image = self._view(decoded, view, sample_id)
+        else:
+            raw = self.sources[source].read(index)
+            assert self.views is not None
+            image_features = stored.image.read(sample_id, view, self.views)
         choice = 0
         if len(raw.captions) > 1:
             choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
-        image = self._transform(image, self._augmentation.at(epoch, sample_id))
-        return Sample(image, raw.captions[choice], sample_id, raw.label)
+        if stored.text is not None:
+            text_features = stored.text.read(sample_id, choice, len(raw.captions))
+        return Sample(image, raw.captions[choice], sample_id, raw.label, image_features, text_features)
+
+    def _view(self, image: Tensor, view: int, sample_id: int) -> Tensor:
+        return self._transform(image, self._augmentation.at(view, sample_id))

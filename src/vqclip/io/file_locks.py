@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
-__all__ = ["hold_lock", "is_at", "try_lock"]
+__all__ = ["ProcessLock", "hold_lock", "is_at", "try_lock"]
+
+logger = logging.getLogger(__name__)
 
 
 def try_lock(file: int) -> bool:
@@ -37,3 +43,39 @@ def hold_lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+class ProcessLock:
+    """Lock of this process on a file, which its children do not inherit; it names its holder in the file.
+
+    Where the file system has no locks, a warning says so, and the lock counts as taken.
+
+    Args:
+        path: the file; it stays when the lock is released.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: TextIO | None = None
+
+    def try_acquire(self) -> str | None:
+        """Take the lock; return its holder if another process has it, else None."""
+        file = self._file = self._file or open(self._path, "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                return file.read(200).strip() or "unknown"
+            logger.warning("%s cannot be locked (%s): make sure that only one job uses it", self._path, error.strerror)
+            return None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        return None
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

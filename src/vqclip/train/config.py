@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import DataConfig
+from vqclip.data.features import Modality
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.losses import LossConfig
 from vqclip.model import ModelConfig
@@ -161,6 +162,19 @@ class TrainConfig(Config):
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
         return self
 
+    @model_validator(mode="after")
+    def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
+        assert self.cached_modalities is not None  # reading it checks it
+        return self
+
+    @property
+    def cached_modalities(self) -> tuple[Modality, ...]:
+        """Modalities whose towers' features are stored before the first step."""
+        if self.data.feature_cache is None:
+            return ()
+        training: dict[Modality, object] = {"image": self.model.image.tower.train, "text": self.model.text.tower.train}
+        return self.data.feature_cache.choose(training, self.data.views)
+
     def identity(
         self, samples: dict[str, Any], *, towers_draw: bool, distillation: Sequence[dict[str, Any]] = ()
     ) -> dict[str, object]:
@@ -175,7 +189,7 @@ class TrainConfig(Config):
             towers_draw: whether the towers contain dropout, stochastic depth or similar modules.
             distillation: its terms with digests of their teachers.
         """
-        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
+        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"}) | self._stored_values()
         settings: dict[str, object] = {
             "run.seed": self.run.seed,
             "train.steps": self.train.steps,
@@ -198,6 +212,14 @@ class TrainConfig(Config):
         if distillation:  # absent without terms: the checkpoints of former versions resume
             settings["distillation"] = list(distillation)
         return settings | (by_rank if towers_draw else {})
+
+    def _stored_values(self) -> dict[str, Any]:
+        """Return the settings of views and stored features that change values; absent where they change none."""
+        found: dict[str, Any] = {} if self.data.views is None else {"views": self.data.views}
+        cache = self.data.feature_cache
+        if cache is not None and (cache.dtype != "fp32" or self.train.precision == "fp64"):
+            found["feature_cache"] = {"dtype": cache.dtype, "modalities": list(self.cached_modalities)}
+        return found
 
 
 def _names_without_effect(optim: OptimConfig) -> set[str]:

@@ -35,6 +35,7 @@ from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import TrainConfig
 from vqclip.train.distillation import Distillation
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
+from vqclip.train.feature_cache import store_features
 from vqclip.train.loop import train
 from vqclip.train.resume import load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
@@ -100,6 +101,8 @@ def _run(
     resumed = resume(checkpointer, config.run.resume_allow)
     _leave_if_requested(stop)
     _write_config(config)
+    if resumed.step < config.train.steps:
+        store_features(config, model, data)
 
     with (
         checkpointer,

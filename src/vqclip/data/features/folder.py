@@ -1,0 +1,146 @@
+"""The folder of stored features of one modality, which the processes of a job, and later jobs, fill together.
+
+    image-<digest>/
+      settings.json            everything that determines the bytes
+      00000.features, ...      shards
+      records/00000.json, ...  a finished shard: its checksum, and its bad samples
+      lock                     held by the job that computes
+
+A shard is written before its record, both atomically, so a record means a finished shard.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vqclip.config import Config
+from vqclip.data.features.settings import FeatureSettings
+from vqclip.data.features.shard import ShardContent
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
+from vqclip.io.differences import describe_differences
+from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.json_files import add_checksum, read_versioned, validation_problems
+
+__all__ = ["BadFeatures", "FeatureFolder", "ShardRecord"]
+
+logger = logging.getLogger("vqclip.data")
+
+_VERSIONS = {"format": "vqclip features", "format_version": 1}
+_REMEDY = "delete the folder, or use the vqclip that wrote it"
+_RECORDS = "records"
+
+
+class BadFeatures(Config):
+    """A bad sample of a shard."""
+
+    sample_id: int
+    kind: str
+    reason: str
+
+
+class ShardRecord(Config):
+    """Record of a finished shard."""
+
+    file: FileDigest
+    """Size and checksum of the shard."""
+    bad: tuple[BadFeatures, ...] = ()
+    """Samples without features."""
+
+
+class FeatureFolder:
+    """Features of one modality.
+
+    Args:
+        parent: folder of all features.
+        settings: everything that determines the bytes; other settings have another folder.
+    """
+
+    def __init__(self, parent: Path, settings: FeatureSettings):
+        self.settings = settings
+        self.path = parent / f"{settings.modality}-{settings.digest[:24]}"
+
+    def make(self) -> None:
+        """Make the folder if it is missing, and compare its settings.
+
+        Raises:
+            ConfigError: it cannot be made, or has other settings.
+        """
+        try:
+            (self.path / _RECORDS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"data.feature_cache.folder: {self.path} cannot be made ({error.strerror}); expected a folder that "
+                "can be written to"
+            ) from None
+        path, mine = self.path / "settings.json", self.settings.model_dump(mode="json")
+        if not path.exists():
+            write_file_once(path, add_checksum({**_VERSIONS, **mine}))
+        try:
+            found = read_versioned(path, _VERSIONS, _REMEDY)
+        except CheckpointError as error:
+            raise ConfigError(f"data.feature_cache: {error}; delete the folder {self.path}") from None
+        if differing := describe_differences(found, json.loads(json.dumps(mine)), "in the folder"):
+            shown = "\n".join(differing.values())
+            raise ConfigError(f"data.feature_cache: {path} has other settings; delete the folder:\n{shown}")
+
+    def remove_leftovers(self) -> None:
+        """Remove unfinished files of killed processes."""
+        remove_leftovers(self.path)
+        remove_leftovers(self.path / _RECORDS)
+
+    @property
+    def lock_path(self) -> Path:
+        """Return the file that the computing job locks."""
+        return self.path / "lock"
+
+    def shard_path(self, shard: int) -> Path:
+        """Return the file of a shard."""
+        return self.path / f"{shard:05d}.features"
+
+    def is_finished(self, shard: int) -> bool:
+        """Return whether a shard is complete and undamaged; reads the whole file."""
+        record = self.read_record(shard)
+        if record is None:
+            return False
+        try:
+            verify_file(self.shard_path(shard), record.file, "its record")
+        except CheckpointError as error:
+            logger.warning("%s; it is computed again", error)
+            return False
+        return True
+
+    def read_record(self, shard: int) -> ShardRecord | None:
+        """Return the record of a shard; None if it is missing or damaged."""
+        path = self._record_path(shard)
+        try:
+            body: dict[str, Any] = read_versioned(path, _VERSIONS, _REMEDY)
+            return ShardRecord.model_validate_json(json.dumps(body))
+        except FileNotFoundError:
+            return None
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s; the shard is computed again", error)
+        except ValidationError as error:
+            logger.warning("%s: %s; the shard is computed again", path, "; ".join(validation_problems(error)))
+        return None
+
+    def write(self, shard: int, content: ShardContent, bad: tuple[BadFeatures, ...]) -> None:
+        """Write a shard, and then its record."""
+        record = ShardRecord(file=write_file(self.shard_path(shard), content.write), bad=bad)
+        write_file(self._record_path(shard), add_checksum({**_VERSIONS, **record.model_dump(mode="json")}))
+
+    def first_unseen(self) -> Path | None:
+        """Return the first shard or record that this process cannot see; None if it sees all."""
+        for shard in range(self.settings.shards):
+            for path in (self.shard_path(shard), self._record_path(shard)):
+                if not path.is_file():
+                    return path
+        return None
+
+    def _record_path(self, shard: int) -> Path:
+        return self.path / _RECORDS / f"{shard:05d}.json"

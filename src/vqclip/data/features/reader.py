@@ -1,0 +1,134 @@
+"""Random access to stored features."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vqclip.data.features.folder import FeatureFolder
+from vqclip.data.features.settings import FeatureSettings
+from vqclip.data.features.shard import HEADER_BYTES, ShardTable, parse_header, parse_table
+from vqclip.errors import DataError, StorageError
+
+__all__ = ["FeatureReader"]
+
+_OPEN_SHARDS = 64
+
+
+@dataclass
+class _OpenShard:
+    file: int
+    table: ShardTable
+    bad: dict[int, DataError] | None = field(default=None)
+    """Errors of the bad samples; read when one is met."""
+
+
+class FeatureReader:
+    """Reads the features of samples by `pread`; works in any process and after a fork.
+
+    At most 64 shards are open, so memory does not grow with the data.
+
+    Args:
+        folder: finished features, verified before.
+    """
+
+    def __init__(self, folder: FeatureFolder):
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # first, since `__del__` needs it
+        self._folder = folder
+
+    @property
+    def settings(self) -> FeatureSettings:
+        """Settings of the features."""
+        return self._folder.settings
+
+    def empty(self, count: int) -> Tensor:
+        """Return an uninitialised tensor ``(count, N, D)`` in the stored dtype."""
+        settings = self.settings
+        return torch.empty(count, settings.tokens, settings.width, dtype=settings.torch_dtype)
+
+    def read(self, sample_id: int, entry: int, entries: int) -> Tensor:
+        """Return the features ``(N, D)`` of one view or caption of a sample.
+
+        Args:
+            sample_id: number of the sample over all sources.
+            entry: number of the view or caption.
+            entries: how many of them the sample has.
+
+        Raises:
+            DataError: the sample is bad, with the reason and kind that its decoding had.
+            StorageError: the shard is missing or damaged, or was made from other data.
+        """
+        number, place = divmod(sample_id, self.settings.shard_samples)
+        try:
+            shard = self._shard(number)
+            rows = shard.table.rows_of(place)
+            if not len(rows):
+                raise self._error_of(number, shard, sample_id)
+            if len(rows) != entries:
+                raise StorageError(
+                    f"{self._path(number)}: sample {sample_id} has features of {len(rows)} views or captions, expected "
+                    f"{entries}; delete the folder",
+                    "changed features",
+                )
+            size = self.settings.row_bytes
+            data = os.pread(shard.file, size, shard.table.rows_at + int(rows[entry]) * size)
+        except OSError as error:
+            raise self._damaged(number, str(error.strerror)) from None
+        if len(data) != size:
+            raise self._damaged(number, "cut short")
+        features = torch.frombuffer(bytearray(data), dtype=self.settings.torch_dtype)
+        return features.view(self.settings.tokens, self.settings.width)
+
+    def _shard(self, number: int) -> _OpenShard:
+        found = self._open.pop(number, None)
+        if found is None:
+            found = self._open_shard(number)
+        self._open[number] = found  # the last one used
+        if len(self._open) > _OPEN_SHARDS:
+            os.close(self._open.popitem(last=False)[1].file)
+        return found
+
+    def _open_shard(self, number: int) -> _OpenShard:
+        file = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            header = parse_header(os.pread(file, HEADER_BYTES, 0))
+            data = os.pread(file, header.table_bytes, HEADER_BYTES)
+            if len(data) != header.table_bytes or header.samples != len(self.settings.shard_range(number)):
+                raise ValueError("cut short, or of another shard")
+            return _OpenShard(file, parse_table(header, data))
+        except ValueError as error:
+            os.close(file)
+            raise self._damaged(number, str(error)) from None
+
+    def _error_of(self, number: int, shard: _OpenShard, sample_id: int) -> DataError:
+        if shard.bad is None:
+            record = self._folder.read_record(number)
+            shard.bad = {each.sample_id: DataError(each.reason, each.kind) for each in record.bad} if record else {}
+        return shard.bad.get(sample_id) or self._damaged(number, f"sample {sample_id} has no features")
+
+    def _damaged(self, number: int, problem: str) -> StorageError:
+        return StorageError(
+            f"{self._path(number)}: {problem}: the feature cache was changed or deleted while it was in use; start the "
+            "run again",
+            "damaged features",
+        )
+
+    def _path(self, number: int) -> Path:
+        return self._folder.shard_path(number)
+
+    def close(self) -> None:
+        """Close the open files; they are opened again on demand."""
+        while self._open:
+            os.close(self._open.popitem()[1].file)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        # Descriptors are not valid in a spawned worker.
+        return {**self.__dict__, "_open": OrderedDict()}

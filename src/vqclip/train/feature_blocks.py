@@ -1,0 +1,80 @@
+"""Samples to compute features of, in blocks: read, decoded and transformed in the data workers, shard after shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqclip.data.features import FeatureSettings
+from vqclip.data.features.folder import BadFeatures
+from vqclip.data.samples import SampleMaker
+from vqclip.errors import DataError, StorageError
+
+_NOT_THE_SAMPLES_FAULT = frozenset({"unreadable shard", "changed shard", "unreadable file"})
+"""Kinds of problems that may be gone in the next run, so they are not stored."""
+
+
+@dataclass
+class Block:
+    """Some consecutive samples of one shard."""
+
+    shard: int
+    size: int
+    """Samples, bad ones included."""
+    is_last: bool
+    """True for the last block of its shard."""
+    inputs: list[Tensor] | list[tuple[str, ...]] = field(default_factory=list)
+    """Views ``(n, 3, S, S)`` uint8 or captions of each sample; empty for a bad one."""
+    bad: list[BadFeatures] = field(default_factory=list)
+
+
+class Blocks:
+    """Blocks of some shards, by number; workers get a copy of it.
+
+    Args:
+        samples: reads the samples.
+        settings: of the features.
+        shards: numbers of the shards wanted.
+        size: samples in a block.
+    """
+
+    def __init__(self, samples: SampleMaker, settings: FeatureSettings, shards: Sequence[int], size: int):
+        self._samples, self._settings, self._shards, self._size = samples, settings, tuple(shards), size
+        counts = [-(-len(settings.shard_range(shard)) // size) for shard in shards]
+        self._ends = np.cumsum(counts, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of blocks in all shards."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __call__(self, number: int) -> Block:
+        """Return block `number`, counted over the shards.
+
+        Raises:
+            DataError: the storage of a sample cannot be read; a bad sample is part of the block.
+        """
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        shard, start = self._shards[place], int(self._ends[place - 1]) if place else 0
+        first = (number - start) * self._size
+        ids = self._settings.shard_range(shard)[first : first + self._size]
+        block = Block(shard, len(ids), number + 1 == self._ends[place])
+        is_image = self._settings.modality == "image"
+        empty: Tensor | tuple[str, ...] = torch.empty(0) if is_image else ()
+        read = self._samples.make_views if is_image else self._samples.read_captions
+        inputs: list[Tensor | tuple[str, ...]] = []
+        for sample_id in ids:
+            try:
+                inputs.append(read(sample_id))
+            except StorageError:
+                raise
+            except DataError as error:
+                if error.kind in _NOT_THE_SAMPLES_FAULT:
+                    raise
+                inputs.append(empty)
+                block.bad.append(BadFeatures(sample_id=sample_id, kind=error.kind, reason=str(error)))
+        block.inputs = inputs  # type: ignore[assignment]
+        return block

@@ -1,0 +1,216 @@
+"""Store the features of frozen towers before the first step, and let the loader read them.
+
+    one job computes at a time (lock)  ->  every rank verifies a part of the shards  ->  what is missing is divided
+    compute for some seconds; meet, so that an error or a request to stop on one rank ends all; repeat
+    every rank checks that it sees all shards  ->  TrainData.use_features
+
+Nothing here changes what a step computes: in fp32 a step gets the bits that the tower would give it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vqclip import dist
+from vqclip.data import TrainData
+from vqclip.data.features import FeatureFolder, FeatureReader
+from vqclip.data.samples import FeatureReaders, SampleMaker
+from vqclip.data.workers import explain_worker_deaths
+from vqclip.errors import ConfigError, DataError
+from vqclip.io.file_locks import ProcessLock
+from vqclip.model import CLIP
+from vqclip.process import progress
+from vqclip.runlog.bar import ProgressBar
+from vqclip.tokenizer import Tokenizer
+from vqclip.train.feature_jobs import FeatureJob
+from vqclip.train.feature_origin import feature_settings
+
+if TYPE_CHECKING:
+    from vqclip.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 2.0
+"""Seconds of work after which the ranks meet."""
+_POLL_S = 1.0
+_PROBED = 32
+"""Samples whose captions are counted to estimate the size."""
+
+
+def store_features(config: TrainConfig, model: CLIP, data: TrainData) -> None:
+    """Compute the features that `data.feature_cache` asks for and that are not there yet. A collective.
+
+    Args:
+        config: of the run.
+        model: with the weights of the run's first step.
+        data: reads the features from now on.
+
+    Raises:
+        ConfigError: not enough space, a folder that cannot be used, or features too large for the dtype.
+        DataError: a rank does not see the files of the others, or the samples cannot be read.
+        NonFiniteError: the features of a sample contain NaN or infinity.
+        StopRequested: a signal asked for a stop; finished shards stay.
+    """
+    readers = {}
+    for modality in config.cached_modalities:
+        tokenizer: Tokenizer = getattr(model, modality)
+        cache = config.data.feature_cache
+        assert cache is not None
+        folder = FeatureFolder(cache.path, feature_settings(config, tokenizer, data))
+        _require_same_settings(folder)
+        job = FeatureJob(tokenizer, config.train.precision, data.samples, folder, data.options)
+        _complete(folder, job, data.samples)
+        readers[modality] = FeatureReader(folder)
+    data.use_features(FeatureReaders(**readers))
+
+
+def _require_same_settings(folder: FeatureFolder) -> None:
+    digests = dist.gather_json(folder.settings.digest)
+    if len(set(digests)) > 1:
+        raise ConfigError(
+            f"data.feature_cache: rank {digests.index(next(d for d in digests if d != digests[0]))} has other settings "
+            f"of {folder.settings.modality} features than rank 0; expected the same weights, kind of device and "
+            "versions of the libraries on every machine"
+        )
+
+
+def _complete(folder: FeatureFolder, job: FeatureJob, samples: SampleMaker) -> None:
+    """Verify the shards and compute those that are missing or damaged."""
+    with dist.raise_on_all_ranks():
+        folder.make()
+    with _computing_alone(folder):
+        missing = _find_missing(folder)
+        if dist.is_main():
+            folder.remove_leftovers()
+        dist.run_on_main(lambda: _announce(folder, missing, samples))
+        if missing:
+            _compute(folder, job, missing)
+    with dist.raise_on_all_ranks():
+        unseen = folder.first_unseen()
+        if unseen is not None:
+            raise DataError(
+                f"data.feature_cache.folder: rank {dist.rank()} does not see {unseen}, which another rank wrote; "
+                "expected a folder on a file system that all machines share"
+            )
+
+
+@contextlib.contextmanager
+def _computing_alone(folder: FeatureFolder) -> Iterator[None]:
+    """Wait until no other job computes in the folder, and keep others from it within the block. A collective."""
+    lock = ProcessLock(folder.lock_path)
+    try:
+        told = False
+        while (holder := dist.run_on_main(lock.try_acquire)) is not None:
+            if dist.is_main() and not told:
+                logger.info("feature cache: waiting for another job (%s), which computes in %s", holder, folder.path)
+            told = True
+            with dist.raise_on_all_ranks():
+                progress.heartbeat()
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        lock.release()
+
+
+def _find_missing(folder: FeatureFolder) -> list[int]:
+    """Return the shards that have to be computed, on every rank; each rank verifies a part of the others."""
+    missing: list[int] = []
+
+    def verify() -> Iterator[int]:
+        for shard in range(folder.settings.shards)[dist.rank() :: dist.world_size()]:
+            if not folder.is_finished(shard):
+                missing.append(shard)
+            yield len(folder.settings.shard_range(shard))
+
+    for _ in _in_rounds(verify()):
+        pass
+    return sorted(shard for each in dist.gather_json(missing) for shard in each)
+
+
+def _compute(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
+    wanted = sum(len(folder.settings.shard_range(shard)) for shard in missing)
+    total = folder.settings.samples
+    name = f"{folder.settings.modality} features"
+    with ProgressBar(total, total - wanted, dist.is_main(), name, "sample") as bar:
+        for count in _in_rounds(job.run(missing[dist.rank() :: dist.world_size()])):
+            bar.advance(count)
+            bar.show()
+
+
+def _in_rounds(work: Iterator[int]) -> Iterator[int]:
+    """Run the work of all ranks, which meet every few seconds; yield the sum of what it yields. A collective.
+
+    An error of one rank, or its request to stop, is raised on all ranks.
+    """
+    finished = False
+    try:
+        while not finished:
+            with dist.raise_on_all_ranks(), explain_worker_deaths():
+                done, mine = _work_for_a_while(work)
+            rounds = dist.gather_json([done, mine])
+            yield sum(count for count, _ in rounds)
+            finished = all(each for _, each in rounds)
+    finally:
+        getattr(work, "close", lambda: None)()
+
+
+def _work_for_a_while(work: Iterator[int]) -> tuple[int, bool]:
+    """Return what the work yielded in some seconds, and whether it is finished."""
+    end, done = time.monotonic() + _ROUND_S, 0
+    for count in work:
+        progress.heartbeat()
+        done += count
+        if time.monotonic() >= end:
+            return done, False
+    return done, True
+
+
+def _announce(folder: FeatureFolder, missing: list[int], samples: SampleMaker) -> None:
+    """Log the size of the features, and require enough space for those that are missing."""
+    settings = folder.settings
+    if settings.modality == "image":
+        rows = float(samples.views or 1)
+        unit = "1 view" if rows == 1 else f"{rows:,.0f} views"
+    else:
+        rows = _captions_per_sample(samples)
+        unit = "1 caption" if rows == 1 else f"about {rows:.3g} captions"
+    what = (
+        f"{settings.samples:,} samples x {unit} x {settings.tokens:,} tokens x {settings.width:,} features, "
+        f"{settings.dtype}: {_in_words(settings.samples * rows * settings.row_bytes)} in {folder.path}"
+    )
+    if not missing:
+        logger.info("feature cache (%s): %s; complete", settings.modality, what)
+        return
+    needed = sum(len(settings.shard_range(shard)) for shard in missing) * rows * settings.row_bytes
+    free = shutil.disk_usage(folder.path).free
+    if needed > free:
+        raise ConfigError(
+            f"data.feature_cache: {what}; {_in_words(needed)} are missing, and the disk has {_in_words(free)} free; "
+            "expected another folder, dtype fp16 or bf16, fewer data.views, or model.*.reduce after a smaller tower"
+        )
+    there = settings.shards - len(missing)
+    kept = f"; {there:,} of {settings.shards:,} shards are there" if there else ""
+    logger.info("feature cache (%s): %s%s", settings.modality, what, kept)
+
+
+def _captions_per_sample(samples: SampleMaker) -> float:
+    """Return the mean number of captions of some samples, spread over the data; 1 if none of them is readable."""
+    total, counts = int(samples.first_ids[-1]), []
+    for sample_id in range(0, total, max(1, total // _PROBED)):
+        with contextlib.suppress(DataError):
+            counts.append(len(samples.read_captions(sample_id)))
+    return sum(counts) / len(counts) if counts else 1.0
+
+
+def _in_words(size: float) -> str:
+    """Return a number of bytes with three digits: 256 MB."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            return f"{size:,.3g} {unit}"
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,156 @@
+"""Compute the features of a rank's shards: blocks of samples -> tower -> stored dtype -> shard."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vqclip.data.features import FeatureFolder, ShardContent
+from vqclip.data.features.folder import BadFeatures
+from vqclip.data.loader import LoaderOptions
+from vqclip.data.samples import SampleMaker
+from vqclip.data.workers import ordered_map
+from vqclip.errors import ConfigError, NonFiniteError
+from vqclip.nn.precision import Precision, autocast
+from vqclip.tokenizer import TextTokenizer, Tokenizer
+from vqclip.towers.frozen import chunk_size
+from vqclip.train.feature_blocks import Block, Blocks
+
+_Compute: TypeAlias = Callable[[Tensor], Tensor]
+
+_CAPTION_CHUNKS = 16
+"""Chunks of captions between two heartbeats."""
+
+
+class FeatureJob:
+    """Computes shards of features; the towers see chunks of one shape, so the bits depend on no other sample.
+
+    Args:
+        tokenizer: with a frozen tower.
+        precision: of the run's steps.
+        samples: reads the samples.
+        folder: where the shards are written.
+        options: of the data workers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        precision: Precision,
+        samples: SampleMaker,
+        folder: FeatureFolder,
+        options: LoaderOptions,
+    ):
+        self._tokenizer, self._precision = tokenizer, precision
+        self._samples, self._folder, self._options = samples, folder, options
+
+    def run(self, shards: Sequence[int]) -> Iterator[int]:
+        """Compute and write shards; yield the number of samples done since the last time.
+
+        Raises:
+            NonFiniteError: features of a sample contain NaN or infinity.
+            ConfigError: features are too large for the stored dtype.
+            DataError: the samples cannot be read.
+        """
+        blocks = Blocks(self._samples, self._folder.settings, shards, chunk_size(self._tokenizer.device))
+        options = self._options
+        made = ordered_map(blocks, range(len(blocks)), options.workers, options.prefetch, timeout_s=options.timeout_s)
+        is_text = isinstance(self._tokenizer, TextTokenizer)
+        shard: _ShardInWork | None = None
+        with contextlib.closing(made):  # type: ignore[type-var]
+            for block in made:
+                shard = shard or (_TextShard(self._compute) if is_text else _ImageShard(self._compute))
+                shard.add(block)
+                if block.is_last:
+                    for _ in shard.finish(self._tokenizer):
+                        yield 0
+                    self._write(block.shard, shard)
+                    shard = None
+                yield block.size
+
+    @torch.no_grad()
+    def _compute(self, inputs: Tensor) -> Tensor:
+        """Return the features ``(R, N, D)`` of some rows in the stored dtype; those that are not finite stay so."""
+        with autocast(self._tokenizer.device, self._precision):
+            features = self._tokenizer.tower_features(inputs.to(self._tokenizer.device))
+        stored = features.to(self._folder.settings.torch_dtype)
+        return torch.where(features.isfinite(), stored, torch.nan).cpu()  # infinity is then too large a number
+
+    def _write(self, number: int, shard: _ShardInWork) -> None:
+        settings = self._folder.settings
+        rows = torch.cat([torch.empty(0, settings.tokens, settings.width, dtype=settings.torch_dtype), *shard.rows])
+        bad_rows = (~rows.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+        if bad_rows:
+            place = next(place for place, entries in enumerate(shard.entries) if bad_rows[0] in entries)
+            source, index = self._samples.locate(settings.shard_range(number)[place])
+            raise self._error(source.name(index), bool(rows[bad_rows[0]].isnan().any()))
+        self._folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
+
+    def _error(self, name: str, is_nan: bool) -> NonFiniteError | ConfigError:
+        modality, dtype = self._folder.settings.modality, self._folder.settings.dtype
+        if is_nan:
+            return NonFiniteError(
+                f"{name}: the {modality} tower's features contain NaN or infinity; are its weights those that "
+                "were meant, and does it need train.precision: fp32?"
+            )
+        return ConfigError(
+            f"data.feature_cache.dtype: got {dtype}, but the {modality} tower's features of {name} exceed its range; "
+            "expected bf16 or fp32"
+        )
+
+
+class _ShardInWork:
+    """Rows and entries of a shard that is being computed."""
+
+    def __init__(self) -> None:
+        self.entries: list[list[int]] = []
+        self.rows: list[Tensor] = []
+        self.bad: list[BadFeatures] = []
+
+    def add(self, block: Block) -> None:
+        """Add a block of samples."""
+        self.bad += block.bad
+
+    def finish(self, tokenizer: Tokenizer) -> Iterator[None]:
+        """Compute what is left, with a pause now and then."""
+        yield from ()
+
+
+class _ImageShard(_ShardInWork):
+    def __init__(self, compute: _Compute):
+        super().__init__()
+        self._compute, self._count = compute, 0
+
+    def add(self, block: Block) -> None:
+        super().add(block)
+        for views in block.inputs:
+            self.entries.append(list(range(self._count, self._count + len(views))))
+            self._count += len(views)
+        if good := [views for views in block.inputs if isinstance(views, Tensor) and len(views)]:
+            self.rows.append(self._compute(torch.cat(good)))
+
+
+class _TextShard(_ShardInWork):
+    """Equal captions are computed once."""
+
+    def __init__(self, compute: _Compute):
+        super().__init__()
+        self._compute = compute
+        self._row_of: dict[str, int] = {}
+
+    def add(self, block: Block) -> None:
+        super().add(block)
+        for captions in block.inputs:
+            self.entries.append([self._row_of.setdefault(str(each), len(self._row_of)) for each in captions])
+
+    def finish(self, tokenizer: Tokenizer) -> Iterator[None]:
+        assert isinstance(tokenizer, TextTokenizer)
+        captions = list(self._row_of)
+        size = _CAPTION_CHUNKS * chunk_size(tokenizer.device)
+        for start in range(0, len(captions), size):
+            self.rows.append(self._compute(tokenizer.preprocess(captions[start : start + size])))
+            yield

@@ -1,0 +1,398 @@
+"""Training from stored features: the same bits, order, accounting and resume as with the towers in every step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.data.making import caption_members, write_tar
+from tests.models import BUSY_RESIDUAL
+from tests.ranks import RankError
+from tests.train.test_resume import start, wait_for
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip.data.samples import read_decoded
+from vqclip.errors import ConfigError, DataError, NonFiniteError
+from vqclip.io.file_locks import ProcessLock
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.train import TrainConfig, feature_cache
+from vqclip.train.step import TrainStep
+
+COUNTS = (37, 30)
+BAD = (5, 40)
+"""Numbers of samples whose image is damaged."""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Shards with two captions a sample, two damaged images and a sample without captions."""
+    folder, first = tmp_path_factory.mktemp("shards"), 0
+    for shard, count in enumerate(COUNTS):
+        members = caption_members(first, count)
+        for number in range(first, first + count):
+            members[f"{number:09d}.txt"] = f"caption {number % 7}\nother {number}\n".encode()
+            if number in BAD:
+                members[f"{number:09d}.jpg"] = b"no image"
+            if number == 11:
+                members[f"{number:09d}.txt"] = b""
+        write_tar(folder / f"{shard:05d}.tar", members)
+        first += count
+    return folder
+
+
+def tree_of(folder, shards, cache, frozen=("image", "text"), **changes):
+    """A run of 50 steps, more than five epochs, with frozen towers and two views of each image."""
+    every = {
+        "data__sources": [{"kind": "shards", "path": str(shards), "captions": "txt_lines"}],
+        "data__views": 2,
+        "data__max_bad_fraction": 0.9,
+        "data__transform": {"scale": [0.3, 1.0], "flip": 0.5},
+        "data__feature_cache": cache,
+        "train__steps": 50,
+        "train__batch_size": 8,
+        "train__precision": "fp32",
+    }
+    tree = run_tree(folder, shards, BUSY_RESIDUAL, **(every | changes))
+    for name in frozen:
+        tree["model"][name]["tower"]["train"] = "none"
+    return tree
+
+
+def timeless(folder):
+    return [
+        {name: value for name, value in line.items() if name not in ("images_per_second", "data_wait")}
+        for line in metrics(folder)
+    ]
+
+
+def bad_samples(folder):
+    return (folder / "tiny" / "bad_samples.jsonl").read_text().splitlines()
+
+
+def cache_of(folder, **changes):
+    return {"folder": str(folder / "features"), **changes}
+
+
+def train_both_ways(folder, shards, **changes):
+    """Train with and without the cache on this rank; return the samples of each step of both."""
+    cache = str(folder / "cache")
+    plain = run(tree_of(folder / "plain", shards, None, **changes), cache)
+    counted = {"images": 0, "tower": 0}
+    decode, tower = read_decoded, ImageTokenizer.tower_features
+
+    def decoding(*args):
+        counted["images"] += 1
+        return decode(*args)
+
+    def running(*args):
+        counted["tower"] += 1
+        return tower(*args)
+
+    step = TrainStep.__call__
+
+    def stepping(self, batch, number):
+        with (
+            mock.patch("vqclip.data.samples.read_decoded", decoding),
+            mock.patch.object(ImageTokenizer, "tower_features", running),
+        ):
+            return step(self, batch, number)
+
+    with mock.patch.object(TrainStep, "__call__", stepping):
+        stored = run(tree_of(folder / "stored", shards, cache_of(folder), **changes), cache)
+    return plain["sample_ids"], stored["sample_ids"], counted
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_bits_over_fifty_steps(ranks, tmp_path, shards, processes):
+    """Losses, weights, samples, and the records of bad samples."""
+    for plain, stored, counted in ranks(processes, train_both_ways, tmp_path, shards, init=False):
+        assert len(plain) == 50
+        assert plain == stored
+        assert counted == {"images": 0, "tower": 0}
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    assert timeless(plain) == timeless(stored)
+    assert all_equal(weights(plain, 50), weights(stored, 50))
+    assert bad_samples(plain) == bad_samples(stored)
+    kinds = {json.loads(line)["kind"] for line in bad_samples(plain)}
+    assert len(kinds) == 2, kinds
+
+
+@pytest.mark.parametrize("modality", ["image", pytest.param("text", marks=pytest.mark.slow)])
+def test_one_modality_alone(tmp_path, shards, modality):
+    changes = {"frozen": (modality,), "train__steps": 8, "data__workers": 1, "train__micro_batches": 2}
+    if modality == "text":
+        changes["data__views"] = None
+    plain, stored, _ = train_both_ways(tmp_path, shards, **changes)
+    assert plain == stored
+    assert timeless(tmp_path / "plain") == timeless(tmp_path / "stored")
+    assert [path.name.partition("-")[0] for path in (tmp_path / "features").iterdir()] == [modality]
+
+
+def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
+    outcomes = {}
+    for world_size in (1, 3):
+        folder = tmp_path / str(world_size)
+        tree = tree_of(folder, shards, cache_of(folder), train__precision="fp64", train__steps=12)
+        parts = ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
+        ids = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
+        outcomes[world_size] = ids, metrics(folder), weights(folder, 12)
+    assert outcomes[1][0] == outcomes[3][0]
+    for line, other in zip(outcomes[1][1], outcomes[3][1], strict=True):
+        assert other["loss/total"] == pytest.approx(line["loss/total"], rel=1e-6)
+    assert largest_difference(outcomes[1][2], outcomes[3][2]) < 1e-6
+    one, three = ({path.name: path.read_bytes() for path in shards_of(tmp_path / n)} for n in ("1", "3"))
+    assert one == three
+
+
+def shards_of(folder):
+    return sorted((folder / "features").glob("*/*.features"))
+
+
+def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
+    """Five epochs show two views of each image, evenly."""
+    config = TrainConfig.model_validate(tree_of(tmp_path, shards, None))
+    os.environ["VQCLIP_CACHE"] = str(tmp_path / "cache")
+    samples = config.data.build(
+        16, lambda captions: (torch.zeros(len(captions), 3, dtype=torch.int64), [3]), 8, 0
+    ).samples
+    seen = [samples.make(0, 3, epoch)[0].image for epoch in range(4)]
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert not torch.equal(seen[0], seen[1])
+    views = samples.make_views(3)
+    assert torch.equal(views[1], seen[0])  # epoch + sample id
+    assert torch.equal(views[0], seen[1])
+    samples.views = None
+    assert len({samples.make(0, 3, epoch)[0].image.numpy().tobytes() for epoch in range(4)}) == 4
+
+
+SHORT = {"train__steps": 4}
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "a flipped bit":
+        data[-5] ^= 1
+    elif how == "cut short":
+        data = data[:-4]
+    elif how == "NaN":
+        data[-4:] = b"\xff\xff\xff\x7f"
+    elif how == "missing":
+        path.unlink()
+        return
+    path.write_bytes(data)
+
+
+def test_a_damaged_shard_is_computed_again(tmp_path, shards):
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    cache = str(tmp_path / "cache")
+    run(tree, cache)
+    before = {path: path.read_bytes() for path in shards_of(tmp_path)}
+    assert len(before) > 2
+    for how in ("a flipped bit", "cut short", "NaN", "missing"):
+        times = {path: path.stat().st_mtime_ns for path in before}
+        chosen = list(before)[1]
+        damage(chosen, how)
+        shutil.rmtree(tmp_path / "tiny")
+        run(tree, cache)
+        assert {path: path.read_bytes() for path in before} == before
+        assert [path for path in before if path.stat().st_mtime_ns != times[path]] == [chosen], how
+
+
+def test_a_damaged_record_is_written_again(tmp_path, shards):
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    run(tree, str(tmp_path / "cache"))
+    record = next((tmp_path / "features").glob("image-*/records/00000.json"))
+    before = record.read_bytes()
+    record.write_bytes(before.replace(b'"size"', b'"sise"'))
+    shutil.rmtree(tmp_path / "tiny")
+    run(tree, str(tmp_path / "cache"))
+    assert record.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
+    """Killed while features are computed, and again in training."""
+    os.environ["VQCLIP_CACHE"] = cache = str(tmp_path / "cache")
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), train__checkpoint_every=5, data__workers=1)
+    process = start(tree, cache)
+    wait_for(lambda: len(list((tmp_path / "features").glob("*/records/*.json"))) >= 2, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    kept = {path: path.stat().st_mtime_ns for path in shards_of(tmp_path)}
+    process = start(tree, cache)
+    wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    run(tree, cache)
+    finished = [path for path in kept if path.with_name("records").joinpath(f"{path.stem}.json").exists()]
+    assert finished
+    assert sum(path.stat().st_mtime_ns == kept[path] for path in finished) >= 2
+    run(tree_of(tmp_path / "whole", shards, cache_of(tmp_path), train__checkpoint_every=5), cache)
+    assert all_equal(weights(tmp_path, 50), weights(tmp_path / "whole", 50))
+
+
+CHANGES = {
+    "weights": {"run__seed": 1},
+    "transform": {"data__transform": {"scale": [0.4, 1.0]}},
+    "views": {"data__views": 3},
+    "dtype": {"data__feature_cache__dtype": "bf16"},
+    "precision": {"train__precision": "bf16"},
+    "pixels": {"data__max_pixels": 10_000},
+}
+
+
+def test_other_settings_have_another_folder(tmp_path, shards):
+    """Only the features that they change."""
+    cache = str(tmp_path / "cache")
+    found = {}
+    for name, changes in {"none": {}, **CHANGES}.items():
+        run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes), cache)
+        found[name] = {path.name for path in (tmp_path / "features").iterdir()}
+    steps = list(itertools.pairwise(found.values()))
+    new = {
+        name: sorted(n.partition("-")[0] for n in after - before)
+        for name, (before, after) in zip(CHANGES, steps, strict=True)
+    }
+    images, both = ["image"], ["image", "text"]
+    assert new == {
+        "weights": both,
+        "transform": images,
+        "views": images,
+        "dtype": both,
+        "precision": both,
+        "pixels": images,
+    }
+
+
+def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
+    cache, other = str(tmp_path / "cache"), tmp_path / "other"
+    shutil.copytree(shards, other)
+    run(tree_of(tmp_path / "a", shards, cache_of(tmp_path), **SHORT), cache)
+    run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT), cache)
+    assert len(list((tmp_path / "features").iterdir())) == 2  # the same bytes under other names
+    write_tar(other / "00001.tar", caption_members(100, 9))
+    tree = tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT)
+    tree["data"]["sources"][0]["captions"] = "txt"
+    run(tree, cache)
+    assert len(list((tmp_path / "features").iterdir())) == 4
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_rounds_features_once(tmp_path, shards, dtype):
+    cache = str(tmp_path / "cache")
+    run(tree_of(tmp_path / "plain", shards, None, **SHORT), cache)
+    run(tree_of(tmp_path / "half", shards, cache_of(tmp_path, dtype=dtype), **SHORT), cache)
+    exact, half = (timeless(tmp_path / name)[0]["loss/total"] for name in ("plain", "half"))
+    assert exact != half
+    assert half == pytest.approx(exact, rel=0.05)
+    sizes = [path.stat().st_size for path in shards_of(tmp_path)]
+    assert max(sizes) < 64 * 4 * 16 * 4
+    config = TrainConfig.model_validate(tree_of(tmp_path, shards, cache_of(tmp_path, dtype=dtype)))
+    assert config.identity({}, towers_draw=False)["data"]["feature_cache"]["dtype"] == dtype
+
+
+def poisoned(tokenizer, value):
+    """Features of which the third row is `value`."""
+    compute = tokenizer.tower_features
+
+    def compute_poisoned(self, inputs):
+        features = compute(self, inputs)
+        features[2, 0, 0] = value
+        return features
+
+    return mock.patch.object(tokenizer, "tower_features", compute_poisoned)
+
+
+def test_features_that_cannot_be_stored_name_the_sample(tmp_path, shards):
+    cache = str(tmp_path / "cache")
+    with (
+        poisoned(ImageTokenizer, float("nan")),
+        pytest.raises(NonFiniteError, match=r"00000\.tar: sample 000000001: the image"),
+    ):
+        run(tree_of(tmp_path / "a", shards, cache_of(tmp_path), **SHORT), cache)
+    tree = tree_of(tmp_path / "b", shards, cache_of(tmp_path, dtype="fp16", modalities=["text"]), **SHORT)
+    with (
+        poisoned(TextTokenizer, 1e5),
+        pytest.raises(ConfigError, match=r"data\.feature_cache\.dtype: got fp16.*bf16 or fp32"),
+    ):
+        run(tree, cache)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
+    def problem(cache, **changes):
+        with pytest.raises(ValueError, match=r"data\.") as error:
+            TrainConfig.model_validate(tree_of(tmp_path, shards, cache, **changes))
+        return str(error.value)
+
+    assert "model.image.tower.train: none" in problem({"modalities": ["image"]}, frozen=("text",))
+    assert "expected model.image.tower.train: none or model.text.tower.train: none" in problem({}, frozen=())
+    assert "data.views: got null" in problem({}, data__views=None)
+    tree = tree_of(tmp_path, shards, {}, frozen=())
+    tree["model"]["image"]["tower"]["train"] = {"from_step": 10}
+    with pytest.raises(ValueError, match="towers train"):
+        TrainConfig.model_validate(tree)
+
+
+def test_a_full_disk_is_reported_before_any_work(tmp_path, shards):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with mock.patch("shutil.disk_usage", return_value=usage), pytest.raises(ConfigError) as error:
+        run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+    assert "67 samples x 2 views x 4 tokens x 16 features, fp32: 34.3 kB" in str(error.value)
+    assert "1 kB free" in str(error.value)
+    assert not shards_of(tmp_path)
+
+
+def test_a_rank_that_sees_no_shards_says_so(ranks, tmp_path, shards):
+    tree = tree_of(tmp_path, shards, None, **SHORT)
+    with pytest.raises(RankError, match=r"rank 1 does not see .*00000\.features.*all machines share"):
+        ranks(2, run_on_own_folder, tree, tmp_path, init=False)
+
+
+def run_on_own_folder(tree, folder):
+    rank = os.environ["RANK"]
+    tree["data"]["feature_cache"] = {"folder": str(folder / rank)}
+    with mock.patch.object(feature_cache, "_find_missing", lambda folder: list(range(folder.settings.shards))):
+        run(tree, str(folder / "cache"))
+
+
+def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):
+    """The second waits for the lock of the first, and then finds its shards."""
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    run(tree, str(tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "tiny")
+    held = mock.patch.object(ProcessLock, "try_acquire", side_effect=["process 7 on elsewhere", None, None])
+    with held, caplog.at_level("INFO"):
+        run(tree, str(tmp_path / "cache"))
+    assert "waiting for another job (process 7 on elsewhere)" in caplog.text
+
+
+def test_storage_that_fails_is_not_stored_as_bad_samples(tmp_path, shards):
+    def failing(*args):
+        raise DataError("no answer", "unreadable shard")
+
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    with mock.patch("vqclip.data.samples.read_decoded", failing), pytest.raises(DataError, match="no answer"):
+        run(tree, str(tmp_path / "cache"))
+    assert not shards_of(tmp_path)
+
+
+def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards):
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+
+    def deleting(self, readers):
+        for path in shards_of(tmp_path):
+            path.unlink()
+        self._samples.features = readers
+
+    with (
+        mock.patch("vqclip.data.loader.TrainData.use_features", deleting),
+        pytest.raises(DataError, match="was changed or deleted while it was in use"),
+    ):
+        run(tree, str(tmp_path / "cache"))
