@@ -334,6 +334,10 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
     assert "model.image.tower.train: none" in problem({"modalities": ["image"]}, frozen=("text",))
     assert "expected model.image.tower.train: none or model.text.tower.train: none" in problem({}, frozen=())
     assert "data.views: got null" in problem({}, data__views=None)
+    teacher = {"kind": "embeddings", "teacher": {"kind": "vqclip", "folder": "x"}}
+    tree = tree_of(tmp_path, shards, {}) | {"distillation": [teacher]}
+    with pytest.raises(ValueError, match="teacher needs images"):
+        TrainConfig.model_validate(tree)
     tree = tree_of(tmp_path, shards, {}, frozen=())
     tree["model"]["image"]["tower"]["train"] = {"from_step": 10}
     with pytest.raises(ValueError, match="towers train"):

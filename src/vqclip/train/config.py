@@ -164,7 +164,13 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
-        assert self.cached_modalities is not None  # reading it checks it
+        needs_pixels = [term.kind for term in self.distillation if term.kind != "text_features"]
+        if "image" in self.cached_modalities and needs_pixels:
+            raise ValueError(
+                f"distillation: got a term of kind {needs_pixels[0]}, whose teacher needs images, with a "
+                "data.feature_cache of image features, which replace them; expected data.feature_cache: null or "
+                "{modalities: [text]}"
+            )
         return self
 
     @property
