@@ -48,7 +48,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 class ProcessLock:
     """Lock of this process on a file, which its children do not inherit; it names its holder in the file.
 
-    Where the file system has no locks, a warning says so, and the lock counts as taken.
+    On a file system without locks, it logs a warning, and the lock counts as taken.
 
     Args:
         path: the file; it stays when the lock is released.

@@ -78,9 +78,9 @@ class FeatureReader:
             size = self.settings.row_bytes
             data = os.pread(shard.file, size, shard.table.rows_at + int(rows[entry]) * size)
         except OSError as error:
-            raise self._damaged(number, str(error.strerror)) from None
+            raise self._damage_error(number, str(error.strerror)) from None
         if len(data) != size:
-            raise self._damaged(number, "cut short")
+            raise self._damage_error(number, "cut short")
         features = torch.frombuffer(bytearray(data), dtype=self.settings.torch_dtype)
         return features.view(self.settings.tokens, self.settings.width)
 
@@ -103,15 +103,15 @@ class FeatureReader:
             return _OpenShard(file, parse_table(header, data))
         except ValueError as error:
             os.close(file)
-            raise self._damaged(number, str(error)) from None
+            raise self._damage_error(number, str(error)) from None
 
     def _error_of(self, number: int, shard: _OpenShard, sample_id: int) -> DataError:
         if shard.bad is None:
             record = self._folder.read_record(number)
             shard.bad = {each.sample_id: DataError(each.reason, each.kind) for each in record.bad} if record else {}
-        return shard.bad.get(sample_id) or self._damaged(number, f"sample {sample_id} has no features")
+        return shard.bad.get(sample_id) or self._damage_error(number, f"sample {sample_id} has no features")
 
-    def _damaged(self, number: int, problem: str) -> StorageError:
+    def _damage_error(self, number: int, problem: str) -> StorageError:
         return StorageError(
             f"{self._path(number)}: {problem}: the feature cache was changed or deleted while it was in use; start the "
             "run again",

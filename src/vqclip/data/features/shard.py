@@ -65,7 +65,7 @@ class _Header(NamedTuple):
 
 
 class ShardTable(NamedTuple):
-    """Where the rows of each sample are."""
+    """Places of the rows of each sample."""
 
     first: np.ndarray
     rows: np.ndarray
