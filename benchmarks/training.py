@@ -205,8 +205,8 @@ def remove_checks() -> None:
 class RowProcess:
     """In the parent: one row's process."""
 
-    def __init__(self, row: str, python: str, shards: Path, folder: Path, steps: int):
-        command = [python, __file__, "--child", row, "--shards", shards, "--folder", folder, "--steps", str(steps)]
+    def __init__(self, row: str, python: str, shards: Path, folder: Path, steps: int, script: str = __file__):
+        command = [python, script, "--child", row, "--shards", shards, "--folder", folder, "--steps", str(steps)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.row, self.log = row, (folder / f"{row}.log").open("w+")
         self.process = subprocess.Popen(
