@@ -222,6 +222,38 @@ def test_a_damaged_record_is_written_again(tmp_path, shards):
     assert record.read_bytes() == before
 
 
+def test_a_shard_that_was_moved_with_its_record_is_computed_again(tmp_path, shards):
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    run(tree, str(tmp_path / "cache"))
+    folder = next((tmp_path / "features").glob("image-*"))
+    names = [[f"{shard:05d}.features", f"records/{shard:05d}.json"] for shard in range(2)]
+    before = {name: (folder / name).read_bytes() for pair in names for name in pair}
+    for mine, other in zip(*names, strict=True):
+        (folder / mine).write_bytes(before[other])
+        (folder / other).write_bytes(before[mine])
+    shutil.rmtree(tmp_path / "tiny")
+    run(tree, str(tmp_path / "cache"))
+    assert {name: (folder / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize("name", ["00001.features", "records/00001.json", "lock"])
+@pytest.mark.parametrize("how", ["folder", "pipe", "broken link"])
+def test_what_is_not_a_file_is_refused(tmp_path, shards, name, how):
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    run(tree, str(tmp_path / "cache"))
+    path = next((tmp_path / "features").glob("image-*")) / name
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "gone" / "file")
+    shutil.rmtree(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match=f"{name}: got a folder, a pipe or a broken link"):
+        run(tree, str(tmp_path / "cache"))
+
+
 @pytest.mark.slow
 def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     """Killed while features are computed, and again in training."""

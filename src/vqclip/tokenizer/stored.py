@@ -43,7 +43,13 @@ def verify_frozen(path: Path, digest: FileDigest, source: Path) -> None:
             "its checkpoints. Restore it, or move the checkpoint back into its run's folder; vqclip export-tokenizer "
             "writes folders that need no other"
         )
-    verify_file(path, digest, str(source))
+    try:
+        verify_file(path, digest, str(source))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. All checkpoints of the run need it: restore a copy of it, or train under another name "
+            "(run.name=...)"
+        ) from error
 
 
 def merged_state(module: nn.Module) -> dict[str, Tensor]:

@@ -47,6 +47,10 @@ class BadFeatures(Config):
 class ShardRecord(Config):
     """Record of a finished shard."""
 
+    settings: str
+    """Digest of the folder's settings."""
+    shard: int
+    """Number of the shard; a file and its record that were moved to another number do not fit it."""
     file: FileDigest
     """Size and checksum of the shard."""
     bad: tuple[BadFeatures, ...] = ()
@@ -69,7 +73,7 @@ class FeatureFolder:
         """Make the folder if it is missing, and compare its settings.
 
         Raises:
-            ConfigError: it cannot be made, or has other settings.
+            ConfigError: it cannot be made, has other settings, or contains something that is not a file.
         """
         try:
             (self.path / _RECORDS).mkdir(parents=True, exist_ok=True)
@@ -79,6 +83,8 @@ class FeatureFolder:
                 "can be written to"
             ) from None
         path, mine = self.path / "settings.json", self.settings.model_dump(mode="json")
+        _require_file_or_nothing(path)
+        _require_file_or_nothing(self.lock_path)
         if not path.exists():
             write_file_once(path, add_checksum({**_VERSIONS, **mine}))
         try:
@@ -120,7 +126,10 @@ class FeatureFolder:
         path = self._record_path(shard)
         try:
             body: dict[str, Any] = read_versioned(path, _VERSIONS, _REMEDY)
-            return ShardRecord.model_validate_json(json.dumps(body))
+            record = ShardRecord.model_validate_json(json.dumps(body))
+            if (record.settings, record.shard) == (self.settings.digest, shard):
+                return record
+            logger.warning("%s: the record of another shard or folder; the shard is computed again", path)
         except FileNotFoundError:
             return None
         except (CheckpointError, OSError) as error:
@@ -130,9 +139,17 @@ class FeatureFolder:
         return None
 
     def write(self, shard: int, content: ShardContent, bad: tuple[BadFeatures, ...]) -> None:
-        """Write a shard, and then its record."""
-        record = ShardRecord(file=write_file(self.shard_path(shard), content.write), bad=bad)
-        write_file(self._record_path(shard), add_checksum({**_VERSIONS, **record.model_dump(mode="json")}))
+        """Write a shard, and then its record.
+
+        Raises:
+            ConfigError: something that is not a file has the name of one of them.
+        """
+        path, record_path = self.shard_path(shard), self._record_path(shard)
+        _require_file_or_nothing(path)
+        _require_file_or_nothing(record_path)
+        file = write_file(path, content.write)
+        record = ShardRecord(settings=self.settings.digest, shard=shard, file=file, bad=bad)
+        write_file(record_path, add_checksum({**_VERSIONS, **record.model_dump(mode="json")}))
 
     def first_unseen(self) -> Path | None:
         """Return the first shard or record that this process cannot see; None if it sees all."""
@@ -144,3 +161,11 @@ class FeatureFolder:
 
     def _record_path(self, shard: int) -> Path:
         return self.path / _RECORDS / f"{shard:05d}.json"
+
+
+def _require_file_or_nothing(path: Path) -> None:
+    """Raise ConfigError where a write would wait for a pipe, or fail with a link's broken target."""
+    if (path.is_symlink() or path.exists()) and not path.is_file():
+        raise ConfigError(
+            f"data.feature_cache: {path}: got a folder, a pipe or a broken link; expected a file or nothing; delete it"
+        )
