@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from tests.data.making import caption_shards
 from tests.towers.huggingface.making import make_image, make_text
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import checkpoint, load_tokenizer
+from vqclip.errors import OtherRunError
 from vqclip.model import CLIP
 from vqclip.tokenize_dataset.encode import Encoders
 
@@ -59,6 +61,42 @@ def test_runs_agree_on_any_number_of_processes_and_resume_exactly(ranks, tmp_pat
     shutil.rmtree(tmp_path / "half" / "tiny" / "checkpoints" / f"step-{ALL:08d}")
     run(half, cache)
     assert all_equal(weights(tmp_path / "half", ALL), one)
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+CHANGES = {
+    "image/config.json": (
+        lambda tree: tree.update(hidden_act="relu"),
+        r"image\.tower.*\.network\.hidden_act: 'gelu' in",
+    ),
+    "image/preprocessor_config.json": (
+        lambda tree: tree.update(image_mean=[0.1] * 3),
+        r"image\.tower.*\.mean\[0\]: 0\.5",
+    ),
+    "text/tokenizer.json": (
+        lambda tree: tree["model"]["vocab"].update(a=13),
+        r"text\.tower.*\.tokenizer\.json: '\w{64}'",
+    ),
+}
+
+
+def test_a_run_whose_towers_have_other_settings_in_their_folders_does_not_resume(tmp_path, shards, towers):
+    own, cache = shutil.copytree(towers, tmp_path / "towers"), str(tmp_path / "cache")
+    tree = tree_of(tmp_path / "run", shards, own, train__checkpoint_every=HALF)
+    run(tree, cache)
+    shutil.rmtree(tmp_path / "run" / "tiny" / "checkpoints" / f"step-{ALL:08d}")
+    for name, (change, message) in CHANGES.items():
+        before = (own / name).read_text()
+        edit(own / name, change)
+        with pytest.raises(OtherRunError, match=message):
+            run(tree, cache)
+        (own / name).write_text(before)
+    run(tree, cache)
 
 
 def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, towers):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +16,7 @@ from vqclip.data import DataConfig
 from vqclip.data.features import Modality
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.losses import LossConfig
-from vqclip.model import ModelConfig
+from vqclip.model import CLIP, ModelConfig
 from vqclip.runlog.best import PREFIX
 from vqclip.towers.training import FromStep
 from vqclip.train.bottleneck import BottleneckConfig
@@ -182,7 +184,12 @@ class TrainConfig(Config):
         return self.data.feature_cache.choose(training, self.data.views)
 
     def identity(
-        self, samples: dict[str, Any], *, towers_draw: bool, distillation: Sequence[dict[str, Any]] = ()
+        self,
+        samples: dict[str, Any],
+        *,
+        towers_draw: bool,
+        distillation: Sequence[dict[str, Any]] = (),
+        read: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     ) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
 
@@ -194,6 +201,7 @@ class TrainConfig(Config):
             samples: fingerprint of the data.
             towers_draw: whether the towers contain dropout, stochastic depth or similar modules.
             distillation: its terms with digests of their teachers.
+            read: result of `settings_from_folders`.
         """
         reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"}) | self._stored_values()
         settings: dict[str, object] = {
@@ -217,7 +225,26 @@ class TrainConfig(Config):
         }
         if distillation:  # absent without terms: the checkpoints of former versions resume
             settings["distillation"] = list(distillation)
+        settings |= {f"model.{modality}.tower (from its folder)": found for modality, found in read.items()}
         return settings | (by_rank if towers_draw else {})
+
+    def settings_from_folders(self, model: CLIP) -> dict[str, dict[str, Any]]:
+        """Return, for each modality, the settings of its tower that are not in the configuration, but in files.
+
+        Files can change between a run and its resumption, while the configuration that names them stays.
+
+        Args:
+            model: built from this configuration.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for modality in ("image", "text"):
+            tokenizer = getattr(model, modality)
+            given = getattr(self.model, modality).tower.model_dump(mode="json")
+            complete = tokenizer.config.tower.model_dump(mode="json")
+            files = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files().items()}
+            if settings := {name: value for name, value in complete.items() if value != given[name]} | files:
+                found[modality] = settings
+        return found
 
     def _stored_values(self) -> dict[str, Any]:
         """Return the settings of views and stored features that change values; absent where they change none."""

@@ -182,7 +182,12 @@ def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -
             f"run.resume: got 'never', but {folder} contains checkpoints; choose another run.name, or 'auto'"
         )
     distillation = [] if step.distillation is None else step.distillation.identity
-    identity = config.identity(data.fingerprint, towers_draw=towers_draw(step.model), distillation=distillation)
+    identity = config.identity(
+        data.fingerprint,
+        towers_draw=towers_draw(step.model),
+        distillation=distillation,
+        read=config.settings_from_folders(step.model),
+    )
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     return Checkpointer(folder, identity, step, retention, config.train.save_in_background)
 
