@@ -86,3 +86,15 @@ def test_a_tokenizer_runs_its_tower_only_without_features():
     given = model(images[:, :, :0, :0], tokens, *features)
     assert torch.equal(given.image.embedding, trained.image.embedding)
     assert torch.equal(given.text.embedding, trained.text.embedding)
+
+
+def test_pixels_get_their_gradient_through_a_frozen_tower():
+    """A tokenizer without trainable weights can be part of a loss on images."""
+    torch.manual_seed(0)
+    tokenizer = tiny_model(FSQ, FSQ).build().image.eval().requires_grad_(False)
+    images = torch.rand(3, 3, 16, 16, requires_grad=True)
+    tokenizer.continuous(images)[:, 0].sum().backward()
+    assert images.grad.abs().sum() > 0
+    with torch.no_grad():
+        features = tokenizer.tower_features(images)
+    assert torch.allclose(features, tokenizer.tower_features(images.detach()), atol=1e-5)

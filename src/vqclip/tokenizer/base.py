@@ -123,9 +123,11 @@ class Tokenizer(TokenizerDecoder, ABC):
         """Return the tower's features ``(B, N, D)`` for a batch from `preprocess`.
 
         A frozen tower runs without gradient, in evaluation mode and in chunks of one shape, so that the features of a
-        sample do not depend on its batch; see `frozen_features`.
+        sample do not depend on its batch; see `frozen_features`. Pixels that require a gradient get it from any tower.
         """
-        return frozen_features(self.tower, inputs) if self.tower.is_frozen else self.tower(inputs)
+        if self.tower.is_frozen and not inputs.requires_grad:
+            return frozen_features(self.tower, inputs)
+        return self.tower(inputs)
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""
