@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import frozen_file
 from vqclip.train import TrainConfig
 from vqclip.train.export import export_checkpoint
 from vqclip.train.main import _build_model, _build_step
@@ -345,6 +347,12 @@ def flip(path):
 
 def cut(path):
     path.write_bytes(path.read_bytes()[:-8])
+
+
+def test_the_frozen_file_of_a_model_folder_near_the_root():
+    """A checkpoint's `model` that was copied elsewhere: its config.json asks for a file that is not there."""
+    assert frozen_file(Path("/runs/a/checkpoints/step-1/model"), "w") == Path("/runs/a/frozen/w")
+    assert frozen_file(Path("/tmp/model"), "w") == Path("/frozen/w")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ _BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weigh
 
 def frozen_file(model_folder: Path, weights: str) -> Path:
     """Return the path of the frozen tensors of the run that contains a checkpoint's ``model_folder``."""
-    return model_folder.absolute().parents[2] / FROZEN_FOLDER / weights
+    return model_folder.absolute().parent.parent.parent / FROZEN_FOLDER / weights
 
 
 def verify_frozen(path: Path, digest: FileDigest, source: Path) -> None:
