@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -21,7 +22,8 @@ from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.train import TrainConfig, feature_cache
+from vqclip.towers.frozen import chunk_size
+from vqclip.train import TrainConfig, feature_cache, feature_origin
 from vqclip.train.step import TrainStep
 
 COUNTS = (37, 30)
@@ -320,6 +322,28 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
     tree["data"]["sources"][0]["captions"] = "txt"
     run(tree, cache)
     assert len(list((tmp_path / "features").iterdir())) == 4
+
+
+@pytest.mark.parametrize("package", ["vqclip", "ftfy", "tokenizers"])
+def test_versions_are_part_of_the_settings(monkeypatch, package):
+    """Those of the libraries that make pixels, token numbers or features."""
+    version, before = importlib.metadata.version, feature_origin._versions()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == package else version(name))
+    assert feature_origin._versions() != before
+
+
+def test_other_ranks_never_wait_for_all_views_of_a_block(tmp_path, shards):
+    """The job pauses after every chunk, however many views a block of samples has."""
+    compute, sizes = ImageTokenizer.tower_features, []
+
+    def counting(self, inputs):
+        sizes.append(len(inputs))
+        return compute(self, inputs)
+
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **(SHORT | {"data__views": 5}))
+    with mock.patch.object(ImageTokenizer, "tower_features", counting):
+        run(tree, str(tmp_path / "cache"))
+    assert max(sizes) == chunk_size(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -64,7 +64,8 @@ class FeatureJob:
         with contextlib.closing(made):  # type: ignore[type-var]
             for block in made:
                 shard = shard or (_TextShard(self._compute) if is_text else _ImageShard(self._compute))
-                shard.add(block)
+                for _ in shard.add(block, self._tokenizer):
+                    yield 0
                 if block.is_last:
                     for _ in shard.finish(self._tokenizer):
                         yield 0
@@ -111,9 +112,10 @@ class _ShardInWork:
         self.rows: list[Tensor] = []
         self.bad: list[BadFeatures] = []
 
-    def add(self, block: Block) -> None:
-        """Add a block of samples."""
+    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
+        """Add a block of samples, with a pause after each chunk that is computed."""
         self.bad += block.bad
+        yield from ()
 
     def finish(self, tokenizer: Tokenizer) -> Iterator[None]:
         """Compute what is left, with a pause now and then."""
@@ -125,13 +127,15 @@ class _ImageShard(_ShardInWork):
         super().__init__()
         self._compute, self._count = compute, 0
 
-    def add(self, block: Block) -> None:
-        super().add(block)
+    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
+        yield from super().add(block, tokenizer)
         for views in block.inputs:
             self.entries.append(list(range(self._count, self._count + len(views))))
             self._count += len(views)
         if good := [views for views in block.inputs if isinstance(views, Tensor) and len(views)]:
-            self.rows.append(self._compute(torch.cat(good)))
+            for chunk in torch.cat(good).split(chunk_size(tokenizer.device)):
+                self.rows.append(self._compute(chunk))
+                yield
 
 
 class _TextShard(_ShardInWork):
@@ -142,8 +146,8 @@ class _TextShard(_ShardInWork):
         self._compute = compute
         self._row_of: dict[str, int] = {}
 
-    def add(self, block: Block) -> None:
-        super().add(block)
+    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
+        yield from super().add(block, tokenizer)
         for captions in block.inputs:
             self.entries.append([self._row_of.setdefault(str(each), len(self._row_of)) for each in captions])
 

@@ -19,7 +19,10 @@ from vqclip.towers.frozen import chunk_size
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
 
-_MADE_WITH = ("torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers")
+_MADE_WITH = (
+    *("vqclip", "torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers"),
+    *("tokenizers", "ftfy", "regex"),  # they decide the token numbers of a caption
+)
 
 
 def feature_settings(config: TrainConfig, tokenizer: Tokenizer, data: TrainData) -> FeatureSettings:
