@@ -56,15 +56,7 @@ def resize(images: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
     Returns:
         ``(B, 3, size, size)`` uint8, or 0..1 in ``dtype``.
-
-    Raises:
-        ConfigError: the batch has no pixels, as the student's features come from a cache.
     """
-    if not images.shape[-1]:
-        raise ConfigError(
-            "distillation: got a teacher of images with data.feature_cache, which leaves out the pixels; expected one "
-            "of the two, or a cache of the texts alone"
-        )
     if images.shape[-1] == size:
         return images
     pixels = images.to(dtype) / 255
