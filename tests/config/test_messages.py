@@ -134,3 +134,32 @@ def test_a_wrong_element_does_not_make_the_list_too_short():
     first, second = sorted(str(error.value).splitlines(), key=len)
     assert "pairs[0].bits: got 0 (int)" in first
     assert "of length >= 2" in second
+
+
+class First(Config):
+    last: int = Field(ge=1)
+
+
+class Second(Config):
+    size: Bits
+
+
+class Union(Config):
+    train: First | Second | float | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{last: 0}", "train.last: got 0 (int); expected an integer >= 1"),
+        ("{last: 2, lst: 1}", 'train.lst: unknown key; did you mean "last"?'),
+        ("{lst: 2}", "train: got {'lst': 2} (dict); expected a section with keys last or "),
+        ("nun", "train: got 'nun' (str); expected a section with keys last or "),
+    ],
+)
+def test_errors_of_the_section_that_was_meant(value, message):
+    """The keys show it, in a union of sections without `kind`."""
+    with pytest.raises(ConfigError) as error:
+        load_config(Union, None, [f"train={value}"])
+    (line,) = str(error.value).splitlines()
+    assert message in line

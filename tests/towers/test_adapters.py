@@ -93,6 +93,8 @@ def test_an_adapter_without_gradient_is_refused(monkeypatch):
     assert "backbone.unused" not in adapted(vit())
     with pytest.raises(ConfigError, match=r"targets: adapters of backbone.unused do not affect the features"):
         vit(targets=["unused", "fc1"])
+    with pytest.raises(ConfigError, match=r"targets: adapters of backbone.unused do not affect the features"):
+        vit(targets=["unused"])
 
 
 def test_a_network_of_convolutions_has_nothing_to_adapt():

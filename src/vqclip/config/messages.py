@@ -22,12 +22,15 @@ _MAX_WORD = 120
 def describe_problems(schema: type[BaseModel], root: Node, error: ValidationError) -> list[Problem]:
     """Return one problem for each key that pydantic reports an error for."""
     found: dict[tuple[Any, ...], Problem] = {}
+    plain = root.plain()
     for detail in error.errors(include_url=False):
         if _ignores_invalid_elements(detail):
             continue
         if len(found) > MAX_PROBLEMS:  # each takes time, and no one reads more
             break
-        place = locate(schema, detail["loc"])
+        place = locate(schema, detail["loc"], plain)
+        if place is None:
+            continue
         problem = _describe_problem(place, root, detail)
         found.setdefault(problem.path, problem)
     return list(found.values())
@@ -51,7 +54,9 @@ def _describe_problem(place: SchemaLocation, root: Node, error: ErrorDetails) ->
             reached = False
             break
         owner, node = node, child
-    if kind == "extra_forbidden":
+    if reached and kind in ("missing", "extra_forbidden") and len(members(place.annotation)) > 1:
+        message = f"{_describe_got(node)}; expected {_describe_expected(place, kind)}"  # of one member of the union
+    elif kind == "extra_forbidden":
         message = _describe_unknown_key(place, owner, node)
     elif kind in ("missing", "union_tag_not_found"):
         message = f"missing; expected {_describe_expected(place, kind)}"

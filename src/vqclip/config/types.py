@@ -102,25 +102,54 @@ def descend(place: SchemaLocation, part: str | int) -> SchemaLocation:
     return SchemaLocation(path, inner, metadata)
 
 
-def locate(schema: type[BaseModel], location: Sequence[str | int]) -> SchemaLocation:
+def section_meant(annotation: Any, keys: Iterable[str]) -> type[BaseModel] | None:
+    """Return the only section of a union without ``kind`` that has one of these keys, or None."""
+    sections = [] if kinds_of(annotation) else [each for each in members(annotation) if is_model(each)]
+    found = [section for section in sections if section.model_fields.keys() & set(keys)]
+    return found[0] if len(found) == 1 else None
+
+
+def locate(schema: type[BaseModel], location: Sequence[str | int], root: Any = None) -> SchemaLocation | None:
     """Return the location of a pydantic error.
 
     Inside a union pydantic adds the name of the chosen member to the location of an error. Names of kinds are removed.
-    In any other union each member reports its own errors; the location is then that of the union.
+    In any other union each member reports its own errors. If the value's keys are those of one section alone, its
+    errors count, and the result for those of the other members is None; otherwise the location is that of the union.
+
+    Args:
+        schema: of the configuration.
+        location: of the error.
+        root: the configuration as plain dicts, lists and scalars.
     """
     place = SchemaLocation((), schema)
     parts = list(location)
     while parts:
         if len(members(place.annotation)) > 1:
             kinds = kinds_of(place.annotation)
-            if parts[0] not in kinds:
-                break
-            place = SchemaLocation(place.path, kinds[str(parts.pop(0))], (), place.owner)
+            chosen = kinds.get(str(parts[0]))
+            if chosen is None:
+                value = _value_at(root, place.path)
+                chosen = section_meant(place.annotation, value) if isinstance(value, dict) else None
+                if chosen is None:
+                    break
+                if parts[0] != chosen.__name__:
+                    return None
+            parts.pop(0)
+            place = SchemaLocation(place.path, chosen, (), place.owner)
             continue
         if parts[0] == "[key]":
             break
         place = descend(place, parts.pop(0))
     return place
+
+
+def _value_at(root: Any, path: KeyPath) -> Any:
+    for part in path:
+        try:
+            root = root[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return root
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}

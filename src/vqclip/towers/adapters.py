@@ -101,7 +101,9 @@ def _require_gradients(tower: Tower) -> None:
     adapters = {name: each for name, each in tower.named_parameters() if each.requires_grad}
     features = tower.eval()(tower.example())
     # An unused adapter has None here, though the types do not show it.
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
+    gradients: Sequence[Tensor | None] = [None] * len(adapters)
+    if features.requires_grad:
+        gradients = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
     tower.train(training)
     if unused := [name for name, each in zip(adapters, gradients, strict=True) if each is None]:
         layers = dict.fromkeys(name.partition(".lora_")[0] for name in unused)
