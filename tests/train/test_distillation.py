@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.data.making import caption_shards
 from tests.models import FSQ, tiny_model
 from tests.open_clip_models import save_open_clip
+from tests.towers.huggingface.making import make_image
 from tests.train.test_grad_cache import assert_alike, batch_number
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.errors import ConfigError, NonFiniteError, OtherRunError
@@ -253,6 +254,10 @@ def test_teachers_that_cannot_be_used_are_refused(tmp_path, folders, pretrained)
         assert text.startswith(f"distillation[0].teacher.pretrained: got '{gone}', which is neither a file nor")
     initial = {"kind": "image_features", "teacher": {"kind": "initial"}}
     assert "model.image.tower starts from random weights" in refused(initial)
+    make_image(tmp_path / "vit")
+    tree = tiny_model().model_dump(mode="json")
+    tree["image"]["tower"] = {"kind": "transformers", "name": str(tmp_path / "vit"), "pretrained": False}
+    assert "starts from random weights" in refused(initial, model=type(tiny_model()).model_validate(tree))
     tree = tiny_model().model_dump(mode="json")
     tree["image"]["tower"] |= {"checkpoint": pretrained, "train": "none"}
     assert "frozen tower (model.image.tower.train: none)" in refused(

@@ -57,6 +57,11 @@ class TowerConfig(Config):
     for all of it from a step on; `{lora: {rank: 8}}` for adapters. Frozen parts run without gradient in evaluation
     mode, and a run stores them once. Batch normalisation stays as loaded; with `all` it is refused."""
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Return whether the tower starts from weights that were trained before."""
+        return any(getattr(self, name) != value for name, value in self.random_weights.items())
+
 
 def architecture_of(tower: TowerConfig) -> dict[str, Any]:
     """Return the settings to change to build the network of ``tower`` alone: random weights, nothing frozen."""

@@ -84,6 +84,8 @@ def test_normalisation_is_the_models_or_ones_own(tmp_path):
         ({"image_mean": [0.5], "image_std": [0.5]}, "lacks image_mean or image_std"),
         ({"image_mean": [0.5] * 3, "image_std": [0, 1, 1]}, "lacks image_mean or image_std"),
         ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 127.5}, "scales pixels by"),
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": None}, "scales pixels by None"),
+        ({"image_mean": [float("nan")] * 3, "image_std": [0.5] * 3}, "lacks image_mean or image_std"),
     ):
         path.write_text(json.dumps(settings))
         with pytest.raises(ConfigError, match=message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -84,6 +85,11 @@ class TransformersImageTowerConfig(TowerConfig):
     """The network's own settings (config.json of transformers); set in tokenizer folders, in place of `name`."""
 
     _shapes: dict[str, tuple[int, ...]] | None = PrivateAttr(None)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Return whether the tower starts from weights that were trained before."""
+        return self.pretrained
 
     @model_validator(mode="after")
     def _one_source(self) -> TransformersImageTowerConfig:
@@ -193,7 +199,8 @@ def _statistics(folder: EncoderFolder, pretrained: bool) -> tuple[_Channels, _Ch
             "weights were trained on, such as [0.5, 0.5, 0.5]"
         )
     factor = settings.get("rescale_factor", 1 / 255)
-    if settings.get("do_rescale") is False or abs(factor * 255 - 1) > 1e-3:
+    usual = isinstance(factor, int | float) and abs(factor * 255 - 1) <= 1e-3
+    if settings.get("do_rescale") is False or not usual:
         raise ConfigError(
             f"tower.mean: preprocessor_config.json in {folder.path} scales pixels by {factor!r} (do_rescale "
             f"{settings.get('do_rescale')!r}); expected 1/255, or mean and std of pixels in 0..1 beside name"
@@ -205,12 +212,14 @@ def _statistics(folder: EncoderFolder, pretrained: bool) -> tuple[_Channels, _Ch
         return mean, std
     raise ConfigError(
         f"tower.mean: preprocessor_config.json in {folder.path} lacks image_mean or image_std; expected three "
-        "numbers each, or mean and std beside name"
+        "finite numbers each, or mean and std beside name"
     )
 
 
 def _channels(value: Any) -> _Channels | None:
-    if not isinstance(value, list) or len(value) != 3 or not all(isinstance(each, int | float) for each in value):
+    if not isinstance(value, list) or len(value) != 3:
+        return None
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in value):
         return None
     red, green, blue = value
     return float(red), float(green), float(blue)

@@ -88,6 +88,11 @@ class TransformersTextTowerConfig(TowerConfig):
     _vocabulary: bytes | None = PrivateAttr(None)
     _shapes: dict[str, tuple[int, ...]] | None = PrivateAttr(None)
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Return whether the tower starts from weights that were trained before."""
+        return self.pretrained
+
     @model_validator(mode="after")
     def _one_source(self) -> TransformersTextTowerConfig:
         given = [key for key in ("name", "package", "network") if getattr(self, key) is not None]

@@ -166,8 +166,7 @@ def build_tower(config: TeacherConfig, modality: Modality, student: CLIP) -> Ima
 
 
 def _copy_initial(modality: Modality, student: CLIP) -> ImageTower | TextTower:
-    section = getattr(student.config, modality).tower
-    if all(getattr(section, name) == value for name, value in section.random_weights.items()):
+    if not getattr(student.config, modality).tower.is_pretrained:
         raise ConfigError(
             f"teacher: got kind 'initial', but model.{modality}.tower starts from random weights; expected pretrained "
             "ones, or another teacher"
