@@ -395,6 +395,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
 
     assert "model.image.tower.train: none" in problem({"modalities": ["image"]}, frozen=("text",))
     assert "expected model.image.tower.train: none or model.text.tower.train: none" in problem({}, frozen=())
+    assert "at least 1 item" in problem({"modalities": []})
     assert "data.views: got null" in problem({}, data__views=None)
     teacher = {"kind": "embeddings", "teacher": {"kind": "vqclip", "folder": "x"}}
     tree = tree_of(tmp_path, shards, {}) | {"distillation": [teacher]}

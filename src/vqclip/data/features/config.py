@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.data.features.settings import FeatureDtype
@@ -21,7 +23,7 @@ class FeatureCacheConfig(Config):
     Other weights, data or transforms get a subfolder of their own; delete those that are no longer needed."""
     dtype: FeatureDtype = "fp32"
     """Type of the stored numbers. fp32 trains the same bits as without the cache; fp16 and bf16 take half the space."""
-    modalities: tuple[Modality, ...] | None = None
+    modalities: Annotated[tuple[Modality, ...], Field(min_length=1)] | None = None
     """Towers whose features are stored; null: each one with `train: none`."""
 
     @property
