@@ -99,9 +99,14 @@ def test_a_run_whose_towers_have_other_settings_in_their_folders_does_not_resume
     run(tree, cache)
 
 
-def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, towers):
+@pytest.mark.parametrize("train", ["all", "none", {"lora": {"rank": 2}}], ids=["all", "none", "lora"])
+def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, towers, train):
+    """Whether the weights of towers are in a checkpoint, beside it, or both."""
     own = shutil.copytree(towers, tmp_path / "towers")
-    run(tree_of(tmp_path / "run", shards, own), str(tmp_path / "cache"))
+    tree = tree_of(tmp_path / "run", shards, own)
+    for part in ("image", "text"):
+        tree["model"][part]["tower"]["train"] = train
+    run(tree, str(tmp_path / "cache"))
     shutil.rmtree(own)
     folder = tmp_path / "run" / "tiny"
     text = load_tokenizer(folder / "tokenizer", "text")

@@ -205,7 +205,7 @@ class TokenizerFolder:
         section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
         config = validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
         prefix = f"{modality}.tower."
-        with open_tensors(self.path / WEIGHTS_FILE) as file:
+        with self._open_weights({}) as file:
             shapes = read_shapes(file, [name for name in file.keys() if name.startswith(prefix)])  # noqa: SIM118
         files: dict[str, bytes] = {
             name: read_bounded(self.path / name, digest.size) for name, digest in self.config.files.items()
