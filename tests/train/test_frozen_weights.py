@@ -339,6 +339,15 @@ def test_a_forged_file_is_refused(copy, change, message):
         CLIP.from_pretrained(checkpoint(folder) / "model")
 
 
+@pytest.mark.parametrize(("image", "text"), [("all", "all"), ("none", "all"), ({"last": 1}, LORA)])
+def test_other_frozen_parts_are_refused_on_resume(copy, shards, image, text):
+    folder, _ = copy
+    shutil.rmtree(checkpoint(folder))
+    config = tree(folder, shards, image, text, train__steps=STEPS, run__resume_allow=["model"])
+    with pytest.raises(OtherRunError, match=r"other frozen parts.*model\.\*\.tower\.train cannot change"):
+        run(config, str(folder / "cache"))
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1

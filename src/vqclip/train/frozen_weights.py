@@ -99,10 +99,12 @@ class FrozenWeights:
 
         Raises:
             CheckpointError: the checkpoint needs another file.
-            OtherRunError: the model has other weights.
+            OtherRunError: the model has other frozen parts, or other weights in them.
         """
-        expected = self.digest if self.names else None
-        if read_frozen_digest(model_folder) != expected:
+        found = read_frozen_digest(model_folder)
+        if (found is None) == bool(self.names):
+            raise self._other_parts_error([])
+        if found is not None and found != self.digest:
             raise CheckpointError(
                 f"{model_folder}: was saved with other frozen weights than those in {self.path}; restore the file of "
                 "its run"
@@ -120,13 +122,21 @@ class FrozenWeights:
         """Return a line for each tensor of the file that the model does not have with the same bits."""
         state = self._model.state_dict()
         with open_tensors(self.path) as file:
-            if problems := shape_differences(
-                {name: tuple(state[name].shape) for name in self.names}, read_shapes(file)
-            ):
-                return [problem.removeprefix("missing ").removeprefix("unexpected ") for problem in problems]
+            shapes = read_shapes(file)
+            if others := sorted(shapes.keys() ^ self.names):
+                raise self._other_parts_error(others)
+            if problems := shape_differences({name: tuple(state[name].shape) for name in self.names}, shapes):
+                return problems
             return [
                 f"{name} has other values"
                 for name in sorted(self.names)
                 if (stored := file.get_tensor(name)).dtype != state[name].dtype
                 or not torch.equal(stored, state[name].cpu())
             ]
+
+    def _other_parts_error(self, names: list[str]) -> OtherRunError:
+        return OtherRunError(
+            f"{self.folder.parent}: the run began with other frozen parts of towers"
+            f"{f' ({first_names(names)})' if names else ''}; model.*.tower.train cannot change when a run resumes, nor "
+            "with run.resume_allow. Restore it, or give this run another name (run.name=...)"
+        )
