@@ -348,6 +348,28 @@ def test_other_frozen_parts_are_refused_on_resume(copy, shards, image, text):
         run(config, str(folder / "cache"))
 
 
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("how", ["missing", "other type", "one row that would be repeated"])
+def test_a_forged_adapter_is_refused(copy, part, how):
+    """Not left out of the merged weights, nor rounded to their type."""
+    model = checkpoint(copy[0]) / "model"
+    path = model / "model.safetensors"
+    state = load_file(path)
+    name = min(each for each in state if each.endswith(f"{part}.default.weight"))
+    if how == "missing":
+        del state[name]
+    elif how == "other type":
+        state[name] = state[name].to(torch.complex64)
+    else:
+        state[name] = state[name][:1].clone() if part == "lora_B" else state[name][:, :1].clone()
+    save_file(state, path)
+    body, _ = read_json(model / "config.json")
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    (model / "config.json").write_bytes(add_checksum(body | {"weights": digest_file(path).model_dump()}))
+    with pytest.raises(CheckpointError, match="adapters do not fit their matrices"):
+        CLIP.from_pretrained(model)
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1

@@ -140,8 +140,13 @@ def _merge(name: str, read: Callable[[str], Tensor], scales: Mapping[str, float]
     """Return a tensor with the change of its adapter: W + scale · B A."""
     tensor = read(name)
     layer, base, part = name.rpartition(_BASE)
-    if not base or part != "weight" or f"{layer}{_A}" not in stored:
+    if not base or part != "weight" or not {f"{layer}{_A}", f"{layer}{_B}"} & stored.keys():
         return tensor
     scale = next(scale for prefix, scale in scales.items() if name.startswith(prefix))
-    change = read(f"{layer}{_B}").double() @ read(f"{layer}{_A}").double()
+    after, before = read(f"{layer}{_B}"), read(f"{layer}{_A}")
+    floats = after.is_floating_point() and before.is_floating_point()
+    if not floats or tensor.shape != after.shape[:1] + before.shape[1:]:
+        got = " and ".join(f"{tuple(each.shape)} {each.dtype}" for each in (after, before))
+        raise RuntimeError(f"{layer}: got {got} for {tuple(tensor.shape)} {tensor.dtype}")
+    change = after.double() @ before.double()
     return (tensor.detach().double() + scale * change).to(tensor.dtype).detach()
