@@ -112,7 +112,7 @@ class Tokenizer(TokenizerDecoder, ABC):
             inputs: a batch from `preprocess`.
             tower_features: ``(B, N, D)`` from `tower_features`; the tower is then not run.
         """
-        mask, x = self.mask(inputs), self.tower_features(inputs) if tower_features is None else tower_features
+        mask, x = self.mask(inputs), self.tower(inputs) if tower_features is None else tower_features
         if self.reduce is not None:
             x = self.reduce(x, mask)
             # All of them are real. Text keeps a mask, as `ids_mask` gives one, so that sums are the same.
@@ -120,14 +120,13 @@ class Tokenizer(TokenizerDecoder, ABC):
         return normalize_channels(self.project_in(x, mask), self.normalize), mask
 
     def tower_features(self, inputs: Tensor) -> Tensor:
-        """Return the tower's features ``(B, N, D)`` for a batch from `preprocess`.
+        """Return the tower's features ``(B, N, D)`` for a batch from `preprocess`, as a training step computes them.
 
         A frozen tower runs without gradient, in evaluation mode and in chunks of one shape, so that the features of a
-        sample do not depend on its batch; see `frozen_features`. Pixels that require a gradient get it from any tower.
+        sample do not depend on its batch; see `frozen_features`. Outside of training no such chunks are needed:
+        `features` runs any tower on the batch as it is, with a gradient for pixels that require one.
         """
-        if self.tower.is_frozen and not inputs.requires_grad:
-            return frozen_features(self.tower, inputs)
-        return self.tower(inputs)
+        return frozen_features(self.tower, inputs) if self.tower.is_frozen else self.tower(inputs)
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""

@@ -34,8 +34,7 @@ def chunk_size(device: torch.device) -> int:
 def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
     """Run a frozen tower without gradient, in evaluation mode, in chunks of one shape.
 
-    Captions are padded to the whole context. A program that is compiled or exported has one shape anyway, so there the
-    tower runs on the whole batch.
+    Captions are padded to the whole context.
 
     Args:
         tower: no parameter of it requires a gradient.
@@ -44,8 +43,6 @@ def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
     Returns:
         ``(B, N, D)``, for captions ``(B, T, D)``, in the dtype of the tower's weights.
     """
-    if torch.compiler.is_compiling():
-        return tower(inputs)
     full, length = inputs, tower.num_tokens
     if isinstance(tower, TextTower):
         full, length = _pad_to_context(tower, inputs), inputs.shape[1]
