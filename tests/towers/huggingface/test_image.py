@@ -98,6 +98,10 @@ def test_normalisation_is_the_models_or_ones_own(tmp_path):
     config(tmp_path, pretrained=False).build()
     with pytest.raises(ValueError, match="expected numbers above 0"):
         config(tmp_path, std=[0.0, 1.0, 1.0])
+    network = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(network | {"layer_norm_eps": float("nan")}))
+    with pytest.raises(ConfigError, match=r"config\.json\.layer_norm_eps: got nan; expected a finite number"):
+        config(tmp_path, pretrained=False).build()
 
 
 def test_what_is_no_image_encoder_is_refused(tmp_path):

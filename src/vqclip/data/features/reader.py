@@ -101,9 +101,10 @@ class FeatureReader:
             if len(data) != header.table_bytes or header.samples != len(self.settings.shard_range(number)):
                 raise ValueError("cut short, or of another shard")
             return _OpenShard(file, parse_table(header, data))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             os.close(file)
-            raise self._damage_error(number, str(error)) from None
+            problem = error.strerror if isinstance(error, OSError) else error
+            raise self._damage_error(number, str(problem)) from None
 
     def _error_of(self, number: int, shard: _OpenShard, sample_id: int) -> DataError:
         if shard.bad is None:

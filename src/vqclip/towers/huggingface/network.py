@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,7 @@ def _set_rates_to_zero(config: Any) -> None:
 
 
 def _require_bounded(value: Any, path: str) -> None:
-    """Refuse numbers for which no memory or time would be enough."""
+    """Refuse numbers for which no memory or time would be enough, NaN and infinity."""
     if isinstance(value, dict):
         for key, item in value.items():
             _require_bounded(item, f"{path}.{key}")
@@ -182,6 +183,8 @@ def _require_bounded(value: Any, path: str) -> None:
         most = MAX_LAYERS if any(part in key for part in _COUNTS) else _MAX_NUMBER
         if abs(value) > most:
             raise ConfigError(f"tower.name: {path}: got {value}; expected at most {most}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"tower.name: {path}: got {value}; expected a finite number")
 
 
 def _require_shapes(kind: Any, config: Any, shapes: Shapes) -> None:
