@@ -106,10 +106,30 @@ def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path)
         OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
 
 
+@pytest.mark.parametrize("content", [[1, 2], {}, torch.zeros(3), {"state_dict": [1]}, None])
+def test_what_is_no_state_dict_is_refused(tiny_open_clip, tmp_path, content):
+    _, name, _ = tiny_open_clip
+    path = tmp_path / "weights.pt"
+    path.touch() if content is None else torch.save(content, path)
+    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded .*expected a state dict of this model"):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(path)).build()
+
+
+def test_weights_of_another_width_are_refused(tiny_open_clip, tmp_path):
+    model, name, _ = tiny_open_clip
+    state = model.state_dict()
+    name_of = next(each for each in state if each.endswith("positional_embedding") and "visual" not in each)
+    torch.save({**state, name_of: state[name_of][:, :-2].clone()}, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded .*expected a state dict of this model"):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+
+
 def test_open_clip_weights_that_are_a_pickle_are_not_run(tiny_open_clip, tmp_path):
     _, name, _ = tiny_open_clip
     (tmp_path / "weights.pt").write_bytes(marking_pickle(tmp_path / "was here"))
-    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded as weights of vqclip-test: .*[Ww]eights.only"):
+    with pytest.raises(
+        ConfigError, match=r"weights.pt' cannot be loaded as weights of vqclip-test: .*code in it is never run"
+    ):
         OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
     assert not (tmp_path / "was here").exists()
 

@@ -36,6 +36,19 @@ class SharedModels:
 _SHARED: ContextVar[SharedModels | None] = ContextVar("shared open_clip models", default=None)
 
 
+_FAILURES = (
+    *(RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile),
+    *(
+        AssertionError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        StopIteration,
+        TypeError,
+    ),  # open_clip reads what is no state dict
+)
+
+
 @contextmanager
 def share_models() -> Iterator[SharedModels]:
     """Make each open_clip model once in the block, so that both towers take their halves of the same one."""
@@ -94,12 +107,19 @@ def _create(model: str, pretrained: str | None) -> Any:
         return open_clip.create_model(
             model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
         )
-    except (RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile) as error:
+    except _FAILURES as error:
         if pretrained is None:
             raise ConfigError(
                 f"tower.model: open_clip cannot make {model}: {type(error).__name__}: {error}; a model of open_clip's "
                 "own parts, such as ViT-B-16, needs neither the network nor other packages"
             ) from error
         raise ConfigError(
-            f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {error}"
+            f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {_in_words(error)}; expected a "
+            "state dict of this model, saved by torch or safetensors"
         ) from error
+
+
+def _in_words(error: Exception) -> str:
+    if "weights_only" in str(error):  # torch advises to turn its protection off
+        return "it is damaged, or contains more than tensors, and code in it is never run"
+    return f"{type(error).__name__}: {error}"
