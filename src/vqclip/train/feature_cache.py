@@ -105,7 +105,7 @@ def _computing_alone(folder: FeatureFolder) -> Iterator[None]:
     lock = ProcessLock(folder.lock_path)
     try:
         told = False
-        while (holder := dist.run_on_main(lock.try_acquire)) is not None:
+        while (holder := dist.run_on_main(lambda: _try_acquire(lock, folder))) is not None:
             if dist.is_main() and not told:
                 logger.info("feature cache: waiting for another job (%s), which computes in %s", holder, folder.path)
             told = True
@@ -115,6 +115,16 @@ def _computing_alone(folder: FeatureFolder) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _try_acquire(lock: ProcessLock, folder: FeatureFolder) -> str | None:
+    try:
+        return lock.try_acquire()
+    except OSError as error:
+        raise ConfigError(
+            f"data.feature_cache.folder: {folder.lock_path} cannot be opened ({error.strerror}); expected a folder "
+            "that can be written to, even where all features are there: a job locks them while it verifies them"
+        ) from error
 
 
 def _find_missing(folder: FeatureFolder) -> list[int]:
