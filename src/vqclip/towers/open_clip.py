@@ -45,7 +45,7 @@ _FAILURES = (
         LookupError,
         StopIteration,
         TypeError,
-    ),  # open_clip reads what is no state dict
+    ),  # from files of other content
 )
 
 
