@@ -72,6 +72,7 @@ def init_on_rank_zero_alone():
         dist.init_process_group("gloo", timeout=timedelta(seconds=1))
 
 
+@pytest.mark.slow
 def test_after_a_group_that_could_not_be_formed_the_next_one_can(ranks):
     with pytest.raises(RankError, match="rank 0 of 2"):
         ranks(2, init_on_rank_zero_alone, init=False)

@@ -38,7 +38,13 @@ def shards(tmp_path_factory):
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
-SLOW = ("fsq", "product, gathered loss", "residual of fsq with dropout")
+SLOW = (
+    "fsq",
+    "fsq, sigmoid loss",
+    "product, gathered loss",
+    "ranks of unequal share",
+    "residual of fsq with dropout",
+)
 """Not run by default: the others have all of it, but for the gathered loss, which tests/losses compares on ranks."""
 
 

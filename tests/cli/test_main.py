@@ -147,6 +147,7 @@ def test_dead_streams_end_no_run(
         assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
 
 
+@pytest.mark.slow
 def test_a_product_that_cannot_be_written_is_an_error(tmp_path: Path, closed_pipe: int, full: int) -> None:
     """Unless its reader has gone."""
     with (tmp_path / "error").open("w+b") as error:

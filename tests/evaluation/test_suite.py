@@ -179,6 +179,7 @@ def stall(image):
     return image
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_does_not_hang(folder):
     model = PlainModel(12)
     model.image.transform = stall

@@ -359,7 +359,7 @@ def dies_in_the_middle(impl, where):
     ("impl", "where", "named"),
     [
         ("tiled", "reduce_scatter", "reduce_"),
-        ("ring", "ring_shift", "ring_shift"),
+        pytest.param("ring", "ring_shift", "ring_shift", marks=pytest.mark.slow),
         pytest.param("gather", "all_gather", "all_gather", marks=pytest.mark.slow),
     ],
 )

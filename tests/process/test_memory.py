@@ -41,6 +41,7 @@ def test_freed_memory_is_used_again():
     assert faults_of_eight_blocks(keep=False) >= huge_pages
 
 
+@pytest.mark.slow
 def test_the_environment_is_heeded():
     given = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     assert faults_of_eight_blocks(keep=True, **given) >= 8 * 2**26 // 2**21

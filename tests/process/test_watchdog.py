@@ -152,6 +152,6 @@ def stops_on_one_rank(where):
             return dist.gather_json("all are here")
 
 
-@pytest.mark.parametrize("where", ["indexing", "evaluating"])
+@pytest.mark.parametrize("where", [pytest.param("indexing", marks=pytest.mark.slow), "evaluating"])
 def test_work_that_one_rank_leaves_is_left_by_all(ranks, where):
     assert ranks(2, stops_on_one_rank, where) == [["all are here"] * 2] * 2

@@ -139,7 +139,7 @@ def tokenize_here(tokenizer: str, source: str, out: str, cache: str, storage: st
     return run(tokenizer, Path(source), Path(out), storage=storage).made
 
 
-@pytest.mark.parametrize("storage", ["wds", "parquet"])
+@pytest.mark.parametrize("storage", [pytest.param("wds", marks=pytest.mark.slow), "parquet"])
 def test_two_processes_and_a_killed_one_write_the_same(
     tmp_path: Path, tokenizer: str, storage: str, ranks, cache: Path
 ) -> None:

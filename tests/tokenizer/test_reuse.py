@@ -82,6 +82,7 @@ def test_every_family_is_here():
     assert {CONFIGS[name].kind for name in FAMILIES} == set(kinds_of(QuantizerConfig)) - {"identity"}
 
 
+@pytest.mark.slow
 def test_other_processes_encode_and_read_the_same_bits(tmp_path, one_thread):
     expected = trained(FAMILIES, tmp_path / "folders", tmp_path / "store")
     shutil.copy(reuse.__file__, tmp_path)

@@ -209,6 +209,7 @@ def tree_of(folder, shards, folders, **changes):
     }
 
 
+@pytest.mark.slow
 def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shards, folders):
     outcomes = {}
     for world_size in (1, 2, 3):

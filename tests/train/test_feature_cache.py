@@ -142,6 +142,7 @@ def test_one_modality_alone(tmp_path, shards, modality):
     assert [path.name.partition("-")[0] for path in (tmp_path / "features").iterdir()] == [modality]
 
 
+@pytest.mark.slow
 def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
     outcomes = {}
     for world_size in (1, 3):

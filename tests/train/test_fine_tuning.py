@@ -44,7 +44,10 @@ def averages(folder, step=STEPS):
     return load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
 
 
-@pytest.mark.parametrize("quantizer", [BUSY_VQ, LEARNED_VQ], ids=["moving codes", "learned codes"])
+@pytest.mark.parametrize(
+    "quantizer",
+    [pytest.param(BUSY_VQ, marks=pytest.mark.slow, id="moving codes"), pytest.param(LEARNED_VQ, id="learned codes")],
+)
 def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shards, quantizer):
     for world_size in (1, 2, 3):
         tree = fine_tuning(tmp_path / str(world_size), shards, quantizer)
@@ -66,7 +69,7 @@ def forget(folder, after):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_killed_in_the_ramp_goes_on_bit_for_bit(ranks, tmp_path, shards, processes):
     tree = fine_tuning(tmp_path / "killed", shards, train__precision="fp32")
     cache = str(tmp_path / "cache")
@@ -82,6 +85,7 @@ def test_a_run_killed_in_the_ramp_goes_on_bit_for_bit(ranks, tmp_path, shards, p
         assert all_equal(*exported)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_goes_on_as_three(ranks, tmp_path, shards):
     tree, cache = fine_tuning(tmp_path / "other", shards), str(tmp_path / "cache")
     ranks(2, run, tree, cache, init=False)

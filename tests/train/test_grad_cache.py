@@ -117,7 +117,7 @@ def alone():
         ("residual of vq with dropout", (6, 6), 1),
         pytest.param("residual of vq with dropout", (6, 6), 4, marks=pytest.mark.slow),
         pytest.param("residual of vq with dropout", (7, 5), 2, marks=pytest.mark.slow),
-        ("residual of vq with dropout", (5, 3, 4), 3),
+        pytest.param("residual of vq with dropout", (5, 3, 4), 3, marks=pytest.mark.slow),
         pytest.param("residual of vq with dropout", (3, 3, 3, 3), 3, marks=pytest.mark.slow),
         ("lfq with entropy loss", (12, 0), 2),
         ("residual of vq with dropout", (6, 0, 6), 2),
@@ -282,7 +282,7 @@ def test_parts_of_the_model_may_be_frozen(frozen):
         ("contrastive", "ring", (5, 3, 4), 2),
         ("contrastive", "gather", (7, 5), 4),
         ("sigmoid", "tiled", (7, 5), 4),
-        ("sigmoid", "ring", (3, 3, 3, 3), 3),
+        pytest.param("sigmoid", "ring", (3, 3, 3, 3), 3, marks=pytest.mark.slow),
         ("sigmoid", "gather", (5, 3, 4), 2),
     ],
 )

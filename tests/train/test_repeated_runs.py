@@ -65,6 +65,7 @@ for tree in json.load(open(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_run_twice(tmp_path, shards):
     trees = [run_tree(tmp_path / name, shards, train__steps=4) for name in ("first", "second")]
     (tmp_path / "trees.json").write_text(json.dumps(trees))

@@ -211,6 +211,7 @@ def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
     cache = str(tmp_path / "cache")
     whole, stopped = (run_tree(tmp_path / name, shards, train__steps=STEPS) for name in ("whole", "stopped"))

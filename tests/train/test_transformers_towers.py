@@ -46,6 +46,7 @@ def without_key_biases(model):
     return {name: each for name, each in model.items() if not name.endswith(("k_proj.bias", "self.key.bias"))}
 
 
+@pytest.mark.slow
 def test_runs_agree_on_any_number_of_processes_and_resume_exactly(ranks, tmp_path, shards, towers):
     cache = str(tmp_path / "cache")
     for world_size in (1, 2):
