@@ -1,9 +1,9 @@
 """A pool of real processes in which tests run a function on 1 to 4 gloo ranks. Use it through the `ranks` fixture.
 
-The processes are started once (importing torch takes seconds) and serve every test of the session. Each call forms a
-fresh process group over the first `world_size` of them, with the environment variables that torchrun sets, and takes it
-down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is killed: the next call starts a
-new one.
+The processes are forked from a server that has imported torch and vqclip once, and serve every test of the session.
+Each call forms a fresh process group over the first `world_size` of them, with the environment variables that torchrun
+sets, and takes it down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is killed: the
+next call starts a new one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class RankPool:
     def _start(self, count: int) -> None:
         if any(not process.is_alive() for process, _ in self._workers):
             self.kill()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
