@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from tests.models import BUSY_RESIDUAL
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
@@ -437,8 +439,20 @@ def test_a_rank_that_sees_no_shards_says_so(ranks, tmp_path, shards):
 def run_on_own_folder(tree, folder):
     rank = os.environ["RANK"]
     tree["data"]["feature_cache"] = {"folder": str(folder / rank)}
-    with mock.patch.object(feature_cache, "_find_missing", lambda folder: list(range(folder.settings.shards))):
+    with (
+        mock.patch.object(feature_cache, "_find_missing", lambda folder: list(range(folder.settings.shards))),
+        mock.patch.object(feature_cache, "_VISIBLE_S", 0.0),
+    ):
         run(tree, str(folder / "cache"))
+
+
+def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monkeypatch):
+    """As by the cache of a network file system, which remembers that a file was missing."""
+    seen = iter([Path("00000.features"), Path("00000.features"), None, None])
+    monkeypatch.setattr(feature_cache, "_POLL_S", 0.01)
+    monkeypatch.setattr(FeatureFolder, "first_unseen", lambda folder: next(seen))
+    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+    assert not list(seen)
 
 
 def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):

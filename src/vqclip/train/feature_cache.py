@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _ROUND_S = 2.0
 """Seconds of work after which the ranks meet."""
 _POLL_S = 1.0
+_VISIBLE_S = 90.0
+"""Longest wait for files that another rank has written."""
 _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
 
@@ -85,18 +87,25 @@ def _complete(folder: FeatureFolder, job: FeatureJob, samples: SampleMaker) -> N
         folder.make()
     with _computing_alone(folder):
         missing = _find_missing(folder)
-        if dist.is_main():
-            folder.remove_leftovers()
+        dist.run_on_main(folder.remove_leftovers)
         dist.run_on_main(lambda: _announce(folder, missing, samples))
         if missing:
             _compute(folder, job, missing)
     with dist.raise_on_all_ranks():
-        unseen = folder.first_unseen()
-        if unseen is not None:
+        _wait_until_visible(folder)
+
+
+def _wait_until_visible(folder: FeatureFolder) -> None:
+    """Wait until this rank sees all shards: a network file system may hide new files of other machines for a minute."""
+    end = time.monotonic() + _VISIBLE_S
+    while (unseen := folder.first_unseen()) is not None:
+        if time.monotonic() >= end:
             raise DataError(
                 f"data.feature_cache.folder: rank {dist.rank()} does not see {unseen}, which another rank wrote; "
                 "expected a folder on a file system that all machines share"
             )
+        progress.heartbeat()
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
