@@ -105,7 +105,7 @@ def _kill_in_the_middle(command: list[str], out: Path, few: bool) -> None:
     with log.open("wb") as output:
         job = subprocess.Popen(command, env=_environment(), stderr=output, start_new_session=True)
     end = time.monotonic() + 1200
-    while not (list(out.glob("records/*.json")) or (few and re.search(rb"[1-9]\d*/\d+ \[", log.read_bytes()))):
+    while not (list(out.glob("records/*.json")) or (few and re.search(rb"[1-9]\d*/\d+ left", log.read_bytes()))):
         assert job.poll() is None, log.read_text()
         assert time.monotonic() < end
         time.sleep(0.05)

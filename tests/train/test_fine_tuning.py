@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_VQ, VQ
+from tests.models import BUSY_VQ, FSQ, VQ
 from tests.train.test_main import compiled
 from tests.train.test_resume import assert_same_run, differences_after_a_resume
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
@@ -136,7 +136,9 @@ def test_unused_settings_are_no_part_of_it(tmp_path, shards):
 def test_a_compiled_run_has_a_graph_for_the_ramp_and_one_for_the_rest(tmp_path, shards, ranks, world_size):
     """Evaluations in between, with other weights in the same parameters, add none."""
     cache = str(tmp_path / "cache")
-    trees = [fine_tuning(tmp_path / name, shards, train__compile=name == "compiled") for name in ("eager", "compiled")]
+    trees = [
+        fine_tuning(tmp_path / name, shards, FSQ, train__compile=name == "compiled") for name in ("eager", "compiled")
+    ]
     for tree in trees:
         tree["model"]["text"]["tower"]["train"] = "all"
         tree["train"]["evaluate_every"] = 3
