@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["ProcessLock", "hold_lock", "is_at", "try_lock"]
+__all__ = ["ProcessLock", "hold_lock", "is_at", "take_lock", "try_lock"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,30 @@ def hold_lock(path: Path) -> Iterator[None]:
         os.close(file)
 
 
+def take_lock(file: TextIO, path: Path) -> str | None:
+    """Lock an open file for this process and write its name into it; return the holder if another process has it.
+
+    Not flock, which children would inherit and hold beyond the death of this process. On a file system without locks,
+    it logs a warning with ``path``, and the lock counts as taken.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            return file.read(200).strip() or "its name is not in the file"
+        logger.warning("%s cannot be locked (%s): make sure that only one job uses it", path, error.strerror)
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return None
+
+
 class ProcessLock:
     """Lock of this process on a file, which its children do not inherit; it names its holder in the file.
 
-    On a file system without locks, it logs a warning, and the lock counts as taken.
+    On a file system without locks it counts as taken; see `take_lock`.
 
     Args:
         path: the file; it stays when the lock is released.
@@ -61,18 +81,7 @@ class ProcessLock:
     def try_acquire(self) -> str | None:
         """Take the lock; return its holder if another process has it, else None."""
         file = self._file = self._file or open(self._path, "a+", encoding="utf-8")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.seek(0)
-                return file.read(200).strip() or "unknown"
-            logger.warning("%s cannot be locked (%s): make sure that only one job uses it", self._path, error.strerror)
-            return None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        return None
+        return take_lock(file, self._path)
 
     def release(self) -> None:
         """Give the lock back, if it is held."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
-import os
-import socket
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +11,7 @@ from typing import TextIO
 
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.io.file_locks import is_at
+from vqclip.io.file_locks import is_at, take_lock
 from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
@@ -82,22 +78,8 @@ class RunLock:
             logger.warning("%s was deleted or replaced while this job held it", path)
             held.close()
         self._held[path.name] = file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-        try:
-            # Not flock, which the data workers would inherit and hold beyond the death of this process.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.seek(0)
-                return file.read(200).strip() or "its name is not in the file"
-            logger.warning(
-                "%s cannot be locked (%s): make sure that only one job uses it", self._folder, error.strerror
-            )
-            return None
         with name_file_in_errors(path):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-        return None
+            return take_lock(file, self._folder)
 
     def __enter__(self) -> RunLock:
         return self
