@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation", "export", "search"),
     ("runlog",),
     ("tokenize_dataset", "train"),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 )

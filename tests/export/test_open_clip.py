@@ -1,8 +1,6 @@
-"""vqclip models in code written for open_clip, and their towers in open_clip models."""
+"""Towers of vqclip models in open_clip models."""
 
 from __future__ import annotations
-
-import pickle
 
 import open_clip
 import pytest
@@ -13,8 +11,8 @@ from tests.models import tiny_model
 from tests.open_clip_models import both_towers, save_open_clip
 from vqclip.cli.export import main
 from vqclip.config import to_yaml
-from vqclip.errors import ConfigError, ShapeError
-from vqclip.export.open_clip import export_towers, load
+from vqclip.errors import ConfigError
+from vqclip.export.open_clip import export_towers
 from vqclip.model import ModelConfig
 from vqclip.train import TrainConfig
 
@@ -113,47 +111,3 @@ def test_what_open_clip_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="would be replaced, and contains no open_clip_config.json but thesis.txt"):
         export_towers(tmp_path / "folder", weights, tmp_path / "mine")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(4)
-    path = tmp_path_factory.mktemp("wrapped") / "tokenizer"
-    tiny_model().build().save_pretrained(path)
-    return path
-
-
-@pytest.mark.parametrize("mode", ["continuous", "codes"])
-def test_a_folder_with_the_methods_of_an_open_clip_model(folder, mode):
-    from vqclip.model import CLIP
-
-    clip = CLIP.from_pretrained(folder)
-    model, preprocess, tokenizer = load(folder, mode)
-    images = [Image.effect_noise((30, 20 + 5 * number), 80).convert("RGB") for number in range(3)]
-    pixels = torch.stack([pickle.loads(pickle.dumps(preprocess))(image) for image in images])
-    tokens = pickle.loads(pickle.dumps(tokenizer))(CAPTIONS)
-    assert pixels.dtype == torch.float32
-    with torch.no_grad():
-        found = model.encode_image(pixels), model.encode_text(tokens)
-        if mode == "codes":
-            expected = clip.image.embed(clip.image.encode(images)), clip.text.embed(clip.text.encode(CAPTIONS))
-        else:
-            expected = clip.image.continuous(clip.image.batch(images)), clip.text.continuous(tokens)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert all(torch.equal(*pair) for pair in zip(model(pixels, tokens)[:2], expected, strict=True))
-        logits = model.get_logits(pixels, tokens)[0]
-        torch.testing.assert_close(logits, clip.logit_scale.exp() * expected[0] @ expected[1].T)
-    assert tokenizer("a cat").shape == (1, 12)
-    assert not model.training
-    assert model.visual.image_size == 16
-    assert model.logit_scale is model.clip.logit_scale
-
-
-def test_wrong_inputs_of_the_wrapper(folder):
-    model, _, tokenizer = load(folder)
-    with pytest.raises(ShapeError, match="neither 0..255"):
-        model.encode_image(torch.randn(1, 3, 16, 16))
-    with pytest.raises(ConfigError, match="context_length: got 77, expected 12"):
-        tokenizer(["a"], 77)
-    with pytest.raises(ConfigError, match="mode: got 'ids'"):
-        load(folder, "ids")

@@ -18,7 +18,6 @@ from tests.train.test_guards import POISONED, train_poisoned
 from tests.train.test_main import overflowing
 from tests.training import all_equal, metrics, run, run_tree, weights
 from vqclip import checkpoint
-from vqclip.cli.evaluate import load_model
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
@@ -26,6 +25,7 @@ from vqclip.runlog.best import read_best
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.ema import Ema, EmaConfig
+from vqclip.train.loading import load_model
 from vqclip.train.step import TrainStep
 
 LEARNED_VQ = VQ | {"learning": "gradient"}
@@ -161,7 +161,7 @@ def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, cap
         assert all_equal(load_model(str(place))[0].state_dict(), averaged)
         assert all_equal(load_model(str(place), "current")[0].state_dict(), current)
     for place in (folder / "tokenizer", saved / "model"):
-        with pytest.raises(ConfigError, match="--weights: got 'current' for the tokenizer"):
+        with pytest.raises(ConfigError, match="weights: got 'current' for the tokenizer"):
             load_model(str(place), "current")
     assert not vqclip.load_tokenizer(folder / "tokenizer", modality="image").training
     capsys.readouterr()

@@ -15,13 +15,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vqclip import checkpoint, dist
+from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.errors import CheckpointError, ConfigError
@@ -42,20 +41,9 @@ from vqclip.evaluation import (
     write_json,
 )
 from vqclip.io.json_files import problem_message
-from vqclip.model import CLIP
 from vqclip.runlog.console import print_output
-from vqclip.tokenizer.folder import CONFIG_FILE
-from vqclip.tokenizer.hub import find_folder
+from vqclip.train.loading import MODEL_HELP, load_model
 
-if TYPE_CHECKING:
-    from vqclip.train.ema import Weights
-
-__all__ = ["load_model", "main"]
-
-_MODEL_HELP = (
-    "run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer folder, or "
-    "hub name (owner/name)"
-)
 _OPTIONS = {
     "max_bad_fraction": "--bad-fraction",
     "templates": "--template",
@@ -147,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", type=types.text, help=_MODEL_HELP)
+    add("model", type=types.text, help=MODEL_HELP)
     add(
         "--batch-size",
         type=types.batch_size,
@@ -173,65 +161,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
     add("--depths", action="store_true", help="with 1, 2, ... stages of residual quantizers: accuracy by bits")
     add("--json", type=types.path, help="write the results to this file")
-
-
-def load_model(name: str, weights: Weights = "averaged") -> tuple[CLIP, str]:
-    """Load the model of a run, checkpoint or tokenizer folder, or of a hub name.
-
-    Args:
-        name: folder or hub name.
-        weights: of a run or checkpoint with moving averages (`train.ema`): averaged ones, or those of its step.
-
-    Returns:
-        The model, and the folder (or hub name) that it was read from.
-
-    Raises:
-        CheckpointError: the folder contains no model, or a damaged one.
-        ConfigError: ``weights`` is "current", and the folder is no run and no checkpoint.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        raise CheckpointError(f"{path}: got a file, expected a folder: {_MODEL_HELP}")
-    exported = (path, path / "tokenizer") if weights == "averaged" else ()  # a run exports averages if it has them
-    if not path.is_dir():
-        if not exported:
-            _refuse_current(name)
-        return CLIP.from_pretrained(_find_on_hub(name)), name
-    for folder in exported:
-        if (folder / CONFIG_FILE).is_file():
-            return CLIP.from_pretrained(folder), str(folder)
-    if (path / "model" / CONFIG_FILE).is_file():
-        return _load_checkpoint(path, weights), str(path / "model")
-    newest = checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
-    if newest is None:
-        if not exported and (path / CONFIG_FILE).is_file():
-            _refuse_current(name)
-        raise CheckpointError(
-            f"{path}: no model here; expected {CONFIG_FILE}, tokenizer/, model/ or checkpoints/ in it, "
-            f"got: {', '.join(sorted(each.name for each in path.iterdir())[:8]) or 'an empty folder'}"
-        )
-    return _load_checkpoint(newest, weights), str(newest / "model")
-
-
-def _load_checkpoint(path: Path, weights: Weights) -> CLIP:
-    from vqclip.train.export import load_checkpoint_model  # here, for it imports the whole of training
-
-    return load_checkpoint_model(path, weights)
-
-
-def _refuse_current(name: str) -> None:
-    raise ConfigError(f"--weights: got 'current' for the tokenizer {name}; expected the folder of a run or checkpoint")
-
-
-def _find_on_hub(name: str) -> Path:
-    problem = "no such run, checkpoint or tokenizer folder here"
-    try:
-        folder = find_folder(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{problem}: {error}") from None
-    if not folder.is_dir():
-        raise CheckpointError(f"{problem}: {name}; expected a {_MODEL_HELP}")
-    return folder
 
 
 def _zero_shot(options: argparse.Namespace) -> ZeroShotConfig:

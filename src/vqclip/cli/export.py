@@ -8,7 +8,7 @@ Without --data the comparison uses random inputs: noise images, or captions of s
 vqclip export --open-clip runs/base --out towers
 
 writes the towers of both tokenizers back into the open_clip model that they came from. The joint embedding of vqclip is
-no part of it: see vqclip.export.open_clip, whose load() gives any folder the methods of an open_clip model.
+no part of it; vqclip.integrations.open_clip gives any folder the methods of an open_clip model.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     runtime = OnnxTokenizer("onnx")                    # numpy in, numpy out; needs onnxruntime
     verify("onnx", tokenizer, batches)                 # rate of equal ids, and largest difference of embeddings
 
-The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``vqclip export --help``. For code that was
-written for open_clip see `vqclip.export.open_clip`.
+The last three need ``pip install 'vqclip[onnx]'``. On the command line: ``vqclip export --help``. Towers in
+open_clip's format: `vqclip.export.open_clip`.
 
 After `vqclip.tokenizer`, which it exports; before `vqclip.cli`.
 """
