@@ -79,6 +79,8 @@ def test_the_first_steps_and_what_asks_for_patience_have_the_long_limit(tmp_path
     assert limits(watchdog, *((done, "") for done in range(10, 18))) == [60.0] * 5 + [3.0] * 3
     assert limits(watchdog, (18, ""), (18, "saving", True), (18, "")) == [3.0, 60.0, 60.0]
     assert limits(watchdog, (19, "")) == [3.0]  # where one rank saves, the others wait for it in the next step
+    watchdog.expect_compilation()
+    assert limits(watchdog, *((done, "") for done in range(20, 27))) == [60.0] * 4 + [3.0] * 3
     assert limits(Watchdog(tmp_path, 90.0, 60.0), *((done, "") for done in range(8))) == [60.0] * 8
 
 

@@ -78,10 +78,40 @@ def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-def test_an_open_clip_tower_that_cannot_be_used_is_refused(open_clip_model):
-    name = open_clip_model(layers=[1, 1, 1, 1], width=8)  # as in RN50
-    with pytest.raises(ConfigError, match="the vision half of 'vqclip-other' is a ModifiedResNet, .*such as ViT-B-16"):
-        OpenCLIPImageTowerConfig(model=name).build()
+@pytest.fixture
+def resnet(open_clip_model):
+    """The name of a small relative of RN50."""
+    return open_clip_model(image_size=64, layers=[1, 2, 1, 1], width=8, head_width=64)
+
+
+def test_a_resnet_gives_its_last_feature_map(resnet):
+    tower = OpenCLIPImageTowerConfig(model=resnet, train="none").build()
+    images = torch.rand(5, 3, 64, 64)
+    visual = tower.backbone.visual
+    for module in visual.modules():  # statistics and maps that are not those of a new layer
+        if isinstance(module, torch.nn.BatchNorm2d):
+            for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+                tensor.data.uniform_(0.5, 1.5)
+    before = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+    maps = visual.forward_intermediates(tower.normalize(images), intermediates_only=True)["image_intermediates"]
+    features = tower.train()(images)
+    torch.testing.assert_close(features, maps[-1].flatten(2).transpose(1, 2))
+    assert features.shape == (5, tower.num_tokens, tower.width) == (5, 4, 256)
+    torch.testing.assert_close(features[:1], tower(images[:1]))  # no statistics of the batch
+    assert all(torch.equal(before[name], tensor) for name, tensor in tower.state_dict().items())
+    assert tower.constants == tower.state_dict().keys()
+
+
+def test_the_last_blocks_of_a_resnet_train_without_their_batch_norm(resnet):
+    tower = OpenCLIPImageTowerConfig(model=resnet, train={"last": 2}).build()
+    tower.train()(torch.rand(2, 3, 64, 64)).sum().backward()
+    trained = {name for name, weight in tower.named_parameters() if weight.grad is not None}
+    assert {name.split(".")[2] for name in trained} == {"layer3", "layer4"}
+    assert all("conv" in name or "downsample.0" in name for name in trained)
+    with pytest.raises(ConfigError, match=r"tower\.train: got 'all' for a model with 22 batch-normalisation layers"):
+        OpenCLIPImageTowerConfig(model=resnet).build()
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing: got true"):
+        tower.set_grad_checkpointing()
 
 
 def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
@@ -103,6 +133,15 @@ def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path)
     with pytest.raises(
         ConfigError, match=r"tower.pretrained: .*weights.pt' cannot be loaded as weights of vqclip-test"
     ):
+        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+
+
+def test_open_clip_weights_with_nan_are_refused(tiny_open_clip, tmp_path):
+    model, name, _ = tiny_open_clip
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["visual.conv1.weight"][0] = float("nan")
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match=r"tower\.pretrained: .*weights.pt' contain NaN or infinity: visual\.conv1"):
         OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
 
 

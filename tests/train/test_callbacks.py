@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from vqclip import dist
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
 from vqclip.train.callbacks import in_order
+from vqclip.train.callbacks.builtin import Heartbeat
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,17 @@ def test_a_callback_changes_no_bit(tmp_path, shards):
         for lines in (metrics(tmp_path / "with"), metrics(tmp_path / "without"))
     )
     assert one == other
+
+
+def test_the_first_steps_after_a_change_of_the_model_have_the_long_limit():
+    """As it may be compiled again."""
+    patient = []
+    training = mock.Mock()
+    training.step.changes_at = lambda step: step == 3
+    training.watchdog.expect_compilation = lambda: patient.append(training.batch.step)
+    for training.batch.step in range(6):
+        Heartbeat().on_step_start(training)
+    assert patient == [3]
 
 
 class FailsOnRankOne(Callback):

@@ -430,6 +430,22 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path, shards):
         run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
 
 
+def test_a_finished_folder_is_only_read(tmp_path, shards):
+    """So it may be on a read-only file system."""
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    run(tree, str(tmp_path / "cache"))
+    for lock in (tmp_path / "features").glob("*/lock"):
+        lock.unlink()
+
+    def state():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")}
+
+    before = state()
+    shutil.rmtree(tmp_path / "tiny")
+    run(tree, str(tmp_path / "cache"))
+    assert state() == before
+
+
 def test_a_rank_that_sees_no_shards_says_so(ranks, tmp_path, shards):
     tree = tree_of(tmp_path, shards, None, **SHORT)
     with pytest.raises(RankError, match=r"rank 1 does not see .*00000\.features.*all machines share"):
@@ -440,7 +456,7 @@ def run_on_own_folder(tree, folder):
     rank = os.environ["RANK"]
     tree["data"]["feature_cache"] = {"folder": str(folder / rank)}
     with (
-        mock.patch.object(feature_cache, "_find_missing", lambda folder: list(range(folder.settings.shards))),
+        mock.patch.object(feature_cache, "_find_missing", lambda folder, shards: list(shards)),
         mock.patch.object(feature_cache, "_VISIBLE_S", 0.0),
     ):
         run(tree, str(folder / "cache"))
@@ -460,6 +476,7 @@ def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
     run(tree, str(tmp_path / "cache"))
     shutil.rmtree(tmp_path / "tiny")
+    shards_of(tmp_path)[0].unlink()
     held = mock.patch.object(ProcessLock, "try_acquire", side_effect=["process 7 on elsewhere", None, None])
     with held, caplog.at_level("INFO"):
         run(tree, str(tmp_path / "cache"))

@@ -26,6 +26,7 @@ from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.stored import frozen_file
 from vqclip.train import TrainConfig
 from vqclip.train.export import export_checkpoint
+from vqclip.train.frozen_weights import FrozenWeights
 from vqclip.train.main import _build_model, _build_step
 from vqclip.train.step import TrainStep, towers_draw
 
@@ -196,7 +197,9 @@ def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, i
 def test_a_tower_trains_from_its_step_on(tmp_path, shards):
     """Until then it has its first weights and no state in the optimizer."""
     config = tree(tmp_path, shards, {"from_step": 3}, train__save_in_background=False)
-    first = build(config).model.image.tower.state_dict()
+    step = build(config)
+    assert [step.changes_at(number) for number in range(STEPS)] == [False] * 3 + [True] + [False] * 2
+    first = step.model.image.tower.state_dict()
     run(config, str(tmp_path / "cache"))
     for done, changed in ((2, False), (3, False), (4, True), (STEPS, True)):
         held = weights(tmp_path, done)
@@ -325,7 +328,7 @@ def doubled(state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (nan, "contain NaN or infinity"),
+        (nan, "frozen/model.safetensors: these tensors contain NaN or infinity: .*; restore a copy of it"),
         (shape, r"got shape \(3,\)"),
         (name, "unexpected image.tower.other"),
         (missing, "missing image.tower"),
@@ -333,10 +336,13 @@ def doubled(state):
     ],
 )
 def test_a_forged_file_is_refused(copy, change, message):
-    folder, _ = copy
+    folder, config = copy
     rewritten(folder, change)
     with pytest.raises(CheckpointError, match=message):
         CLIP.from_pretrained(checkpoint(folder) / "model")
+    if change is nan:
+        with pytest.raises(CheckpointError, match=message):
+            FrozenWeights(folder / "tiny" / "frozen", build(config).model).require_equal(checkpoint(folder) / "model")
 
 
 @pytest.mark.parametrize(("image", "text"), [("all", "all"), ("none", "all"), ({"last": 1}, LORA)])

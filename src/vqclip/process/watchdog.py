@@ -91,6 +91,10 @@ class Watchdog:
         limit = self._long if self._first_steps or done == self._patient_at else self._short
         self._position = _Position(since, limit, done, doing, patient)
 
+    def expect_compilation(self) -> None:
+        """Give the next steps the long limit again, as the first ones have it: the model changes and is compiled."""
+        self._first_steps = _FIRST_STEPS
+
     def beat(self) -> None:
         """Reset the hang timer."""
         self._position = self._position._replace(since=time.monotonic())

@@ -294,13 +294,13 @@ def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = (
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    with open_tensors(folder / WEIGHTS_FILE) as file:
+    with open_joined([folder / WEIGHTS_FILE], {}) as file:
         _load(folder / WEIGHTS_FILE, file, module, constants=constants)
 
 
 def _load(
     path: Path,
-    file: Any,
+    file: JoinedTensors,
     module: nn.Module,
     prefix: str = "",
     *,
@@ -312,7 +312,7 @@ def _load(
 
     Args:
         path: of the file, for errors.
-        file: open safetensors file, or several as one.
+        file: the open file, or several as one.
         module: the module to fill.
         prefix: prefix of its tensors' names in the file.
         adopt_dtype: first convert the module to the floating-point type that it was saved in.
@@ -327,9 +327,9 @@ def _load(
     _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken
     state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if bad := nonfinite_names(state):
-        raise CheckpointError(
-            f"{path}: these tensors contain NaN or infinity: {first_names(bad)}; use an older checkpoint"
-        )
+        held = file.path_of(f"{prefix}{bad[0]}")
+        remedy = "use an older checkpoint" if held == path else "restore a copy of it, which all checkpoints need"
+        raise CheckpointError(f"{held}: these tensors contain NaN or infinity: {first_names(bad)}; {remedy}")
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]

@@ -68,24 +68,32 @@ class JoinedTensors:
     """Several open safetensors files as one, with adapters merged when a tensor is read.
 
     Args:
-        files: open files.
+        files: open files by their paths.
         scales: beginning of names → factor on the adapters below it.
         replaced: tensors to use in place of stored ones, by stored name.
     """
 
-    def __init__(self, files: list[Any], scales: Mapping[str, float], replaced: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self, files: Mapping[Path, Any], scales: Mapping[str, float], replaced: Mapping[str, Tensor] | None = None
+    ):
         self._scales, self._replaced = scales, replaced or {}
         self._file_of: dict[str, Any] = {}
-        for file in files:
+        self._path_of: dict[str, Path] = {}
+        for path, file in files.items():
             names = list(file.keys())
             if twice := [name for name in names if name in self._file_of]:
                 raise CheckpointError(f"tensors that are stored twice: {first_names(twice)}")
             self._file_of |= dict.fromkeys(names, file)
+            self._path_of |= dict.fromkeys(names, path)
         self._names = _plain_names(self._file_of, scales)
 
     def keys(self) -> list[str]:
         """Return the names, without adapters."""
         return list(self._names)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of the file that contains a tensor."""
+        return self._path_of[self._names[name]]
 
     def get_slice(self, name: str) -> Any:
         """Return an object with the shape of a tensor."""
@@ -117,7 +125,7 @@ def open_joined(
         CheckpointError: a file is missing or damaged, or adapters do not fit their matrices.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(open_tensors(path)) for path in paths]
+        files = {path: stack.enter_context(open_tensors(path)) for path in paths}
         try:
             yield JoinedTensors(files, scales, replaced)
         except (RuntimeError, KeyError) as error:

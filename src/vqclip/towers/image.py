@@ -117,6 +117,24 @@ class _OpenCLIPFeatures(nn.Module):
         self.visual.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
+class _ResNetFeatures(nn.Module):
+    """The last feature map of open_clip's own ResNet as ``(B, N, D)``, without its pooling by attention."""
+
+    def __init__(self, visual: nn.Module):
+        super().__init__()
+        self.visual = visual
+        visual.attnpool = nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.visual(pixels).flatten(2).transpose(1, 2)
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        raise ConfigError(
+            "train.activation_checkpointing: got true; open_clip's ResNets cannot recompute their activations; "
+            "expected false, or train: none for this tower"
+        )
+
+
 class TimmTowerConfig(TowerConfig):
     """An image tower made by ``timm.create_model``."""
 
@@ -276,6 +294,8 @@ class OpenCLIPImageTowerConfig(TowerConfig):
     def _backbone(self, visual: Any) -> nn.Module:
         if hasattr(visual, "trunk"):
             return _TimmFeatures(visual.trunk)
+        if hasattr(visual, "attnpool") and hasattr(visual, "layer4"):
+            return _ResNetFeatures(visual)
         if not hasattr(visual, "prune_intermediate_layers"):
             raise ConfigError(
                 f"tower.model: the vision half of {self.model!r} is a {type(visual).__name__}, which does not give "

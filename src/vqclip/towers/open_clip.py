@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vqclip.errors import ConfigError
+from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.towers.names import unknown_model_error
 from vqclip.towers.weights import require_plain_size
 
@@ -104,7 +105,7 @@ def _create(model: str, pretrained: str | None) -> Any:
     try:
         if pretrained is not None and pretrained not in tags and not pretrained.endswith(".safetensors"):
             require_plain_size(Path(pretrained))
-        return open_clip.create_model(
+        made = open_clip.create_model(
             model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
         )
     except _FAILURES as error:
@@ -117,6 +118,12 @@ def _create(model: str, pretrained: str | None) -> Any:
             f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {_in_words(error)}; expected a "
             "state dict of this model, saved by torch or safetensors"
         ) from error
+    if bad := nonfinite_names(made.state_dict()):
+        raise ConfigError(
+            f"tower.pretrained: the weights {pretrained!r} contain NaN or infinity: {first_names(bad)}; expected an "
+            "intact copy of them"
+        )
+    return made
 
 
 def _in_words(error: Exception) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vqclip import dist
@@ -82,14 +82,15 @@ def _require_same_settings(folder: FeatureFolder) -> None:
 
 
 def _complete(folder: FeatureFolder, job: FeatureJob, samples: SampleMaker) -> None:
-    """Verify the shards and compute those that are missing or damaged."""
+    """Verify the shards and compute those that are missing or damaged; nothing is written where all are there."""
     with dist.raise_on_all_ranks():
         folder.make()
-    with _computing_alone(folder):
-        missing = _find_missing(folder)
-        dist.run_on_main(folder.remove_leftovers)
+    missing = _find_missing(folder, range(folder.settings.shards))
+    with _computing_alone(folder) if missing else contextlib.nullcontext():
+        missing = _find_missing(folder, missing)  # another job may have computed them by now
         dist.run_on_main(lambda: _announce(folder, missing, samples))
         if missing:
+            dist.run_on_main(folder.remove_leftovers)
             _compute(folder, job, missing)
     with dist.raise_on_all_ranks():
         _wait_until_visible(folder)
@@ -131,17 +132,17 @@ def _try_acquire(lock: ProcessLock, folder: FeatureFolder) -> str | None:
         return lock.try_acquire()
     except OSError as error:
         raise ConfigError(
-            f"data.feature_cache.folder: {folder.lock_path} cannot be opened ({error.strerror}); expected a folder "
-            "that can be written to, even where all features are there: a job locks them while it verifies them"
+            f"data.feature_cache.folder: {folder.lock_path} cannot be opened ({error.strerror}), and features are "
+            "missing or damaged; expected a folder that can be written to, or one in which all features are there"
         ) from error
 
 
-def _find_missing(folder: FeatureFolder) -> list[int]:
-    """Return the shards that have to be computed, on every rank; each rank verifies a part of the others."""
+def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
+    """Return those among ``shards`` that have to be computed, on every rank; each rank verifies a part of them."""
     missing: list[int] = []
 
     def verify() -> Iterator[int]:
-        for shard in range(folder.settings.shards)[dist.rank() :: dist.world_size()]:
+        for shard in shards[dist.rank() :: dist.world_size()]:
             if not folder.is_finished(shard):
                 missing.append(shard)
             yield len(folder.settings.shard_range(shard))

@@ -12,7 +12,7 @@ from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import replace_folder
 from vqclip.io.digest import FileDigest
 from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
-from vqclip.io.tensors import first_names, open_tensors, read_shapes, shape_differences
+from vqclip.io.tensors import first_names, nonfinite_names, open_tensors, read_shapes, shape_differences
 from vqclip.model import CLIP
 from vqclip.tokenizer.folder import WEIGHTS_FILE, read_frozen_digest
 from vqclip.tokenizer.saving import write_weights
@@ -127,12 +127,17 @@ class FrozenWeights:
                 raise self._other_parts_error(others)
             if problems := shape_differences({name: tuple(state[name].shape) for name in self.names}, shapes):
                 return problems
-            return [
-                f"{name} has other values"
-                for name in sorted(self.names)
-                if (stored := file.get_tensor(name)).dtype != state[name].dtype
-                or not torch.equal(stored, state[name].cpu())
-            ]
+            stored = {name: file.get_tensor(name) for name in sorted(self.names)}
+        if bad := nonfinite_names(stored):
+            raise CheckpointError(
+                f"{self.path}: these tensors contain NaN or infinity: {first_names(bad)}; restore a copy of it, which "
+                "all checkpoints need"
+            )
+        return [
+            f"{name} has other values"
+            for name, tensor in stored.items()
+            if tensor.dtype != state[name].dtype or not torch.equal(tensor, state[name].cpu())
+        ]
 
     def _other_parts_error(self, names: list[str]) -> OtherRunError:
         return OtherRunError(

@@ -176,6 +176,13 @@ class TrainStep:
             dist.release_ddp(self.parallel)
             self.parallel = self._wrap()
 
+    def changes_at(self, step: int) -> bool:
+        """Return whether the computation changes with step number ``step``, so that it is compiled again."""
+        steps: set[int | None] = {tower.first_step for tower in self.towers}
+        steps.add(None if self.bottleneck is None else self.bottleneck.steps)
+        steps |= set() if self.distillation is None else self.distillation.ends
+        return step > 0 and step in steps
+
     def _wrap(self) -> nn.Module:
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
         return dist.wrap_ddp(_compile(self.student) if self.compiled else self.student)

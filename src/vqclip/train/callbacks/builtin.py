@@ -112,6 +112,8 @@ class Heartbeat(Callback):
 
     def on_step_start(self, training: Training) -> None:
         """Report that a batch has arrived."""
+        if training.step.changes_at(training.batch.step):
+            training.watchdog.expect_compilation()
         training.watchdog.at(training.done, "in the next step")
 
     def on_step_end(self, training: Training) -> None:

@@ -74,6 +74,8 @@ class Distillation:
         self._features = {name: term for name, term in terms.items() if isinstance(term, _FeatureTerm)}
         self.identity = [term.config.identity(term.digest) for term in terms.values()]
         """Settings and teachers that define the trajectory."""
+        self.ends = {term.config.until_step for term in terms.values()}
+        """First steps without a term; None for one that stays."""
         self._checked: set[str] = set()
 
     @staticmethod
