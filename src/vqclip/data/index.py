@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
@@ -78,9 +77,9 @@ def load_index(path: Shard, cache: Path | None = None) -> ShardIndex:
     Raises:
         DataError: the shard is missing, truncated, compressed, ... or the cache cannot be written.
     """
-    path = path if isinstance(path, RemoteShard) else Path(path).absolute()
+    path = Path(path).absolute() if isinstance(path, str | Path) else path
     cached = _cache_file(path, cache)
-    status = None if isinstance(path, RemoteShard) else _stat_file(path)
+    status = _stat_file(path) if isinstance(path, Path) else None
     index = _read(cached, path)
     if index is None or not (status is None or _is_current(index, status)):
         index = _make(path)
@@ -119,14 +118,14 @@ def _make(path: Shard) -> ShardIndex:
     except StorageError:
         raise
     except DataError:
-        if isinstance(path, RemoteShard):
+        if not isinstance(path, Path):
             path.discard()  # otherwise the next start would find the same damage, whatever the server has by then
         raise
 
 
 def _index(path: Shard) -> ShardIndex:
     try:
-        file = path.open() if isinstance(path, RemoteShard) else os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY) if isinstance(path, Path) else path.open()
     except OSError as error:
         raise _open_error(path, error) from None
     try:
@@ -189,7 +188,7 @@ def _hash(file: int) -> str:
 
 
 def _cache_file(path: Shard, cache: Path | None) -> Path:
-    key = path.key if isinstance(path, RemoteShard) else hashlib.sha256(os.fsencode(path)).hexdigest()
+    key = hashlib.sha256(os.fsencode(path)).hexdigest() if isinstance(path, Path) else path.key
     return (cache or cache_folder()) / "index" / f"{key[:24]}.npz"
 
 

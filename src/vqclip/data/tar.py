@@ -105,6 +105,7 @@ def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
         if start.startswith(magic):
             raise DataError(
                 f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
+                + (", or name it .tar.gz: it is then unpacked in the cache" if name == "gzip" else "")
             )
     is_text = not _CONTROL.search(start) or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
     if is_text or start.startswith(b"PAR1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.gunzip import is_tar
 from vqclip.data.remote.retry import retry
 from vqclip.data.remote.shard import RemoteShard
 from vqclip.data.remote.transfer import list_urls
@@ -17,14 +18,14 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
     """Return the shard at a URL, or, at s3 and gs, the shards of a folder or a glob, sorted by name.
 
     Args:
-        url: without braces. A path in an object store that does not end in .tar is a folder.
+        url: without braces. A path in an object store that does not end in .tar, .tar.gz or .tgz is a folder.
         options: how they are downloaded.
 
     Raises:
         DataError: the protocol is not allowed or cannot list folders, or nothing is found.
         StorageError: the store cannot be reached.
     """
-    protocol = protocol_of(url)
+    protocol, is_folder = protocol_of(url), False
     if protocol in ("http", "https"):
         path = url.partition("?")[0].partition("://")[2].partition("/")[2]
         if any(mark in path for mark in "*[]") or not path or path.endswith("/"):
@@ -33,11 +34,13 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
             )
         return [RemoteShard(url, options)]
     if not any(mark in url for mark in "*?["):
-        if url.endswith(".tar"):
+        if is_tar(url):
             return [RemoteShard(url, options)]
-        url = f"{url.rstrip('/')}/*.tar"
+        url = f"{url.rstrip('/')}/*"
+        is_folder = True
     deadline = Deadline(options.total_s)
     found = retry(lambda: list_urls(url, options.timeout_s, deadline), url, options, deadline)
+    found = [name for name in found if is_tar(name) or not is_folder]
     if not found:
         raise DataError(f"{display_url(url)}: matches nothing")
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vqclip.data.remote.cache import PartialShard, ShardCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.gunzip import GzipError, gunzip, is_gzip
 from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import Body, open_url
 from vqclip.data.remote.urls import digest, display_url, file_name
@@ -19,7 +21,7 @@ __all__ = ["RemoteShard", "fetch_text"]
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """A tar at a URL. Two are equal if their full URLs are; `str` shows no credentials."""
+    """A tar, plain or gzipped, at a URL. Two are equal if their full URLs are; `str` shows no credentials."""
 
     url: str = field(repr=False)
     options: RemoteConfig = field(default=RemoteConfig(), compare=False, repr=False)
@@ -70,22 +72,25 @@ class RemoteShard:
         def fetch() -> None:
             part.restart()
             with open_url(self.url, self.options.timeout_s, part.deadline) as body:
-                if length is not None and body.length is not None and body.length != length:
+                if length is not None and body.length not in (None, length) and not is_gzip(self.name):
                     raise self._change_error(f"{length} bytes", body.length)
                 self._copy(body, part)
 
         retry(fetch, self.url, self.options, part.deadline)
 
     def _copy(self, body: Body, part: PartialShard) -> None:
+        received = [0]
         try:
             if body.length is not None:
                 part.reserve(body.length)
-            for block in body.blocks:
+            for block in gunzip(_count(body.blocks, received)) if is_gzip(self.name) else _count(body.blocks, received):
                 part.write(block)
         except StorageError as error:
             raise StorageError(f"{self}: {error}") from None
-        if body.length is not None and part.written != body.length:
-            raise FetchError(f"{part.written} bytes came, {body.length} were announced", again=True)
+        except GzipError as error:
+            raise FetchError(str(error), again=True) from None
+        if body.length is not None and received[0] != body.length:
+            raise FetchError(f"{received[0]} bytes came, {body.length} were announced", again=True)
 
     def _change_error(self, indexed: str, now: object) -> StorageError:
         return StorageError(
@@ -94,6 +99,12 @@ class RemoteShard:
             "continues if run.resume_allow contains data)",
             "changed shard",
         )
+
+
+def _count(blocks: Iterator[bytes], received: list[int]) -> Iterator[bytes]:
+    for block in blocks:
+        received[0] += len(block)
+        yield block
 
 
 def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:

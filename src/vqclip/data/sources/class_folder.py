@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, local_path, protocol_of
+from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, is_tar, local_path, protocol_of
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import ConfigError, DataError
@@ -45,15 +45,15 @@ def open_folder(path: str, remote: RemoteConfig) -> ClassFolder:
     """
     protocol = protocol_of(path)
     if protocol in (None, "file"):
-        return LocalFolder(Path(path if protocol is None else local_path(path)))
+        return LocalFolder(Path(path if protocol is None else local_path(path)), remote)
     return RemoteFolder(path, remote)
 
 
 class LocalFolder:
     """A folder in clip_benchmark's layout on this machine."""
 
-    def __init__(self, folder: Path):
-        self._folder = folder.expanduser().absolute()
+    def __init__(self, folder: Path, remote: RemoteConfig | None = None):
+        self._folder, self._remote = folder.expanduser().absolute(), remote
 
     def name(self, file: str) -> str:
         """Return the path of a file or folder in this data set's folder, for messages."""
@@ -79,7 +79,7 @@ class LocalFolder:
             raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and {split}/*.tar")
         if not (folder / split).is_dir():
             raise DataError(f"{folder}: has no split {split!r}; {_where_tars_are(folder)}")
-        return find_shards([folder / split])
+        return find_shards([folder / split], self._remote)
 
 
 class RemoteFolder:
@@ -145,7 +145,8 @@ def choose_split(path: str, split: str | None) -> str:
     folder = Path(path if protocol is None else local_path(path)).expanduser().absolute()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")
-    found = sorted({tar.parent.relative_to(folder).name for tar in (*folder.glob("*.tar"), *folder.glob("*/*.tar"))})
+    files = (file for file in (*folder.glob("*"), *folder.glob("*/*")) if is_tar(file.name))
+    found = sorted({tar.parent.relative_to(folder).name for tar in files})
     if not found or (found == [""] and not (folder / CLASSNAMES).exists() and (folder.parent / CLASSNAMES).exists()):
         raise DataError(f"{folder}: {_where_tars_are(folder)}")
     if len(found) > 1:
@@ -183,11 +184,11 @@ def read_templates(folder: ClassFolder) -> tuple[str, ...]:
 
 
 def _where_tars_are(folder: Path) -> str:
-    splits = sorted({tar.parent.name for tar in folder.glob("*/*.tar")})
+    splits = sorted({tar.parent.name for tar in folder.glob("*/*") if is_tar(tar.name)})
     if splits:
         return f"splits with tars: {', '.join(splits)}"
-    if not any(folder.glob("*.tar")):
-        return "found no *.tar in it or one level below"
+    if not any(is_tar(file.name) for file in folder.glob("*")):
+        return "found no *.tar or *.tar.gz in it or one level below"
     above = folder.parent
     if not (folder / CLASSNAMES).exists() and (above / CLASSNAMES).exists():
         return f"it is a split itself: expected the folder above, {above}, and the split {folder.name!r}"

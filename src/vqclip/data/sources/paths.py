@@ -8,7 +8,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from vqclip.data.remote import RemoteConfig, display_url, local_path, protocol_of, remote_shards
+from vqclip.data.remote import (
+    GzipShard,
+    RemoteConfig,
+    display_url,
+    is_gzip,
+    is_tar,
+    local_path,
+    protocol_of,
+    remote_shards,
+)
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
 
@@ -23,11 +32,11 @@ def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None)
     """Return all shards that the paths name, in the given order.
 
     Args:
-        paths: each a tar file, a folder (all ``*.tar`` directly in it, sorted by name), a pattern with braces in
-            WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob (``train/*.tar``). URLs
-            work the same way, but http and https cannot list folders, so every shard must be named. Shards at URLs are
-            not checked until they are downloaded.
-        remote: how shards at URLs are downloaded.
+        paths: each a tar file (.tar, .tar.gz, .tgz), a folder (all tars directly in it, sorted by name), a pattern with
+            braces in WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob
+            (``train/*.tar``). URLs work the same way, but http and https cannot list folders, so every shard must be
+            named. Shards at URLs are not checked until they are downloaded.
+        remote: how shards at URLs are downloaded, and the size of the cache, which compressed ones need too.
 
     Raises:
         DataError: a path names nothing or cannot be read, a shard is missing or listed twice, or a protocol is not
@@ -79,10 +88,14 @@ def _choices(content: str) -> list[str]:
 def _find(path: str, remote: RemoteConfig) -> list[Shard]:
     protocol = protocol_of(path)
     if protocol is None:
-        return [*_find_local(path)]
+        return [_shard_at(file, remote) for file in _find_local(path)]
     if protocol == "file":
-        return [*_find_local(local_path(path))]
+        return [_shard_at(file, remote) for file in _find_local(local_path(path))]
     return [shard for url in expand_braces(path) for shard in remote_shards(url, remote)]
+
+
+def _shard_at(path: Path, remote: RemoteConfig) -> Shard:
+    return GzipShard.at(path, remote) if is_gzip(path.name) and path.is_file() else path
 
 
 def _find_local(path: str) -> list[Path]:
@@ -113,11 +126,15 @@ def _find_local(path: str) -> list[Path]:
 
 
 def _tars_in(folder: Path) -> list[Path]:
-    tars = sorted(file.absolute() for file in folder.iterdir() if file.suffix == ".tar")
+    tars = sorted(file.absolute() for file in folder.iterdir() if is_tar(file.name))
+    names = {file.name for file in tars}
+    for name in sorted(names):
+        if names & {f"{name}.gz", f"{name.removesuffix('.tar')}.tgz"}:
+            raise DataError(f"{folder.absolute()}: {name} is there plain and compressed; remove one of them")
     if not tars:
         files = sorted(file.name for file in folder.iterdir())
-        below = sorted(file.parent.name for file in folder.glob("*/*.tar"))
+        below = sorted(file.parent.name for file in folder.glob("*/*") if is_tar(file.name))
         hint = f"; found some in {', '.join(dict.fromkeys(below))}: did you mean one of these?" if below else ""
         shown = f"it contains {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}" if files else "it is empty"
-        raise DataError(f"{folder.absolute()}: no *.tar in this folder ({shown}){hint}")
+        raise DataError(f"{folder.absolute()}: no *.tar or *.tar.gz in this folder ({shown}){hint}")
     return tars

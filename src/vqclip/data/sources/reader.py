@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from vqclip.data.index import KINDS, ShardIndex, load_index, remove_index
-from vqclip.data.remote import RemoteShard
+from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
 
@@ -139,15 +139,15 @@ class ShardReader:
     def _pread(self, index: int, size: int, offset: int) -> bytes:
         shard, _ = self._locate(index)
         path = self._indexes[shard].path
-        if not isinstance(path, RemoteShard):
+        if isinstance(path, Path):
             return os.pread(self._open_local(shard, path, self.name(index)), size, offset)
-        file = self._open_remote(shard, path)
+        file = self._open_cached(shard, path)
         try:
             return os.pread(file, size, offset)
         finally:
             os.close(file)
 
-    def _open_remote(self, shard: int, path: RemoteShard) -> int:
+    def _open_cached(self, shard: int, path: RemoteShard | GzipShard) -> int:
         try:
             return path.open(self._indexes[shard].length, self._indexes[shard].sha256)
         except StorageError as error:
@@ -192,12 +192,12 @@ def _strip_common_folders(paths: Sequence[str]) -> list[str]:
 
 
 def _warn_if_cache_is_small(indexes: Sequence[ShardIndex]) -> None:
-    remote = [(index.path, index.length) for index in indexes if isinstance(index.path, RemoteShard)]
+    remote = [(index.path, index.length) for index in indexes if not isinstance(index.path, Path)]
     total = sum(length for _, length in remote)
     if remote and total > remote[0][0].options.cache_bytes:
         logger.warning(
             "%s and %d more: %.2f GiB of shards do not fit in remote.cache_gib=%g; samples come in random order, so "
-            "most reads will download a whole shard. Raise it, or copy the shards to a disk",
+            "most reads will fetch a whole shard. Raise it, or copy the shards to a disk",
             remote[0][0],
             len(remote) - 1,
             total / 2**30,

@@ -1,0 +1,135 @@
+"""Shards compressed with gzip are read as the tars in them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.data.making import caption_members, caption_shards, class_folder, write_tar
+from tests.data.serving import FaultyServer
+from tests.ranks import RankPool
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.prepare import prepare_sources
+from vqclip.data.remote.gunzip import GzipError, gunzip
+from vqclip.errors import DataError, StorageError
+
+
+def compress(folder: Path, target: Path, ending: str = ".tar.gz") -> Path:
+    target.mkdir(parents=True)
+    for tar in folder.glob("*.tar"):
+        (target / f"{tar.stem}{ending}").write_bytes(gzip.compress(tar.read_bytes(), mtime=0))
+    return target
+
+
+def read_all(path: Path | str) -> tuple[dict, list]:
+    source = CaptionShardsConfig(path=str(path), remote={"tries": 1}).build()
+    return source.fingerprint, [source.read(index) for index in range(len(source))]
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(DataError) as error:
+        read_all(path)
+    return str(error.value)
+
+
+def unpacked(cache: Path) -> list[Path]:
+    return sorted((cache / "shards").glob("*.tar"))
+
+
+@pytest.mark.parametrize("ending", [".tar.gz", ".tgz"])
+def test_compressed_shards_equal_plain_ones(tmp_path: Path, cache: Path, ending: str) -> None:
+    plain = caption_shards(tmp_path / "plain", (3, 2))
+    small = compress(plain, tmp_path / "small", ending)
+    assert read_all(small) == read_all(plain)
+    assert len(unpacked(cache)) == 2
+    for path in unpacked(cache):  # removed to make room: they are made again
+        path.unlink()
+    assert read_all(small) == read_all(plain)
+    assert read_all(small / f"00001{ending}")[1] == read_all(plain)[1][3:]
+
+
+def test_compressed_classes(tmp_path: Path) -> None:
+    plain = ClassShardsConfig(path=class_folder(tmp_path / "plain")).build()
+    folder = class_folder(tmp_path / "small")
+    tar = folder / "train" / "0.tar"
+    (folder / "train" / "0.tar.gz").write_bytes(gzip.compress(tar.read_bytes()))
+    with pytest.raises(DataError, match=r"0\.tar is there plain and compressed; remove one of them"):
+        ClassShardsConfig(path=folder).build()
+    tar.unlink()
+    small = ClassShardsConfig(path=folder).build()
+    assert small.fingerprint == plain.fingerprint
+    assert small.read(4) == plain.read(4)
+
+
+def test_compressed_shards_at_urls(tmp_path: Path, server: FaultyServer, cache: Path) -> None:
+    plain = caption_shards(tmp_path / "plain", (3,))
+    url = server.add(compress(plain, tmp_path / "small"))
+    assert read_all(f"{url}/00000.tar.gz?key=x") == read_all(plain)
+    assert len(server.requests) == 1
+    server.files["/00000.tar.gz"] = server.files["/00000.tar.gz"][:-9]
+    assert "cannot be fetched: truncated" in refusal(f"{url}/00000.tar.gz?key=y")
+
+
+def test_gzip_of_several_members() -> None:
+    data = [os.urandom(99_999), b"", b"x" * 1000]
+    packed = b"".join(map(gzip.compress, data))
+    for size in (7, 4096, len(packed)):
+        blocks = [packed[at : at + size] for at in range(0, len(packed), size)]
+        assert b"".join(gunzip([*blocks, b"\0" * 100, b"\0"])) == b"".join(data)
+    with pytest.raises(GzipError, match="damaged gzip data near byte"):
+        list(gunzip([packed, b"\0\0more"]))
+
+
+def test_damage_is_named(tmp_path: Path, cache: Path) -> None:
+    plain = write_tar(tmp_path / "a.tar", caption_members(0, 3)).read_bytes()
+    packed, path = gzip.compress(plain), tmp_path / "b.tar.gz"
+    path.write_bytes(packed[:-1])
+    assert refusal(path).startswith(f"{path}: truncated: ends in the middle of its gzip data")
+    path.write_bytes(b"")
+    assert refusal(path).startswith(f"{path}: truncated")
+    path.write_bytes(packed[:500] + bytes([packed[500] ^ 1]) + packed[501:])
+    assert refusal(path).startswith(f"{path}: damaged gzip data near byte")
+    path.write_bytes(gzip.compress(bytes(20 << 20)))
+    assert "b.tar.gz: more than 100 times its size" in refusal(path)
+    path.write_bytes(gzip.compress(plain[: len(plain) // 2]))
+    assert "b.tar.gz: truncated: member" in refusal(path)
+    path.write_bytes(plain)
+    assert "incorrect header check" in refusal(path)
+    assert "no such file" in refusal(tmp_path / "none.tar.gz")
+    assert not unpacked(cache)
+
+
+def test_a_change_is_noticed(tmp_path: Path) -> None:
+    folder = compress(caption_shards(tmp_path / "plain", (2,)), tmp_path / "small")
+    source = CaptionShardsConfig(path=str(folder)).build()
+    os.utime(folder / "00000.tar.gz", ns=(1, 1))
+    with pytest.raises(StorageError, match="has changed since it was listed; start the run again"):
+        source.read(0)
+    assert read_all(folder)[1]
+    (folder / "00000.tar.gz").unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        source.read(0)
+
+
+def prepare_on_rank(folder: Path, cache: Path) -> tuple[dict, int]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VQCLIP_CACHE", str(cache))
+        made: list[int] = []
+        from vqclip.data.remote import gunzip as module
+
+        fill = module.GzipShard._fill
+        monkeypatch.setattr(module.GzipShard, "_fill", lambda *args: (made.append(1), fill(*args))[1])
+        source = CaptionShardsConfig(path=str(folder))
+        prepare_sources([source])
+        return read_all(folder)[0], len(made)
+
+
+def test_ranks_decompress_each_shard_once(ranks: RankPool, tmp_path: Path) -> None:
+    plain = caption_shards(tmp_path / "plain", (2, 2, 1))
+    small = compress(plain, tmp_path / "small")
+    results = ranks(2, prepare_on_rank, small, tmp_path / "ranks")
+    assert [result[0] for result in results] == [read_all(plain)[0]] * 2
+    assert sum(result[1] for result in results) == 3
