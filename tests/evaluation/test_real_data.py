@@ -17,7 +17,7 @@ def test_an_untrained_model_is_near_chance_on_eurosat():
     data = ClassesData(path=Path(os.environ["VQCLIP_DATA"]) / "cls_eurosat")
     (result,) = evaluate(tiny_clip(), [ZeroShotConfig(data=data)])
     assert (result.samples, result.classes) == (1000, 10)
-    assert result.chance == {"top1": 0.1, "top5": 0.5}
+    assert result.chance == {"top1": 0.1, "top5": 0.5, "mean_per_class": 0.1}
     for figures in result.figures.values():
         assert 0.02 <= figures["top1"] <= 0.25
         assert 0.3 <= figures["top5"] <= 0.7

@@ -27,10 +27,10 @@ def number_shards(folder, labels, classes, templates=("number {c}",)):
 def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_chance(tmp_path):
     folder = number_shards(tmp_path, [i % 12 for i in range(30)], 12)
     (result,) = evaluate(PlainModel(12), [ZeroShotConfig(name="numbers", data=ClassesData(path=folder))])
-    assert result.figures["quantized"] == {"top1": 1.0, "top5": 1.0}
-    assert result.figures["codes_only"] == {"top1": 1.0, "top5": 1.0}
-    assert result.figures["continuous"] == pytest.approx({"top1": 1 / 12, "top5": 5 / 12})
-    assert result.chance == pytest.approx({"top1": 1 / 12, "top5": 5 / 12})
+    assert result.figures["quantized"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
+    assert result.figures["codes_only"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
+    assert result.figures["continuous"] == pytest.approx({"top1": 1 / 12, "top5": 5 / 12, "mean_per_class": 1 / 12})
+    assert result.chance == pytest.approx({"top1": 1 / 12, "top5": 5 / 12, "mean_per_class": 1 / 12})
     assert (result.samples, result.classes, result.captions, result.notes) == (30, 12, 12, [])
     assert result.usage["image"].codes_used == [12]
     assert result.usage["image"].tokens == 30
@@ -43,7 +43,7 @@ def test_wrong_codes_score_nothing(tmp_path, monkeypatch):
     model.image.embed = lambda ids: F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassesData(path=folder))])
     # 11 classes at one score, the right one among them; and one wrong one above.
-    assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11})
+    assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11, "mean_per_class": 0.0})
 
 
 def test_real_model_against_a_plain_loop(tmp_path):
@@ -75,7 +75,7 @@ def test_templates_are_averaged_and_can_be_replaced(tmp_path):
     other = config.model_copy(update={"templates": ("{c}",)})
     assert evaluate(PlainModel(5), [other])[0].captions == 5
     prompts = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]])
-    assert torch.allclose(class_embeddings(prompts, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [1, 0]]))
+    assert torch.allclose(class_embeddings(prompts, [2, 2]), torch.tensor([[0.5**0.5, 0.5**0.5], [1, 0]]))
 
 
 def test_limit(tmp_path):
@@ -118,7 +118,16 @@ def test_errors_name_file_and_sample(tmp_path):
         evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=folder))])
 
 
-@pytest.mark.parametrize("change", [{"templates": ("a picture",)}, {"batch_size": 0}, {"limit": 0}, {"weight": 1.0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"templates": ("a picture",)},
+        {"batch_size": 0},
+        {"limit": 0},
+        {"weight": 1.0},
+        {"templates": ("{c}",), "templates_file": "t"},
+    ],
+)
 def test_bad_configs_are_refused(change):
     with pytest.raises(ValidationError):
         ZeroShotConfig.model_validate({"data": {"kind": "scenes"}} | change)
@@ -133,3 +142,58 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     classes, plain = evaluate(tiny_clip(), tasks)
     assert classes.notes == ["class names that occur more than once, which the model cannot tell apart: red"]
     assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]
+
+
+def test_the_mean_per_class_gives_every_class_that_occurs_the_same_weight(tmp_path):
+    folder = number_shards(tmp_path, [0] * 8 + [1, 2], 4)
+    model = PlainModel(4)
+    model.image.embed = lambda ids: F.one_hot(ids[:, 0, 0] % 2, 4) * model.image.weight  # a 2 is taken for a 0
+    (result,) = evaluate(model, [ZeroShotConfig(data=ClassesData(path=folder))])
+    figures = result.figures["codes_only"]
+    assert (figures["top1"], figures["mean_per_class"]) == pytest.approx((0.9, 2 / 3))
+    assert result.chance["mean_per_class"] == 0.25
+
+
+def test_templates_and_classes_are_read_from_files(tmp_path):
+    folder = number_shards(tmp_path / "data", [0, 1, 2], 3)
+    config = ZeroShotConfig(data=ClassesData(path=folder))
+    (tmp_path / "prompts.txt").write_text("the {c}\na {c}\n{c}!\n")
+    files = {
+        "lines.txt": "2\n1\n0\n",
+        "list.json": json.dumps(["2", ["1", "1."], "0"]),
+        "object.json": json.dumps({"2": ["0", "0.", "0,"], "0": "2", "1": "1"}),
+    }
+    for (name, text), prompts in zip(files.items(), (9, 12, 15), strict=True):
+        (tmp_path / name).write_text(text)
+        change = {"classes_file": tmp_path / name, "templates_file": tmp_path / "prompts.txt"}
+        (result,) = evaluate(PlainModel(3), [config.model_copy(update=change)])
+        assert result.captions == prompts
+        assert result.figures["codes_only"]["top1"] == pytest.approx(1 / 3)  # the middle one alone keeps its name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.txt", "a\nb\n", r"c\.txt: got 2 classes; expected 3, in the order of '0', '1', '2'"),
+        ("c.txt", "a\n\nb\n", r"c\.txt:2: blank line"),
+        ("c.json", '["a", "b"]', "got 2 classes; expected 3"),
+        ("c.json", '["a", [], "b"]', r"got \[\] as names of a class"),
+        ("c.json", '["a", " ", "b"]', r"none of them empty"),
+        ("c.json", '["a", 3, "b"]', "expected a list with a name or a list of names for each class"),
+        ("c.json", '{"0": "a", "1": "b", "x": "c"}', "missing '2'; unknown 'x'; expected the data's class names"),
+        ("c.json", "[" * 10**5, "expected a list with a name"),
+        ("c.json", "{", "expected a list with a name"),
+        ("t.txt", "a photo\n", r"t\.txt:1: no {c} for the class name in 'a photo'"),
+        ("none.txt", None, "none.txt: cannot be read"),
+    ],
+)
+def test_bad_files_of_prompts_are_refused(tmp_path, name, content, message):
+    folder = number_shards(tmp_path / "data", [0, 1, 2], 3)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    key = "templates_file" if name == "t.txt" else "classes_file"
+    with pytest.raises(DataError, match=message):
+        evaluate(
+            PlainModel(3),
+            [ZeroShotConfig.model_validate({"data": {"kind": "classes", "path": folder}, key: tmp_path / name})],
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from unittest import mock
 
 import pytest
@@ -146,7 +147,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
     assert figures["eval/pairs/codes_only/i2t_r1"] == figures["eval/pairs/quantized/i2t_r1"]
 
 
-def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, capsys):
+def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, capsys, monkeypatch):
     tree = tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards))
     run(tree, os.environ["VQCLIP_CACHE"])
     folder = tmp_path / "tiny"
@@ -157,12 +158,18 @@ def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, cap
         assert all_equal(load_file(out / "model.safetensors"), expected)
         assert ("eval/pairs/codes_only/i2t_r1" in (out / "README.md").read_text()) == (expected is averaged)
     saved = folder / "checkpoints" / f"step-{STEPS:08d}"
-    for place in (folder, saved):
-        assert all_equal(load_model(str(place))[0].state_dict(), averaged)
-        assert all_equal(load_model(str(place), "current")[0].state_dict(), current)
-    for place in (folder / "tokenizer", saved / "model"):
-        with pytest.raises(ConfigError, match="weights: got 'current' for the tokenizer"):
-            load_model(str(place), "current")
+    monkeypatch.chdir(saved)
+    for place in (folder, saved, saved / "model", "model"):
+        for kind, expected in (("averaged", averaged), ("current", current)):
+            found = load_model(str(place), kind)
+            assert found.weights == kind
+            assert all_equal(found.model.state_dict(), expected)
+    assert load_model(str(folder / "tokenizer")).weights == "averaged"
+    with pytest.raises(ConfigError, match="weights: got 'current' for the tokenizer"):
+        load_model(str(folder / "tokenizer"), "current")
+    copied = tmp_path / "model"
+    shutil.copytree(saved / "model", copied)
+    assert load_model(str(copied)).weights == "exported"
     assert not vqclip.load_tokenizer(folder / "tokenizer", modality="image").training
     capsys.readouterr()
 

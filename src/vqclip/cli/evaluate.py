@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         task = _zero_shot(options) if options.task == "zero-shot" else _retrieval(options)
         dist.init(options.device)
-        model, folder = load_model(options.model, options.weights)
+        model, place, weights = load_model(options.model, options.weights)
         model.to(_device(options.device))
         if options.depths:
             depths = evaluate_depths(model, [task], precision=options.precision, codes_folder=options.codes)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if dist.is_main():
             if options.json is not None:
                 write_json(options.json, results)
-            print_output(f"model: {folder}\n\n{tables}")
+            print_output(f"model: {place}\nweights: {weights}\n\n{tables}")
     except ValidationError as error:
         raise ConfigError("\n".join(_problem(each) for each in error.errors())) from None
     finally:

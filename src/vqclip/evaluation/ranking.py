@@ -24,12 +24,27 @@ BLOCK = 2**24
 """Most scores in memory: 64 MiB in fp32."""
 SAME = 5e-6
 """Largest difference of cosine similarities that is a tie."""
+DEPTHS = (1, 5)
+"""Depths of the accuracies of classification."""
+CLASS_FIGURES = (*(f"top{k}" for k in DEPTHS), "mean_per_class")
+"""Accuracies, and the mean of the classes' own accuracies (mean per class recall)."""
 
 
 def hit_rates(
     queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]
 ) -> list[float]:
     """Return the share of queries with a right candidate among their k nearest (top-k accuracy, recall at k).
+
+    Args: as for `hits`.
+
+    Returns:
+        One rate in [0, 1] for each k; NaN without queries.
+    """
+    return hits(queries, candidates, query_group, group, ks).mean(dim=1).tolist()
+
+
+def hits(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]) -> Tensor:
+    """Return for each k and query whether a right candidate is among the k nearest; with ties, the probability.
 
     A candidate is right for the queries of its own group: a class for its images, an image for its captions, all
     captions of an image for that image.
@@ -42,22 +57,42 @@ def hit_rates(
         ks: the depths k.
 
     Returns:
-        One rate in [0, 1] for each k; NaN without queries.
+        ``(len(ks), Q)`` float64 on the CPU, in [0, 1].
 
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
-    hits = torch.zeros(len(ks), dtype=torch.float64)
+    found = [torch.empty(len(ks), 0, dtype=torch.float64)]
     rows = max(1, BLOCK // max(1, len(candidates)))
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
         progress.heartbeat()
-        scores = part @ candidates.T
-        right = right_group[:, None] == group[None, :]
-        best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
-        above, level = scores > best + SAME, (scores - best).abs() <= SAME
-        higher, rights, wrongs = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
-        hits += torch.stack([hit_chance(higher, rights, wrongs, k).sum().cpu() for k in ks])
-    return (hits / len(queries)).tolist() if len(queries) else [float("nan")] * len(ks)
+        found.append(hits_of_scores(part @ candidates.T, right_group[:, None] == group[None, :], ks, SAME))
+    return torch.cat(found, dim=1)
+
+
+def hits_of_scores(scores: Tensor, right: Tensor, ks: Sequence[int], same: float) -> Tensor:
+    """Return for each k and row whether a right candidate is among the k highest scores; see `hits`.
+
+    Args:
+        scores: ``(Q, M)``.
+        right: ``(Q, M)`` bool, at least one True in each row.
+        ks: the depths k.
+        same: largest difference of two scores that is a tie.
+    """
+    best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
+    above, level = scores > best + same, (scores - best).abs() <= same
+    higher, rights, wrongs = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
+    return torch.stack([hit_chance(higher, rights, wrongs, k).cpu() for k in ks])
+
+
+def class_figures(hits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the `CLASS_FIGURES` of hits ``(len(DEPTHS), Q)`` for images of the classes ``labels`` ``(Q,)`` int64.
+
+    The mean per class is over the classes that occur in ``labels``.
+    """
+    _, which, counts = labels.unique(return_inverse=True, return_counts=True)
+    by_class = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, which, hits[0]) / counts
+    return dict(zip(CLASS_FIGURES, [*hits.mean(dim=1).tolist(), float(by_class.mean())], strict=True))
 
 
 def hit_chance(above: Tensor, right: Tensor, wrong: Tensor, k: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from vqclip.errors import printable
@@ -55,7 +56,9 @@ def _title(result: Result) -> str:
 def figure_title(figure: str) -> str:
     """Return a readable title: ``image to text R@5`` for ``i2t_r5``, ``top-1`` for ``top1``."""
     direction, _, depth = figure.partition("_r")
-    return f"{_DIRECTIONS[direction]} R@{depth}" if depth else figure.replace("top", "top-")
+    if direction in _DIRECTIONS:
+        return f"{_DIRECTIONS[direction]} R@{depth}"
+    return re.sub(r"\btop(\d)", r"top-\1", figure.replace("_", " "))
 
 
 def _code_rows(result: Result) -> list[tuple[str, ...]]:

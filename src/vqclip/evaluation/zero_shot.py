@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from vqclip.data import Source
+from vqclip.data.sources.class_folder import LocalFolder, read_templates
 from vqclip.evaluation.datasets import LabelledData
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.evaluation.images import ImagesConfig, encode_images
-from vqclip.evaluation.ranking import hit_rates
+from vqclip.evaluation.prompts import Names, fill, read_classes
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
-
-_DEPTHS = (1, 5)
 
 
 def _has_class(template: str) -> str:
@@ -29,9 +32,9 @@ def _has_class(template: str) -> str:
 
 
 class ZeroShotConfig(ImagesConfig):
-    """Top-1 and top-5 of zero-shot classification."""
+    """Top-1, top-5 and mean per class recall of zero-shot classification."""
 
-    figures: ClassVar[tuple[str, ...]] = tuple(f"top{k}" for k in _DEPTHS)
+    figures: ClassVar[tuple[str, ...]] = CLASS_FIGURES
 
     kind: Literal["zero_shot"] = "zero_shot"
     name: str = "zero-shot"
@@ -39,7 +42,18 @@ class ZeroShotConfig(ImagesConfig):
     data: LabelledData
     """The labelled images."""
     templates: tuple[Annotated[str, AfterValidator(_has_class)], ...] = ()
-    """Prompts with {c} for the class name; empty: the prompts of the data."""
+    """Prompts with {c} for the class name; empty: those of `templates_file`, or of the data."""
+    templates_file: Path | None = None
+    """File with one prompt a line."""
+    classes_file: Path | None = None
+    """File of the names of the classes, one a line in the order of the data's labels, or JSON with one or several names
+    for each; null: the names of the data."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_templates(self) -> ZeroShotConfig:
+        if self.templates and self.templates_file:
+            raise ValueError("got templates and templates_file; expected one of them")
+        return self
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
@@ -59,43 +73,56 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
     source = encoder.partition.open(config.data)
-    templates = config.templates or source.templates
+    with encoder.partition.raise_on_all_ranks():
+        templates, classes = _prompts(config, source)
     image, labels, left_out = encode_images(
         config, source, model.image, encoder, f"{name}-image", lambda batch: batch.labels.tolist()
     )
-    prompts = [template.replace("{c}", each) for each in source.classnames for template in templates]
-    text = encoder.captions(model.text, prompts, config.batch_size, f"{name}-text")
+    prompts = [fill(templates, names) for names in classes]
+    sizes = [len(each) for each in prompts]
+    text = encoder.captions(model.text, list(itertools.chain(*prompts)), config.batch_size, f"{name}-text")
 
     modes, notes = common_modes(image, text)
     right = torch.tensor(labels, dtype=torch.int64)
     found: dict[Mode, dict[str, float]] = {}
     with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
         for mode in modes:
-            classes = class_embeddings(text.embeddings[mode], len(templates))
+            targets = class_embeddings(text.embeddings[mode], sizes)
             rows = image.embeddings[mode]
-            groups = right.to(rows.device), torch.arange(len(classes), device=rows.device)
-            found[mode] = dict(zip(config.figures, hit_rates(rows, classes, *groups, _DEPTHS), strict=True))
-    count = len(source.classnames)
+            groups = right.to(rows.device), torch.arange(len(targets), device=rows.device)
+            found[mode] = class_figures(hits(rows, targets, *groups, DEPTHS), right)
+    count = len(classes)
     return Result(
         name=config.name,
         kind=config.kind,
         figures=fill_modes(found),
-        chance={f"top{k}": min(k, count) / count for k in _DEPTHS},
+        chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
         samples=len(labels),
         classes=count,
-        captions=len(prompts),
+        captions=sum(sizes),
         usage={"image": image.usage, "text": text.usage},
-        notes=_notes(source) + left_out + text.notes + notes,
+        notes=_notes(source, classes) + left_out + text.notes + notes,
     )
 
 
-def class_embeddings(prompts: Tensor, templates: int) -> Tensor:
-    """Average prompt embeddings ``(K · templates, E)``, class by class, to unit-norm ``(K, E)``."""
-    return F.normalize(prompts.unflatten(0, (-1, templates)).mean(dim=1), dim=-1)
+def class_embeddings(prompts: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Average prompt embeddings ``(Σ sizes, E)``, class by class, to unit-norm ``(K, E)``."""
+    return F.normalize(torch.stack([each.mean(dim=0) for each in prompts.split(list(sizes))]), dim=-1)
 
 
-def _notes(source: Source) -> list[str]:
+def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Sequence[Names]]:
+    """Return the templates, and the names of each class."""
+    templates = config.templates or source.templates
+    if config.templates_file is not None:
+        path = config.templates_file.expanduser()
+        templates = read_templates(LocalFolder(path.parent), path.name)
+    if config.classes_file is None:
+        return templates, [(name,) for name in source.classnames]
+    return templates, read_classes(config.classes_file.expanduser(), source.classnames)
+
+
+def _notes(source: Source, classes: Sequence[Names]) -> list[str]:
     """Return remarks on the data for the reader."""
-    twice = [name for name, count in Counter(source.classnames).items() if count > 1]
-    known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(twice)}"]
+    twice = [name for name, count in Counter(itertools.chain(*map(set, classes))).items() if count > 1]
+    known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(sorted(twice))}"]
     return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])

@@ -71,7 +71,7 @@ def load(
         CheckpointError: there is no model, it is damaged, or it has only one modality.
         ConfigError: unknown mode or precision, or a tokenizer that has no codes for ``codes_only``.
     """
-    clip, folder = load_model(str(name), weights)
+    clip, folder, _ = load_model(str(name), weights)
     try:
         model = OpenCLIPWrapper(clip.to(device), mode, precision)
     except ConfigError as error:

@@ -53,8 +53,8 @@ def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
 
 
-def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> CLIP:
-    """Load the model of one checkpoint in evaluation mode, after verifying its checksums.
+def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CLIP, Weights]:
+    """Load the model of one checkpoint in evaluation mode, after verifying its checksums; say which weights it has.
 
     Args:
         path: folder of the checkpoint.
@@ -66,9 +66,9 @@ def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> CLIP:
     """
     saved = checkpoint.load(path)
     model = CLIP.from_pretrained(saved.model_folder)
-    if weights == "averaged":
-        use_averages(model, read_averages(saved, model))
-    return model
+    averages = read_averages(saved, model) if weights == "averaged" else {}
+    use_averages(model, averages)
+    return model, "averaged" if averages else "current"
 
 
 def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weights: Weights = "averaged") -> Path:
@@ -97,7 +97,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weig
     require_replaceable(out, CONFIG_FILE)
     if out.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
-    model = load_checkpoint_model(found[step], weights)
+    model, _ = load_checkpoint_model(found[step], weights)
     of_current = weights == "current" and bool(read_averages(checkpoint.load(found[step]), model))
     figures = _recorded_figures(run, step, of_current) or "No evaluation was recorded after this step."
     kind = ", without its moving average" if of_current else ""

@@ -1,14 +1,17 @@
-"""Load the model of a run, a checkpoint, a tokenizer folder or a hub name."""
+"""Load the model of a run, a checkpoint, a tokenizer folder or the hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from vqclip import checkpoint
+from vqclip.config import load_config
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
 from vqclip.tokenizer.folder import CONFIG_FILE
 from vqclip.tokenizer.hub import find_folder
+from vqclip.train.config import TrainConfig
 from vqclip.train.ema import Weights
 from vqclip.train.export import load_checkpoint_model
 
@@ -18,15 +21,25 @@ MODEL_HELP = (
 )
 
 
-def load_model(name: str, weights: Weights = "averaged") -> tuple[CLIP, str]:
+class LoadedModel(NamedTuple):
+    """A model, and where it comes from."""
+
+    model: CLIP
+    """In evaluation mode."""
+    place: str
+    """Folder or hub name that it was read from."""
+    weights: str
+    """``averaged`` (by `train.ema`), ``current`` (those of the step), or ``exported`` where this is not recorded."""
+
+
+def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
     """Load the model of a run, checkpoint or tokenizer folder, or of a hub name.
+
+    The folder ``model`` of a checkpoint means the checkpoint, so that it too gives the averages.
 
     Args:
         name: folder or hub name.
         weights: of a run or checkpoint with moving averages (`train.ema`): averaged ones, or those of its step.
-
-    Returns:
-        The model, and the folder (or hub name) that it was read from.
 
     Raises:
         CheckpointError: the folder contains no model, or a damaged one.
@@ -35,25 +48,44 @@ def load_model(name: str, weights: Weights = "averaged") -> tuple[CLIP, str]:
     path = Path(name).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path}: got a file, expected a folder: {MODEL_HELP}")
-    exported = (path, path / "tokenizer") if weights == "averaged" else ()  # a run exports averages if it has them
     if not path.is_dir():
-        if not exported:
+        if weights == "current":
             _refuse_current(name)
-        return CLIP.from_pretrained(_find_on_hub(name)), name
-    for folder in exported:
-        if (folder / CONFIG_FILE).is_file():
-            return CLIP.from_pretrained(folder), str(folder)
-    if (path / "model" / CONFIG_FILE).is_file():
-        return load_checkpoint_model(path, weights), str(path / "model")
-    newest = checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
+        return LoadedModel(CLIP.from_pretrained(_find_on_hub(name)), name, "exported")
+    saved = _find_checkpoint(path)
+    if saved is None and weights == "averaged":  # a run exports averages if it has them
+        for folder in (path, path / "tokenizer"):
+            if (folder / CONFIG_FILE).is_file():
+                return LoadedModel(CLIP.from_pretrained(folder), str(folder), _exported_weights(folder))
+    newest = saved or checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
     if newest is None:
-        if not exported and (path / CONFIG_FILE).is_file():
+        if weights == "current" and (path / CONFIG_FILE).is_file():
             _refuse_current(name)
         raise CheckpointError(
             f"{path}: no model here; expected {CONFIG_FILE}, tokenizer/, model/ or checkpoints/ in it, "
             f"got: {', '.join(sorted(each.name for each in path.iterdir())[:8]) or 'an empty folder'}"
         )
-    return load_checkpoint_model(newest, weights), str(newest / "model")
+    model, found = load_checkpoint_model(newest, weights)
+    return LoadedModel(model, str(newest / "model"), found)
+
+
+def _find_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that ``path`` is, or whose ``model`` it is; None for another folder."""
+    path = path.resolve()
+    if path.name == "model" and path.parent in checkpoint.checkpoints(path.parent.parent):
+        return path.parent
+    return path if (path / "model" / CONFIG_FILE).is_file() else None
+
+
+def _exported_weights(folder: Path) -> str:
+    """Return the kind of weights that a run exported to ``folder``, by its configuration."""
+    config = folder.parent / "config.yaml"
+    if folder.name != "tokenizer" or not config.is_file():
+        return "exported"
+    try:
+        return "current" if load_config(TrainConfig, config).train.ema is None else "averaged"
+    except ConfigError:  # of another version; the figures do not depend on this word
+        return "exported"
 
 
 def _refuse_current(name: str) -> None:

@@ -170,16 +170,16 @@ def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]
     return lines
 
 
-def read_templates(folder: ClassFolder) -> tuple[str, ...]:
-    """Return the prompts of a folder, one a line.
+def read_templates(folder: ClassFolder, file: str = TEMPLATES) -> tuple[str, ...]:
+    """Return the prompts in a file of a folder, one a line.
 
     Raises:
         DataError: as `read_lines`, and for a prompt without a placeholder for the class name.
     """
-    templates = read_lines(folder, TEMPLATES, "one prompt a line, with {c} for the class name")
+    templates = read_lines(folder, file, "one prompt a line, with {c} for the class name")
     for number, template in enumerate(templates, 1):
         if "{c}" not in template:
-            raise DataError(f"{folder.name(TEMPLATES)}:{number}: no {{c}} for the class name in {template!r}")
+            raise DataError(f"{folder.name(file)}:{number}: no {{c}} for the class name in {template!r}")
     return templates
 
 
