@@ -6,7 +6,8 @@ Three layouts, each exactly invertible, also for -1 (padding, dropped stages):
 - `DelayedCodes`: C streams side by side, each one step later than the previous one (MusicGen).
 - `Vocabulary`: `FlatCodes` of images and texts after a language model's own ids, with begin, end and padding marks.
 
-`resize` adds rows for them to an embedding table.
+`resize` adds rows for them to an embedding table. `CodesEmbedding` and `CodesHead` read and write all C codes of a
+token in one step of a model, without a common vocabulary.
 
 After `vqclip.nn`, whose input checks it uses; before `vqclip.tokenizer`, whose `to_vocabulary` uses it.
 
@@ -16,6 +17,17 @@ Shapes: B samples, N tokens, C codebooks, K codes, H width of a language model's
 from vqclip.lm_vocabulary.delayed import DelayedCodes
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, resize
 from vqclip.lm_vocabulary.flat import FlatCodes
+from vqclip.lm_vocabulary.head import CodesEmbedding, CodesHead, CodesHeadConfig
 from vqclip.lm_vocabulary.joint import Vocabulary
 
-__all__ = ["DelayedCodes", "FlatCodes", "Vocabulary", "mean_rows", "projected_rows", "resize"]
+__all__ = [
+    "CodesEmbedding",
+    "CodesHead",
+    "CodesHeadConfig",
+    "DelayedCodes",
+    "FlatCodes",
+    "Vocabulary",
+    "mean_rows",
+    "projected_rows",
+    "resize",
+]

@@ -1,0 +1,239 @@
+"""Input embedding and output head of a language model that reads and writes all codes of a token in one step.
+
+    ids (B, T, C) → CodesEmbedding → (B, T, H) → any causal model → hidden states (B, T, H) → CodesHead → codes
+
+The model takes N steps an image instead of the N·C of `FlatCodes`. Plain modules, for hidden states of any model.
+
+Shapes: B samples, T steps, C codebooks, K codes of one, H width of the model's hidden states, D width inside the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.lm_vocabulary.checks import require_codes
+from vqclip.lm_vocabulary.embedding import require_rows
+from vqclip.seeds import derive_seed
+
+
+class CodesEmbedding(nn.Module):
+    """Sums the embeddings of a token's C codes, one table a codebook; an id of -1 adds nothing.
+
+    The decoded vectors of a tokenizer are another input: ``nn.Linear(D, H)(tokenizer.decode(ids))``.
+
+    Args:
+        codebook_sizes: K of each codebook.
+        width: H.
+        std: standard deviation of the sum at the start.
+
+    Raises:
+        ShapeError: more than 2^22 codes in all.
+    """
+
+    def __init__(self, codebook_sizes: tuple[int, ...], width: int, std: float = 1.0):
+        super().__init__()
+        require_rows(sum(codebook_sizes))
+        self.codebook_sizes, self.width = tuple(codebook_sizes), width
+        self.table = nn.Embedding(sum(codebook_sizes), width)
+        nn.init.normal_(self.table.weight, std=std * len(codebook_sizes) ** -0.5)
+        starts = torch.tensor(list(accumulate(codebook_sizes[:-1], initial=0)))
+        self.register_buffer("starts", starts, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids ``(B, T, C)`` to ``(B, T, H)``.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id outside its codebook (not checked under `torch.compile`).
+        """
+        return self.each(ids).sum(dim=-2)
+
+    def each(self, ids: Tensor) -> Tensor:
+        """Map ids ``(B, T, C)`` to the embedding of each code ``(B, T, C, H)``."""
+        ids = _require_codes(ids, self.codebook_sizes)
+        return self.table(ids.clamp(min=0) + self.starts) * (ids >= 0).unsqueeze(-1)
+
+
+class CodesHead(nn.Module):
+    """Distribution of a token's C codes given a hidden state. Built by `CodesHeadConfig.build`.
+
+    ``parallel`` predicts every code from the hidden state alone, as if the codes of a token were independent.
+    ``depth`` predicts code c from the hidden state and codes 0 to c - 1 by a small causal transformer over codebooks,
+    so that it can represent any joint distribution (RQ-Transformer, Lee et al. 2022; Moshi, Défossez et al. 2024;
+    UniTok, Ma et al. 2025).
+
+    Ids of -1 (padding, dropped stages) are not predicted.
+    """
+
+    def __init__(self, config: CodesHeadConfig):
+        super().__init__()
+        require_rows(sum(config.codebook_sizes))
+        self.config = config
+        self.depth = _DepthTransformer(config) if config.kind == "depth" else None
+        width = config.width if self.depth is None else config.depth_width
+        self.outputs = nn.ModuleList(nn.Linear(width, size) for size in config.codebook_sizes)
+
+    def logits(self, hidden: Tensor, ids: Tensor) -> list[Tensor]:
+        """Return the logits ``(B, T, K)`` of each of the C codebooks; those of codebook c see ids 0 to c - 1 alone.
+
+        Args:
+            hidden: ``(B, T, H)``, the model's output where the token is to be predicted.
+            ids: ``(B, T, C)``, the token's codes.
+
+        Raises:
+            ShapeError: shapes that do not fit, or an id outside its codebook.
+        """
+        ids = _require_codes(ids, self.config.codebook_sizes)
+        if hidden.shape != (*ids.shape[:2], self.config.width):
+            raise ShapeError(
+                f"hidden: got shape {tuple(hidden.shape)}, expected {(*ids.shape[:2], self.config.width)}: "
+                "one hidden state for each token of ids"
+            )
+        if self.depth is None:
+            return [output(hidden) for output in self.outputs]
+        features = self.depth(hidden, ids).unbind(dim=2)
+        return [output(x) for output, x in zip(self.outputs, features, strict=True)]
+
+    def nats(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return -log p of every code, ``(B, T, C)`` float32 in nats, 0 at ids of -1; arguments as of `logits`.
+
+        The sum over a sample is its loss, to be compared with that of any other model of the same ids.
+        """
+        each = [
+            F.cross_entropy(
+                logits.flatten(0, 1).float(), ids[..., c].flatten().long(), ignore_index=-1, reduction="none"
+            )
+            for c, logits in enumerate(self.logits(hidden, ids))
+        ]
+        return torch.stack(each, dim=-1).view(ids.shape)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return the loss (), the mean of `nats` over codes that are not -1; 0 without any."""
+        return self.nats(hidden, ids).sum() / (ids >= 0).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def sample(self, hidden: Tensor, seed: int, token: int = 0, temperature: float = 1.0) -> Tensor:
+        """Draw the codes ``(B, C)`` of one token, codebook by codebook.
+
+        The draws are keyed by (seed, token, codebook): equal for equal keys, on every device.
+
+        Args:
+            hidden: ``(B, H)``.
+            seed: seed of a generation.
+            token: position of the token in its image.
+            temperature: divides the logits; 0 takes the likeliest code.
+
+        Raises:
+            ConfigError: a negative temperature.
+        """
+        if not temperature >= 0:
+            raise ConfigError(f"temperature: got {temperature}, expected 0 (the likeliest code) or more")
+        ids = torch.full((len(hidden), len(self.outputs)), -1, device=hidden.device)
+        for c in range(len(self.outputs)):
+            logits = self.logits(hidden[:, None], ids[:, None])[c][:, 0]
+            ids[:, c] = _draw(logits, temperature, derive_seed(seed, "codes", token, c))
+        return ids
+
+    def generate(
+        self, hidden_after: Callable[[Tensor], Tensor], samples: int, tokens: int, seed: int, temperature: float = 1.0
+    ) -> Tensor:
+        """Draw whole samples ``(B, N, C)``, one token after another.
+
+        Args:
+            hidden_after: maps the ids so far, ``(B, t, C)`` with t from 0, to the hidden state ``(B, H)`` that predicts
+                token t.
+            samples: B.
+            tokens: N.
+            seed: see `sample`.
+            temperature: see `sample`.
+        """
+        weight = self.outputs[0].weight
+        ids = torch.empty(samples, 0, len(self.outputs), dtype=torch.int64, device=weight.device)
+        for token in range(tokens):
+            codes = self.sample(hidden_after(ids), seed, token, temperature)
+            ids = torch.cat([ids, codes[:, None]], dim=1)
+        return ids
+
+
+class _DepthTransformer(nn.Module):
+    """A causal transformer over the C codes of one token: hidden states and ids to features ``(B, T, C, D)``."""
+
+    def __init__(self, config: CodesHeadConfig):
+        super().__init__()
+        codebooks, width = len(config.codebook_sizes), config.depth_width
+        self.hidden_in = nn.Linear(config.width, width)
+        self.place = nn.Parameter(0.02 * torch.randn(codebooks, width))
+        # The last code is never an input.
+        self.codes = CodesEmbedding(config.codebook_sizes[:-1], width) if codebooks > 1 else None
+        block = nn.TransformerEncoderLayer(
+            width, config.depth_heads, 4 * width, config.dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, config.depth_layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        mask = torch.full((codebooks, codebooks), float("-inf")).triu(diagonal=1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        x = self.hidden_in(hidden).unsqueeze(2)
+        if self.codes is not None:
+            x = torch.cat([x, self.codes.each(ids[..., :-1])], dim=2)
+        x = (x + self.place).flatten(0, 1)
+        return self.blocks(x, mask=self.mask.to(x.dtype), is_causal=True).view(*ids.shape, -1)
+
+
+class CodesHeadConfig(Config):
+    """A head of a language model that predicts the C codes of a token from one hidden state."""
+
+    kind: Literal["parallel", "depth"] = "depth"
+    """parallel: all codes at once, independent given the hidden state; depth: one after another."""
+    codebook_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=MAX_CODEBOOKS)]
+    """K of each codebook: a tokenizer's `codebook_sizes`."""
+    width: int = Field(ge=1, le=MAX_WIDTH)
+    """H, width of the model's hidden states."""
+    depth_width: int = Field(128, ge=1, le=MAX_WIDTH)
+    """D, width of the transformer over codebooks (depth only)."""
+    depth_layers: int = Field(2, ge=1, le=MAX_LAYERS)
+    """Its blocks."""
+    depth_heads: int = Field(4, ge=1)
+    """Its attention heads; must divide `depth_width`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in it."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> CodesHeadConfig:
+        if self.depth_width % self.depth_heads:
+            raise ValueError(
+                f"got depth_width {self.depth_width} and depth_heads {self.depth_heads}; expected heads that divide it"
+            )
+        return self
+
+    def build(self) -> CodesHead:
+        """Make the head with random weights (torch's global generator).
+
+        Raises:
+            ShapeError: more than 2^22 codes in all.
+        """
+        return CodesHead(self)
+
+
+def _require_codes(ids: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Check ids ``(B, T, C)``, unless that would break a compiled graph, and return them as int64."""
+    return ids.long() if torch.compiler.is_compiling() else require_codes(ids, sizes)
+
+
+def _draw(logits: Tensor, temperature: float, seed: int) -> Tensor:
+    """Draw from ``(B, K)`` logits by one uniform number a row, through the cumulative distribution."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    total = (logits.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
+    uniform = torch.rand(len(logits), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.searchsorted(total, uniform.to(total.device) * total[:, -1:], right=True)
+    return drawn.squeeze(-1).clamp(max=logits.shape[-1] - 1)
