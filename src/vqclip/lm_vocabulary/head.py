@@ -40,6 +40,8 @@ class CodesEmbedding(nn.Module):
         ShapeError: more than 2^22 codes in all.
     """
 
+    starts: Tensor
+
     def __init__(self, codebook_sizes: tuple[int, ...], width: int, std: float = 1.0):
         super().__init__()
         require_rows(sum(codebook_sizes))
@@ -156,8 +158,8 @@ class CodesHead(nn.Module):
             seed: see `sample`.
             temperature: see `sample`.
         """
-        weight = self.outputs[0].weight
-        ids = torch.empty(samples, 0, len(self.outputs), dtype=torch.int64, device=weight.device)
+        device = next(self.parameters()).device
+        ids = torch.empty(samples, 0, len(self.outputs), dtype=torch.int64, device=device)
         for token in range(tokens):
             codes = self.sample(hidden_after(ids), seed, token, temperature)
             ids = torch.cat([ids, codes[:, None]], dim=1)
@@ -166,6 +168,8 @@ class CodesHead(nn.Module):
 
 class _DepthTransformer(nn.Module):
     """A causal transformer over the C codes of one token: hidden states and ids to features ``(B, T, C, D)``."""
+
+    mask: Tensor
 
     def __init__(self, config: CodesHeadConfig):
         super().__init__()
