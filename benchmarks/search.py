@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vqclip.data import CaptionShardsData, EvalSet
+from vqclip.data import CaptionShardsConfig, EvalSet
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch
@@ -43,7 +43,7 @@ class ItemSet:
 
 def read(model: CLIP, data: list[str]) -> tuple[ItemSet, ItemSet]:
     """Images and their first captions."""
-    source = CaptionShardsData(path=tuple(data)).build()
+    source = CaptionShardsConfig(path=tuple(data)).build()
     batches = list(EvalSet(source, model.image.transform, batch_size=64))
     captions = [model.text.preprocess([each[0] for each in batch.captions]) for batch in batches]
     return ItemSet(model.image, [batch.images for batch in batches]), ItemSet(model.text, captions)

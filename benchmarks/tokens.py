@@ -108,10 +108,10 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
     """All of the command but the loading of the tokenizer, which the loop does not repeat either."""
     import torch
 
-    from vqclip.data import CaptionShardsData
+    from vqclip.data import CaptionShardsConfig
     from vqclip.tokenize_dataset import job
 
-    source = CaptionShardsData(path=str(options.shards))
+    source = CaptionShardsConfig(path=str(options.shards))
     load = job._encoders
     loaded = cache(lambda: load(make_options(Path()), torch.device("cpu")))
     job._encoders = lambda *_: loaded()
@@ -134,10 +134,10 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
 
 
 def nothing(options: argparse.Namespace) -> Callable[[], int]:
-    from vqclip.data import CaptionShardsData, EvalSet
+    from vqclip.data import CaptionShardsConfig, EvalSet
 
     image, text = tokenizers(options)
-    source = CaptionShardsData(path=str(options.shards)).build()
+    source = CaptionShardsConfig(path=str(options.shards)).build()
     batches = [
         (batch.images, text.preprocess([captions[0] for captions in batch.captions]))
         for batch in EvalSet(source, image.transform, options.batch)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vqclip
-from vqclip.data import CaptionShardsData, EvalSet
+from vqclip.data import CaptionShardsConfig, EvalSet
 from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import DelayedCodes
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> Pairs:
     """Encode all images to ids, with their first captions."""
     batches = list(
-        EvalSet(CaptionShardsData(path=str(shards)).build(), tokenizer.transform, batch_size=256, limit=limit)
+        EvalSet(CaptionShardsConfig(path=str(shards)).build(), tokenizer.transform, batch_size=256, limit=limit)
     )
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
     return Pairs(ids, [captions[0] for batch in batches for captions in batch.captions])

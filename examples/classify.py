@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vqclip
-from vqclip.data import ClassShards, ClassShardsData, EvalSet
+from vqclip.data import ClassShards, ClassShardsConfig, EvalSet
 from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import projected_rows
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
-    sources = {split: ClassShardsData(path=options.data, split=split).build() for split in ("train", "test")}
+    sources = {split: ClassShardsConfig(path=options.data, split=split).build() for split in ("train", "test")}
     train = tokenize(image, sources["train"], options.limit, TURNS)
     test = tokenize(image, sources["test"], options.limit)
     classes = len(sources["test"].classnames)

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vqclip
-from vqclip.data import CaptionShardsData, EvalSet
+from vqclip.data import CaptionShardsConfig, EvalSet
 from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import Vocabulary, resize
 from vqclip.tokenizer import ImageTokenizer
@@ -39,7 +39,7 @@ BATCH = 2
 
 def tokenize(tokenizer: ImageTokenizer, shards: Path, limit: int | None) -> tuple[Tensor, list[str]]:
     """Encode images to ids ``(B, N, C)``, with their captions."""
-    source = CaptionShardsData(path=str(shards)).build()
+    source = CaptionShardsConfig(path=str(shards)).build()
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in batches])
     return ids, [captions[0] for batch in batches for captions in batch.captions]

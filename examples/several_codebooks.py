@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import vqclip
-from vqclip.data import CaptionShardsData, EvalSet, ScenesData
+from vqclip.data import CaptionShardsConfig, EvalSet, ScenesSourceConfig
 from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import CodesEmbedding, CodesHeadConfig
 
@@ -55,7 +55,9 @@ class Pairs(NamedTuple):
 
 
 @torch.no_grad()
-def tokenize(folder: str, data: CaptionShardsData | ScenesData, limit: int | None) -> tuple[Pairs, tuple[int, ...]]:
+def tokenize(
+    folder: str, data: CaptionShardsConfig | ScenesSourceConfig, limit: int | None
+) -> tuple[Pairs, tuple[int, ...]]:
     """Encode all images and their first captions; return the sizes of the image codebooks too."""
     image, text = (vqclip.load_tokenizer(folder, modality=modality) for modality in ("image", "text"))
     batches = list(EvalSet(data.build(), image.transform, batch_size=256, limit=limit))
@@ -187,7 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     splits = []
     for split in ("train", "val"):
-        data = ScenesData(split=split) if options.data is None else CaptionShardsData(path=str(options.data / split))
+        data = (
+            ScenesSourceConfig(split=split)
+            if options.data is None
+            else CaptionShardsConfig(path=str(options.data / split))
+        )
         pairs, sizes = tokenize(options.tokenizer, data, options.limit)
         splits.append(pairs)
     every, val = splits

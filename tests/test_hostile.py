@@ -64,11 +64,11 @@ from pathlib import Path
 import vqclip
 from vqclip import checkpoint
 from vqclip.config import load_config
-from vqclip.data import CaptionShardsData, ClassShardsData, decode_image
+from vqclip.data.sources.folder import ImageFolder
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.errors import VqclipError
-from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.train.config import TrainConfig
 from vqclip.towers import TimmTowerConfig
 
@@ -76,7 +76,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 def shard(path, captions="txt"):
-    source = CaptionShardsData(path=str(path), captions=captions).build()
+    source = CaptionShardsConfig(path=str(path), captions=captions).build()
     problems = []
     for index in range(len(source)):
         try:
@@ -92,7 +92,7 @@ def tower(path):
 READ = {
     "shard": shard,
     "json": lambda path: shard(path, "json"),
-    "classes": lambda path: ClassShardsData(path=path).build(),
+    "classes": lambda path: ClassShardsConfig(path=path).build(),
     "image": lambda path: decode_image(path.read_bytes()),
     "folder": lambda path: ImageFolder(path).read(0),
     "config": lambda path: load_config(TrainConfig, path),

@@ -80,8 +80,8 @@ def test_empty_texts_are_refused(call, capsys):
 @pytest.mark.parametrize(
     ("call", "schema"),
     [
-        ("tokenize --tokenizer t --out o", "vqclip.cli.tokenize.CaptionShardsData"),
-        ("evaluate retrieval t", "vqclip.cli.evaluate.CaptionsData"),
+        ("tokenize --tokenizer t --out o", "vqclip.cli.tokenize.CaptionShardsConfig"),
+        ("evaluate retrieval t", "vqclip.cli.evaluate.CaptionShardsConfig"),
     ],
 )
 def test_repeated_options_add_values(call, schema, monkeypatch):
@@ -121,5 +121,5 @@ def test_no_command_guesses_among_splits(tmp_path):
     with pytest.raises(DataError, match="none: no such folder"):
         choose_split(str(tmp_path / "none"), None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: found no \*.tar in it"):
+    with pytest.raises(DataError, match=r"empty: found no \*.tar or \*.tar.gz in it"):
         choose_split(str(tmp_path / "empty"), None)

@@ -6,7 +6,8 @@ import torch
 
 from tests.evaluation.made import class_shards
 from tests.models import VQ, tiny_model
-from vqclip.evaluation import ClassesData, ZeroShotConfig, evaluate, evaluate_depths, format_depths
+from vqclip.data import ClassShardsConfig
+from vqclip.evaluation import ZeroShotConfig, evaluate, evaluate_depths, format_depths
 from vqclip.quantizers import at_depth, depth_of
 
 RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
@@ -20,7 +21,7 @@ def model(image=RESIDUAL, text=VQ):
 def test_every_depth_costs_and_finds_its_own(tmp_path):
     class_shards(tmp_path / "classes")
     whole = model()
-    task = ZeroShotConfig(name="colours", data=ClassesData(path=tmp_path / "classes"), batch_size=4)
+    task = ZeroShotConfig(name="colours", data=ClassShardsConfig(path=tmp_path / "classes"), batch_size=4)
     found = evaluate_depths(whole, [task])
     assert list(found) == [1, 2, 3]
     # 4 patches, 2 codebooks a stage, 4 bits each; the text tokenizer has no stages.

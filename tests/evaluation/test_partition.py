@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.evaluation.made import image_folder
+from vqclip.data import FolderConfig
 from vqclip.errors import DataError, DistributedError
-from vqclip.evaluation import ImageFolderData
 from vqclip.evaluation.partition import RankPartition
 
 
@@ -58,7 +58,7 @@ def only_rank_zero(folder):
     if RankPartition.create(distributed=True).rank == 0:
         with partition.raise_on_all_ranks():
             rows, items = partition.gather_rows(torch.ones(2, 1)).tolist(), partition.gather_items([1])
-        return rows, items, len(partition.open(ImageFolderData(path=image_folder(folder / "images"))))
+        return rows, items, len(partition.open(FolderConfig(path=image_folder(folder / "images"))))
     return None
 
 

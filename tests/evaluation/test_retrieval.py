@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.evaluation.made import IDENTITY, PlainModel, caption_shards, png, tiny_clip, write_tar
-from vqclip.evaluation import CaptionsData, RetrievalConfig, ScenesCaptionsData, evaluate
+from vqclip.data import CaptionShardsConfig, ScenesSourceConfig
+from vqclip.evaluation import RetrievalConfig, evaluate
 from vqclip.evaluation.retrieval import chance, recalls
 
 
@@ -46,7 +47,7 @@ def test_perfect_codes_score_100_percent(tmp_path):
     for i in range(20):
         members |= {f"{i:05d}.png": png(i), f"{i:05d}.txt": f"a {i}\nthe {i}\n{i}".encode()}
     write_tar(tmp_path / "0.tar", members)
-    data = CaptionsData(path=str(tmp_path), captions="txt_lines")
+    data = CaptionShardsConfig(path=str(tmp_path), captions="txt_lines")
     (result,) = evaluate(PlainModel(20), [RetrievalConfig(name="numbers", data=data, batch_size=7)])
     assert set(result.figures["codes_only"].values()) == {1.0}
     assert result.figures["continuous"] == pytest.approx(result.chance)
@@ -58,7 +59,7 @@ def test_equal_captions_of_different_images_share_their_place(tmp_path):
     for i in range(4):  # two images each of numbers 0 and 1
         members |= {f"{i}.png": png(i % 2), f"{i}.txt": str(i % 2).encode()}
     write_tar(tmp_path / "0.tar", members)
-    (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionsData(path=str(tmp_path)))])
+    (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
     assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | dict.fromkeys(
         ("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0
     )
@@ -66,7 +67,7 @@ def test_equal_captions_of_different_images_share_their_place(tmp_path):
 
 def test_identity_says_why_codes_are_missing(tmp_path):
     caption_shards(tmp_path, [["a"], ["b"], ["c"]])
-    (result,) = evaluate(tiny_clip(IDENTITY), [RetrievalConfig(data=CaptionsData(path=str(tmp_path)))])
+    (result,) = evaluate(tiny_clip(IDENTITY), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
     assert result.figures["codes_only"] is None
     assert result.figures["continuous"] == result.figures["quantized"]
     assert result.usage == {"image": None, "text": None}
@@ -75,7 +76,7 @@ def test_identity_says_why_codes_are_missing(tmp_path):
 
 def test_scenes(tmp_path):
     drawing = {"train": 1, "val": 12, "test": 1, "heldout": 1, "image_size": 32}
-    config = RetrievalConfig(data=ScenesCaptionsData.model_validate({"drawing": drawing}))
+    config = RetrievalConfig(data=ScenesSourceConfig.model_validate({"drawing": drawing}))
     (result,) = evaluate(tiny_clip(), [config])
     assert (result.samples, result.captions) == (12, 12)
     assert result.chance["i2t_r1"] == pytest.approx(1 / 12)

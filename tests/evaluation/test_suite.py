@@ -10,19 +10,9 @@ from torch import Tensor, nn
 
 from tests.evaluation.made import PlainModel, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
 from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.errors import DataError, DistributedError
-from vqclip.evaluation import (
-    MODES,
-    CaptionsData,
-    ClassesData,
-    Evaluations,
-    RetrievalConfig,
-    ZeroShotConfig,
-    evaluate,
-    load_ids,
-    prepare,
-    try_all,
-)
+from vqclip.evaluation import MODES, Evaluations, RetrievalConfig, ZeroShotConfig, evaluate, load_ids, prepare, try_all
 from vqclip.model import CLIP
 
 CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
@@ -37,9 +27,9 @@ def folder(tmp_path):
 
 
 def tasks(folder, batch_size=4, limit=None):
-    captions = CaptionsData(path=str(folder / "captions"), captions="txt_lines")
+    captions = CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")
     return [
-        ZeroShotConfig(data=ClassesData(path=folder / "classes"), batch_size=batch_size, limit=limit),
+        ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"), batch_size=batch_size, limit=limit),
         RetrievalConfig(data=captions, batch_size=batch_size, limit=limit),
     ]
 

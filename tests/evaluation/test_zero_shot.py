@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from tests.evaluation.made import PlainModel, class_shards, image_folder, png, tiny_clip, write_tar
+from vqclip.data import ClassShardsConfig, FolderConfig, ScenesSourceConfig
 from vqclip.errors import DataError
-from vqclip.evaluation import ClassesData, ImageFolderData, ScenesClassesData, ZeroShotConfig, evaluate
+from vqclip.evaluation import ZeroShotConfig, evaluate
 from vqclip.evaluation.zero_shot import class_embeddings
 
 
@@ -26,7 +27,7 @@ def number_shards(folder, labels, classes, templates=("number {c}",)):
 
 def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_chance(tmp_path):
     folder = number_shards(tmp_path, [i % 12 for i in range(30)], 12)
-    (result,) = evaluate(PlainModel(12), [ZeroShotConfig(name="numbers", data=ClassesData(path=folder))])
+    (result,) = evaluate(PlainModel(12), [ZeroShotConfig(name="numbers", data=ClassShardsConfig(path=folder))])
     assert result.figures["quantized"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
     assert result.figures["codes_only"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
     assert result.figures["continuous"] == pytest.approx({"top1": 1 / 12, "top5": 5 / 12, "mean_per_class": 1 / 12})
@@ -41,14 +42,14 @@ def test_wrong_codes_score_nothing(tmp_path, monkeypatch):
     folder = number_shards(tmp_path, [0, 1, 2], 12)
     model = PlainModel(12)
     model.image.embed = lambda ids: F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
-    (result,) = evaluate(model, [ZeroShotConfig(data=ClassesData(path=folder))])
+    (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
     # 11 classes at one score, the right one among them; and one wrong one above.
     assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11, "mean_per_class": 0.0})
 
 
 def test_real_model_against_a_plain_loop(tmp_path):
     folder, model = class_shards(tmp_path), tiny_clip()
-    config = ZeroShotConfig(data=ClassesData(path=folder), batch_size=5, workers=1)
+    config = ZeroShotConfig(data=ClassShardsConfig(path=folder), batch_size=5, workers=1)
     (result,) = evaluate(model, [config])
     source = config.data.build()
     from vqclip.data import decode_image
@@ -70,7 +71,7 @@ def test_real_model_against_a_plain_loop(tmp_path):
 
 def test_templates_are_averaged_and_can_be_replaced(tmp_path):
     folder = number_shards(tmp_path, [0, 1], 5, ("number {c}", "the {c}"))
-    config = ZeroShotConfig(data=ClassesData(path=folder))
+    config = ZeroShotConfig(data=ClassShardsConfig(path=folder))
     assert evaluate(PlainModel(5), [config])[0].captions == 10
     other = config.model_copy(update={"templates": ("{c}",)})
     assert evaluate(PlainModel(5), [other])[0].captions == 5
@@ -80,16 +81,16 @@ def test_templates_are_averaged_and_can_be_replaced(tmp_path):
 
 def test_limit(tmp_path):
     folder = number_shards(tmp_path, [i % 5 for i in range(20)], 5)
-    assert evaluate(PlainModel(5), [ZeroShotConfig(data=ClassesData(path=folder), limit=7)])[0].samples == 7
+    assert evaluate(PlainModel(5), [ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=7)])[0].samples == 7
 
 
 def test_scenes_and_image_folders_are_evaluated_too(tmp_path):
     drawing = {"train": 1, "val": 1, "test": 9, "heldout": 9, "image_size": 32}
     scenes = [
-        ZeroShotConfig(data=ScenesClassesData.model_validate({"split": split, "drawing": drawing}))
+        ZeroShotConfig(data=ScenesSourceConfig.model_validate({"split": split, "drawing": drawing}))
         for split in ("test", "heldout")
     ]
-    folder = ZeroShotConfig(data=ImageFolderData(path=image_folder(tmp_path / "images")))
+    folder = ZeroShotConfig(data=FolderConfig(path=image_folder(tmp_path / "images")))
     test, heldout, plain = evaluate(tiny_clip(), [*scenes, folder])
     assert (test.samples, test.classes, heldout.samples, heldout.classes) == (9, 99, 9, 121)
     assert (plain.samples, plain.classes, plain.captions) == (4, 2, 2)
@@ -99,7 +100,7 @@ def test_scenes_and_image_folders_are_evaluated_too(tmp_path):
 
 def test_errors_name_file_and_sample(tmp_path):
     folder = class_shards(tmp_path / "a")
-    config = ZeroShotConfig(data=ClassesData(path=folder))
+    config = ZeroShotConfig(data=ClassShardsConfig(path=folder))
     (folder / "classnames.txt").write_text("red\ngreen\nblue\n")
     with pytest.raises(DataError, match=r"0\.tar: sample s0{6}3: \.cls contains '3'; expected a class number, 0 to 2"):
         evaluate(tiny_clip(), [config])
@@ -107,15 +108,15 @@ def test_errors_name_file_and_sample(tmp_path):
     with pytest.raises(DataError, match=r"classnames\.txt: cannot be read"):
         evaluate(tiny_clip(), [config])
     with pytest.raises(DataError, match="no such folder"):
-        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=tmp_path / "none"))])
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=tmp_path / "none"))])
     folder = class_shards(tmp_path / "b")
     (folder / "zeroshot_classification_templates.txt").write_text("a picture\n")
     with pytest.raises(DataError, match="no {c} for the class name in 'a picture'"):
-        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=folder))])
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
     write_tar(folder / "test" / "0.tar", {"x.png": b"\x89PNG\r\n\x1a\n", "x.cls": b"0"})
     (folder / "zeroshot_classification_templates.txt").write_text("{c}\n")
     with pytest.raises(DataError, match=r"(?s)cannot be used.*0\.tar: sample x: "):
-        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassesData(path=folder))])
+        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,10 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     (folder / "classnames.txt").write_text("red\ngreen\nred\nwhite\n")  # as ImageNet's do
     images = image_folder(tmp_path / "images")
     (images / "green" / "a.gif").touch()
-    tasks = [ZeroShotConfig(data=ClassesData(path=folder)), ZeroShotConfig(data=ImageFolderData(path=images), name="f")]
+    tasks = [
+        ZeroShotConfig(data=ClassShardsConfig(path=folder)),
+        ZeroShotConfig(data=FolderConfig(path=images), name="f"),
+    ]
     classes, plain = evaluate(tiny_clip(), tasks)
     assert classes.notes == ["class names that occur more than once, which the model cannot tell apart: red"]
     assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]
@@ -148,7 +152,7 @@ def test_the_mean_per_class_gives_every_class_that_occurs_the_same_weight(tmp_pa
     folder = number_shards(tmp_path, [0] * 8 + [1, 2], 4)
     model = PlainModel(4)
     model.image.embed = lambda ids: F.one_hot(ids[:, 0, 0] % 2, 4) * model.image.weight  # a 2 is taken for a 0
-    (result,) = evaluate(model, [ZeroShotConfig(data=ClassesData(path=folder))])
+    (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
     figures = result.figures["codes_only"]
     assert (figures["top1"], figures["mean_per_class"]) == pytest.approx((0.9, 2 / 3))
     assert result.chance["mean_per_class"] == 0.25
@@ -156,7 +160,7 @@ def test_the_mean_per_class_gives_every_class_that_occurs_the_same_weight(tmp_pa
 
 def test_templates_and_classes_are_read_from_files(tmp_path):
     folder = number_shards(tmp_path / "data", [0, 1, 2], 3)
-    config = ZeroShotConfig(data=ClassesData(path=folder))
+    config = ZeroShotConfig(data=ClassShardsConfig(path=folder))
     (tmp_path / "prompts.txt").write_text("the {c}\na {c}\n{c}!\n")
     files = {
         "lines.txt": "2\n1\n0\n",

@@ -17,7 +17,7 @@ import torch
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, on_the_border, tiny_model
 from vqclip.cli.export import main
-from vqclip.data import CaptionShardsData, ClassShardsData, EvalSet
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
 from vqclip.io.digest import digest_file
@@ -364,11 +364,11 @@ def test_real_pictures_and_captions(onnx):
     root = Path(os.environ["VQCLIP_DATA"])
     model = built(FSQ)
     program = export_program(model.image, "encode").module()
-    source = ClassShardsData(path=str(root / "cls_eurosat"), split="test").build()
+    source = ClassShardsConfig(path=str(root / "cls_eurosat"), split="test").build()
     pictures = [batch.images for batch in EvalSet(source, model.image.transform, 8, limit=40)]
     for batch in pictures:
         assert torch.equal(program(batch), model.image.encode(batch))
-    captions = CaptionShardsData(path=str(root / "captions_noto_emoji/val")).build()
+    captions = CaptionShardsConfig(path=str(root / "captions_noto_emoji/val")).build()
     tokens = onnx[0].preprocess([captions.read(index).captions[0] for index in range(40)])
     check(*onnx, [tokens[:7], tokens[7:]])
 

@@ -18,7 +18,7 @@ from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
 from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.cli.tokenize import main
-from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
@@ -37,7 +37,7 @@ def tokenizer(tmp_path: Path) -> str:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storage: str, workers: int) -> None:
     tokenizer = tokenizer_folder(tmp_path / "tokenizer", text=LFQ_LARGE)
-    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    source = CaptionShardsConfig(path=str(shards(tmp_path / "in")))
     done = run(tokenizer, source, tmp_path / "out", storage=storage, workers=workers)
     assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples) == (len(COUNTS), sum(COUNTS), sum(COUNTS))
@@ -59,7 +59,7 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storag
 def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:
     """Features lie on a border, so in float32 other batch sizes give other ids."""
     model = CLIP.from_pretrained(tokenizer_folder(tmp_path / "first", WIDE_LFQ, WIDE_LFQ))
-    source = CaptionShardsData(path=str(shards(tmp_path / "in")))
+    source = CaptionShardsConfig(path=str(shards(tmp_path / "in")))
     raw = [source.build().read(index) for index in range(sum(COUNTS))]
     pixels = torch.stack([model.image.transform(decode_image(each.image)) for each in raw])
     tokens = model.text.preprocess([each.captions[0] for each in raw])
@@ -84,7 +84,7 @@ def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str, precision: str) -> None:
-    source = CaptionShardsData(path=str(shards(tmp_path / "in", (BATCH,))))
+    source = CaptionShardsConfig(path=str(shards(tmp_path / "in", (BATCH,))))
     done = run(tokenizer, source, tmp_path / "out", precision=precision)
     assert done.manifest is not None
     assert done.manifest.settings.precision == precision
@@ -95,7 +95,7 @@ def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str, p
 
 
 def test_captions_of_a_class_folder_are_all_there(tmp_path: Path, tokenizer: str) -> None:
-    run(tokenizer, ClassShardsData(path=class_folder(tmp_path / "in", 6)), tmp_path / "out")
+    run(tokenizer, ClassShardsConfig(path=class_folder(tmp_path / "in", 6)), tmp_path / "out")
     data = TokenDataset(tmp_path / "out")
     record = data.record(5)
     assert (record.key, record.label, record.captions) == ("s0000005", 2, ("a photo of a red panda", "the red panda"))

@@ -25,20 +25,20 @@ from PIL import Image
 from tests.tokenize_dataset.making import hashes, run, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.config import load_config
-from vqclip.data import CaptionShardsData, ClassShardsData, TokenDataset, decode_image
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image
 from vqclip.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 SETS = {
-    "emoji": ("captions", CaptionShardsData, ("captions_noto_emoji/train", "captions_noto_emoji/val"), 3520),
-    "pomological": ("captions", CaptionShardsData, ("captions_pomological/train", "captions_pomological/val"), 2894),
-    "eurosat train": ("eurosat", ClassShardsData, "train", 2500),
-    "eurosat test": ("eurosat", ClassShardsData, "test", 1000),
+    "emoji": ("captions", CaptionShardsConfig, ("captions_noto_emoji/train", "captions_noto_emoji/val"), 3520),
+    "pomological": ("captions", CaptionShardsConfig, ("captions_pomological/train", "captions_pomological/val"), 2894),
+    "eurosat train": ("eurosat", ClassShardsConfig, "train", 2500),
+    "eurosat test": ("eurosat", ClassShardsConfig, "test", 1000),
 }
 
 
 def test_captions_and_keys_of_real_shards(real_data: Path, tmp_path: Path) -> None:
-    source = CaptionShardsData(path=str(real_data / "captions_noto_emoji/val"))
+    source = CaptionShardsConfig(path=str(real_data / "captions_noto_emoji/val"))
     run(tokenizer_folder(tmp_path / "tokenizer"), source, tmp_path / "out", batch_size=64, tolerance=0.0)
     read = source.build()
     data = TokenDataset(tmp_path / "out")
@@ -52,12 +52,12 @@ def test_captions_and_keys_of_real_shards(real_data: Path, tmp_path: Path) -> No
 def test_whole_sets_by_one_process_two_and_a_killed_job(real_data: Path, tmp_path: Path, name: str) -> None:
     config, kind, where, count = SETS[name]
     tokenizer = _tokenizer(tmp_path, config)
-    if kind is CaptionShardsData:
+    if kind is CaptionShardsConfig:
         paths = [str(real_data / path) for path in where]
-        source, options = CaptionShardsData(path=tuple(paths)), ["--data", *paths]
+        source, options = CaptionShardsConfig(path=tuple(paths)), ["--data", *paths]
     else:
         folder = real_data / "cls_eurosat"
-        source = ClassShardsData(path=folder, split=where)
+        source = ClassShardsConfig(path=folder, split=where)
         options = ["--kind", "classes", "--data", str(folder), "--split", where]
     options += ["--tokenizer", tokenizer, "--device", "cpu", "--tolerance", "0", "--workers", "1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -23,16 +23,12 @@ from pydantic_core import ErrorDetails
 from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, ScenesSourceConfig
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.evaluation import (
     CaptionedData,
-    CaptionsData,
-    ClassesData,
-    ImageFolderData,
     LabelledData,
     RetrievalConfig,
-    ScenesCaptionsData,
-    ScenesClassesData,
     ZeroShotConfig,
     evaluate,
     evaluate_depths,
@@ -166,7 +162,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _zero_shot(options: argparse.Namespace) -> ZeroShotConfig:
     data = _labelled_data(options)
     return ZeroShotConfig(
-        name=f"scenes {data.split}" if isinstance(data, ScenesClassesData) else Path(data.path).name,
+        name=f"scenes {data.split}" if isinstance(data, ScenesSourceConfig) else options.data.name,
         data=data,
         templates=tuple(options.template or ()),
         batch_size=options.batch_size,
@@ -179,20 +175,20 @@ def _zero_shot(options: argparse.Namespace) -> ZeroShotConfig:
 def _labelled_data(options: argparse.Namespace) -> LabelledData:
     if options.kind == "scenes":
         _refuse_data_for_scenes(options)
-        return ScenesClassesData(split=options.split or "test")
+        return ScenesSourceConfig(split=options.split or "test")
     if options.data is None:
         raise ConfigError("--data: missing; expected a folder of labelled images, or --kind scenes")
     path = options.data.expanduser().absolute()
     has_shards = (path / "classnames.txt").exists() or any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
     kind = options.kind or ("classes" if has_shards else "folder")
     if kind == "folder":
-        return ImageFolderData(path=path / (options.split or ""))
+        return FolderConfig(path=path / (options.split or ""))
     if options.kind is None and not any((folder / "classnames.txt").exists() for folder in (path, path.parent)):
         raise ConfigError(
             f"--data: {path} contains tars but no classnames.txt; expected labelled images. For shards of captioned "
             "images: vqclip evaluate retrieval"
         )
-    return ClassesData(path=path, split="test" if options.split is None else options.split)
+    return ClassShardsConfig(path=path, split="test" if options.split is None else options.split)
 
 
 def _retrieval(options: argparse.Namespace) -> RetrievalConfig:
@@ -209,7 +205,7 @@ def _retrieval(options: argparse.Namespace) -> RetrievalConfig:
 def _captioned_data(options: argparse.Namespace) -> CaptionedData:
     if options.kind == "scenes":
         _refuse_data_for_scenes(options)
-        return ScenesCaptionsData()
+        return ScenesSourceConfig(split="val")
     if not options.data:
         raise ConfigError("--data: missing; expected caption shards, or --kind scenes")
     for path in options.data:
@@ -219,7 +215,7 @@ def _captioned_data(options: argparse.Namespace) -> CaptionedData:
                 "images: vqclip evaluate zero-shot"
             )
     keys = tuple(options.json_key or ("caption",))
-    return CaptionsData(path=tuple(options.data), captions=options.captions, json_keys=keys)
+    return CaptionShardsConfig(path=tuple(options.data), captions=options.captions, json_keys=keys)
 
 
 def _refuse_data_for_scenes(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.data import CaptionShardsData, ClassShardsData, mask_credentials
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, mask_credentials
 from vqclip.data.sources.class_folder import SPLIT_HELP, choose_split
 from vqclip.errors import ConfigError
 from vqclip.io.json_files import problem_message
@@ -149,16 +149,16 @@ def _options(options: argparse.Namespace) -> Options:
     )
 
 
-def _data(options: argparse.Namespace) -> CaptionShardsData | ClassShardsData:
+def _data(options: argparse.Namespace) -> CaptionShardsConfig | ClassShardsConfig:
     try:
         if options.kind == "shards":
             keys = tuple(options.json_key or ("caption",))
-            return CaptionShardsData(path=tuple(options.data), captions=options.captions, json_keys=keys)
+            return CaptionShardsConfig(path=tuple(options.data), captions=options.captions, json_keys=keys)
     except ValidationError as error:
         raise ConfigError(f"--data: {problem_message(error.errors()[0])}") from None
     if len(options.data) > 1:
         raise ConfigError(f"--data: got {len(options.data)} folders; expected one with --kind classes")
-    return ClassShardsData(path=options.data[0], split=choose_split(options.data[0], options.split))
+    return ClassShardsConfig(path=options.data[0], split=choose_split(options.data[0], options.split))
 
 
 def _summary(done: TokenizeResult, out: Path) -> str:

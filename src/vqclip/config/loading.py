@@ -10,9 +10,9 @@ override "optim.lr=abc": optim.lr: got 'abc' (str); expected a number > 0
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ from vqclip.config.base import Config
 from vqclip.config.messages import MAX_PROBLEMS, describe_problems
 from vqclip.config.overrides import apply_override, override_label
 from vqclip.config.types import show
-from vqclip.config.yaml import MAX_BYTES, Node, Origin, Problem, read_yaml
+from vqclip.config.yaml import MAX_BYTES, Node, Origin, Problem, node_from_plain, read_yaml
 from vqclip.errors import ConfigError
 from vqclip.io.files import read_bounded
 
@@ -42,6 +42,28 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
     """
     problems: list[Problem] = []
     file = _read_file(Path(path), problems) if path is not None else Node({}, Origin(""))
+    return _load(schema, file, overrides, problems)
+
+
+def parse_config(
+    schema: type[ConfigT], values: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = ""
+) -> ConfigT:
+    """Return a configuration made of plain values and of overrides, as `load_config` makes one of a file.
+
+    Args:
+        schema: the model of the whole tree.
+        values: dicts, lists and scalars.
+        overrides: as for `load_config`.
+        origin: place that the values come from, for messages.
+
+    Raises:
+        ConfigError: one line for every problem found.
+    """
+    return _load(schema, node_from_plain(dict(values), Origin(origin)), overrides, [])
+
+
+def _load(schema: type[ConfigT], file: Node, overrides: Sequence[str], problems: list[Problem]) -> ConfigT:
+    """Return the configuration; raise ConfigError for these problems and all that are found."""
     config, found = _validate(schema, file, overrides)
     problems += _blame_overrides(schema, file, overrides, found)
     if problems or config is None:

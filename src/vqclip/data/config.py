@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.sources import SourceConfig
+from vqclip.data.sources import SourceConfig, SourceConfigBase
 from vqclip.data.transforms import TrainTransformConfig
 from vqclip.errors import ConfigError
 
 __all__ = ["DataConfig"]
 
 
+def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
+    return source.model_copy(update={"split": "train"}) if getattr(source, "split", "") is None else source
+
+
 class DataConfig(Config):
     """Training data and how to read them."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    sources: Annotated[tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...], Field(min_length=1)]
     """Sources of samples; several are mixed by their weights."""
     transform: TrainTransformConfig = TrainTransformConfig()
     """Random augmentation of training images."""
@@ -59,7 +63,7 @@ class DataConfig(Config):
         prepare_sources(self.sources)
         data = TrainData(
             sources=[source.build() for source in self.sources],
-            weights=[source.weight for source in self.sources],
+            weights=[1.0 if source.weight is None else source.weight for source in self.sources],
             transform=self.transform.build(image_size),
             tokenize=tokenize,
             batch_size=batch_size,

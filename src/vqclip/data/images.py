@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any, Protocol
 
-from vqclip.data.sources import CaptionShardsData, ClassShardsData, RawSample, Source
+from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
 from vqclip.data.sources.class_folder import CLASSNAMES, choose_split
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, printable
@@ -39,12 +39,12 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
     """
     folder = Path(path).expanduser()
     if (folder / CLASSNAMES).is_file():
-        return ClassShardsData(path=str(folder), split=choose_split(str(folder), split)).build()
+        return ClassShardsConfig(path=str(folder), split=choose_split(str(folder), split)).build()
     if split is not None:
         raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
     if folder.is_dir() and not any(folder.glob("*.tar")):
         return ImageFiles(folder)
-    return CaptionShardsData(path=path).build()
+    return CaptionShardsConfig(path=path).build()
 
 
 class ImageFiles:

@@ -6,15 +6,7 @@
 """
 
 from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
-from vqclip.evaluation.datasets import (
-    CaptionedData,
-    CaptionsData,
-    ClassesData,
-    ImageFolderData,
-    LabelledData,
-    ScenesCaptionsData,
-    ScenesClassesData,
-)
+from vqclip.evaluation.datasets import CaptionedData, LabelledData
 from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.results import Result, write_json
@@ -34,18 +26,13 @@ from vqclip.evaluation.zero_shot import ZeroShotConfig
 __all__ = [
     "MODES",
     "CaptionedData",
-    "CaptionsData",
-    "ClassesData",
     "CodeUsage",
     "EvaluationConfig",
     "EvaluationOutcome",
     "Evaluations",
-    "ImageFolderData",
     "LabelledData",
     "Result",
     "RetrievalConfig",
-    "ScenesCaptionsData",
-    "ScenesClassesData",
     "ZeroShotConfig",
     "evaluate",
     "evaluate_depths",

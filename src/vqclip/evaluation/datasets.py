@@ -1,70 +1,69 @@
-"""Kinds of evaluation data: one configuration each, which builds a `vqclip.data.Source`.
-
-They are the kinds of training data without a weight, and with the splits of evaluation.
-"""
+"""Data of evaluations: sources of any kind, without a weight and with the splits of evaluation."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator
 
-from vqclip.config import Config
-from vqclip.data import CaptionShardsData, ClassShardsData, HasShards, ScenesData, Source
-from vqclip.evaluation.image_folder import ImageFolder
+from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBase
+from vqclip.errors import DataError
+from vqclip.evaluation.partition import RankPartition
 
-
-class EvaluationData(HasShards, Protocol):
-    """Protocol of a kind of data."""
-
-    def build(self) -> Source:
-        """Open the data; raise DataError for missing or damaged files."""
-        ...
+__all__ = ["CaptionedData", "LabelledData", "open_captioned", "open_labelled"]
 
 
-class ClassesData(ClassShardsData):
-    """clip_benchmark's layout: `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar`."""
-
-    split: str = "test"
-    """Folder of the split in it; "" if the tars are beside `classnames.txt`."""
-
-
-class ImageFolderData(Config):
-    """A folder with one subfolder of images (jpg, jpeg, png, webp) for each class."""
-
-    kind: Literal["folder"] = "folder"
-    path: Path
-    """The folder. A `zeroshot_classification_templates.txt` in it is read."""
-
-    def shards(self) -> list[Path]:
-        """Return an empty list: there is nothing to index."""
-        return []
-
-    def build(self) -> ImageFolder:
-        """List the images; raise DataError for a missing folder or another layout."""
-        return ImageFolder(self.path.expanduser())
+def _prepare(data: SourceConfigBase, labelled: bool) -> SourceConfigBase:
+    data.require_no_weight("evaluation")
+    if getattr(data, "split", "") is None:
+        split = "val" if isinstance(data, ScenesSourceConfig) and not labelled else "test"
+        data = data.model_copy(update={"split": split})
+    if data.has_classes is (not labelled) or (getattr(data, "split", "") == "train" and data.kind == "scenes"):
+        raise ValueError(_problem(data, labelled))
+    return data
 
 
-class ScenesClassesData(ScenesData):
-    """Labelled images of the drawn data set, which is made on first use in the cache folder."""
-
-    split: Literal["test", "heldout"] = "test"
-    """test: unseen images of trained combinations. heldout: images of combinations that training never shows."""
-
-
-class CaptionsData(CaptionShardsData):
-    """Caption shards: WebDataset tars in img2dataset's layout."""
+def _problem(data: SourceConfigBase, labelled: bool) -> str:
+    split = getattr(data, "split", None)
+    what = f"kind {data.kind}" + (f" with split {split}" if split else "")
+    if labelled:
+        return f"{what} has captions, not classes; expected labelled images, such as kind: classes (or kind: retrieval)"
+    return f"{what} has classes, not captions of its own; expected captioned images (or kind: zero_shot)"
 
 
-class ScenesCaptionsData(ScenesData):
-    """Captioned images of the drawn data set: every caption is true of its own image only."""
-
-    split: Literal["val"] = "val"
-    """val: combinations of colour and shape that training never shows."""
+def _check_labelled(data: SourceConfigBase) -> SourceConfigBase:
+    return _prepare(data, labelled=True)
 
 
-LabelledData = Annotated[ClassesData | ImageFolderData | ScenesClassesData, Field(discriminator="kind")]
+def _check_captioned(data: SourceConfigBase) -> SourceConfigBase:
+    return _prepare(data, labelled=False)
+
+
+LabelledData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_labelled)]
 """Any kind of labelled images."""
-CaptionedData = Annotated[CaptionsData | ScenesCaptionsData, Field(discriminator="kind")]
+CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_captioned)]
 """Any kind of captioned images."""
+
+
+def open_labelled(data: SourceConfigBase, partition: RankPartition) -> Source:
+    """Open labelled images on every rank of a partition.
+
+    Raises:
+        DataError: the data cannot be used, or have no classes.
+    """
+    source = partition.open(data)
+    if not source.classnames:
+        raise DataError(f"data: {_problem(data, labelled=True)}")
+    return source
+
+
+def open_captioned(data: SourceConfigBase, partition: RankPartition) -> Source:
+    """Open captioned images on every rank of a partition.
+
+    Raises:
+        DataError: the data cannot be used, or their captions are prompts with class names.
+    """
+    source = partition.open(data)
+    if source.templates:
+        raise DataError(f"data: {_problem(data, labelled=False)}")
+    return source

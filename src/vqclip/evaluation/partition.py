@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.data import Source, prepare_sources
+from vqclip.data import Source, SourceConfigBase, prepare_sources
 from vqclip.errors import DistributedError, StopRequested
-from vqclip.evaluation.datasets import EvaluationData
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class RankPartition:
         parts = dist.gather_json(mine)
         return [part[row] for row in range(max(map(len, parts))) for part in parts if row < len(part)]
 
-    def open(self, data: EvaluationData) -> Source:
+    def open(self, data: SourceConfigBase) -> Source:
         """Open data on every rank; all ranks together draw and index data that is not prepared yet.
 
         Raises:

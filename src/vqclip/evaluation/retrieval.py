@@ -7,9 +7,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from vqclip.evaluation.datasets import CaptionedData
+from vqclip.data import Source
+from vqclip.evaluation.datasets import CaptionedData, open_captioned
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import hit_chance, hit_rates
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
@@ -27,6 +29,10 @@ class RetrievalConfig(ImagesConfig):
     """Title of the results."""
     data: CaptionedData
     """The captioned images."""
+
+    def open(self, partition: RankPartition) -> Source:
+        """Open the data on every rank; raise DataError if they have no captions of their own."""
+        return open_captioned(self.data, partition)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
@@ -48,7 +54,7 @@ def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str)
     Raises:
         DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
-    source = encoder.partition.open(config.data)
+    source = config.open(encoder.partition)
     image, captions, left_out = encode_images(
         config, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
     )

@@ -62,7 +62,7 @@ def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> N
     """
     partition = RankPartition.create(distributed)
     for task in tasks:
-        partition.open(task.data)
+        task.open(partition)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from vqclip.data import Source
+from vqclip.data.sources.base import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import LocalFolder, read_templates
-from vqclip.evaluation.datasets import LabelledData
+from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.encode import Encoder, Mode
-from vqclip.evaluation.image_folder import ImageFolder
 from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.prompts import Names, fill, read_classes
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
 from vqclip.evaluation.results import Result, common_modes, fill_modes
@@ -55,6 +56,10 @@ class ZeroShotConfig(ImagesConfig):
             raise ValueError("got templates and templates_file; expected one of them")
         return self
 
+    def open(self, partition: RankPartition) -> Source:
+        """Open the data on every rank; raise DataError if they have no classes."""
+        return open_labelled(self.data, partition)
+
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
         return zero_shot(self, model, encoder, name)
@@ -72,7 +77,7 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     Raises:
         DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
-    source = encoder.partition.open(config.data)
+    source = config.open(encoder.partition)
     with encoder.partition.raise_on_all_ranks():
         templates, classes = _prompts(config, source)
     image, labels, left_out = encode_images(
@@ -112,7 +117,7 @@ def class_embeddings(prompts: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Sequence[Names]]:
     """Return the templates, and the names of each class."""
-    templates = config.templates or source.templates
+    templates = config.templates or source.templates or (DEFAULT_TEMPLATE,)
     if config.templates_file is not None:
         path = config.templates_file.expanduser()
         templates = read_templates(LocalFolder(path.parent), path.name)
@@ -125,4 +130,4 @@ def _notes(source: Source, classes: Sequence[Names]) -> list[str]:
     """Return remarks on the data for the reader."""
     twice = [name for name, count in Counter(itertools.chain(*map(set, classes))).items() if count > 1]
     known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(sorted(twice))}"]
-    return (known if twice else []) + (source.notes if isinstance(source, ImageFolder) else [])
+    return (known if twice else []) + list(getattr(source, "notes", ()))

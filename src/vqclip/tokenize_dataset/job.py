@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from vqclip import dist
-from vqclip.data import CaptionShardsData, ClassShardsData, ShardedSource, prepare_sources
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ShardedSource, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo
@@ -45,7 +45,7 @@ class Options:
 
     tokenizer: str
     """Tokenizer folder, or hub name."""
-    data: CaptionShardsData | ClassShardsData
+    data: CaptionShardsConfig | ClassShardsConfig
     """The data set."""
     out: Path
     """Folder of the token shards."""

@@ -172,7 +172,7 @@ def test_tars_beside_the_class_names(tmp_path: Path) -> None:
 
 
 def test_wrong_class_folders(tmp_path: Path) -> None:
-    assert "no such folder; expected one with classnames.txt and train/*.tar" in refusal(
+    assert "no such folder; expected one with classnames.txt and SPLIT/*.tar" in refusal(
         ClassShardsConfig(path=tmp_path / "none").build
     )
     folder = class_folder(tmp_path / "a")

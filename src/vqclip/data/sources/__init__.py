@@ -1,31 +1,26 @@
-"""Sources of samples: one file for each kind, with its config class, and a line here."""
+"""Sources of samples: one file for each kind, with its config class, and a line in `kinds`."""
 
-from typing import Annotated
-
-from pydantic import Field
-
-from vqclip.data.sources.base import RawSample, ShardedSource, Source
-from vqclip.data.sources.classes import ClassShards, ClassShardsConfig, ClassShardsData
-from vqclip.data.sources.scenes import ScenesData, ScenesSourceConfig
-from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig, CaptionShardsData
-
-SourceConfig = Annotated[
-    CaptionShardsConfig | ClassShardsConfig | ScenesSourceConfig,
-    Field(discriminator="kind"),
-]
-"""Configuration of any kind of source."""
+from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
+from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
+from vqclip.data.sources.folder import FolderConfig, ImageFolder
+from vqclip.data.sources.kinds import KINDS, SourceConfig, parse_source
+from vqclip.data.sources.scenes import ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
 
 __all__ = [
+    "KINDS",
     "CaptionShards",
     "CaptionShardsConfig",
-    "CaptionShardsData",
     "ClassShards",
     "ClassShardsConfig",
-    "ClassShardsData",
+    "FolderConfig",
+    "FolderContent",
+    "ImageFolder",
     "RawSample",
-    "ScenesData",
     "ScenesSourceConfig",
     "ShardedSource",
     "Source",
     "SourceConfig",
+    "SourceConfigBase",
+    "parse_source",
 ]

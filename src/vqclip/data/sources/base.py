@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
-__all__ = ["RawSample", "ShardedSource", "Source"]
+from pydantic import Field
+
+from vqclip.config import Config
+from vqclip.data.shard import Shard
+from vqclip.errors import ConfigError
+
+__all__ = ["DEFAULT_TEMPLATE", "FolderContent", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
+
+DEFAULT_TEMPLATE = "a photo of a {c}"
+"""Prompt of data with classes and without prompts."""
 
 
 class RawSample(NamedTuple):
@@ -24,7 +35,7 @@ class Source(Protocol):
     classnames: tuple[str, ...]
     """Names of the classes that labels refer to; empty without labels."""
     templates: tuple[str, ...]
-    """Zero-shot prompts with ``{c}`` for the class name; empty without labels."""
+    """Prompts with ``{c}`` for the class name, which are the captions; empty if images have captions of their own."""
 
     def __len__(self) -> int:
         """Return the number of samples, unusable ones included."""
@@ -59,3 +70,61 @@ class ShardedSource(Source, Protocol):
     def shards(self) -> list[dict[str, str | int]]:
         """Every shard in order: file ``name``, ``bytes``, ``samples`` and ``sha256``."""
         ...
+
+
+class FolderContent(NamedTuple):
+    """Names in a folder, without hidden ones."""
+
+    path: Path
+    """The folder."""
+    files: frozenset[str]
+    folders: frozenset[str]
+
+
+class SourceConfigBase(Config):
+    """Configuration of a source; the base class of all kinds, those of other packages included.
+
+    A kind is a subclass with a literal ``kind``, `build`, and `shards` if there is something to prepare.
+    """
+
+    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Kind → endings of names of files, such as ``.tar``, that are plainly of this kind."""
+
+    kind: str
+    """Kind of the source."""
+    weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Number of times that each sample appears in an epoch; fractions allowed. null: 1. For `data.sources` only."""
+
+    def require_no_weight(self, where: str) -> None:
+        """Raise ConfigError if a weight is set in a place that has none."""
+        if self.weight is not None:
+            raise ConfigError(f"weight: got {self.weight:g} in {where}; it applies to data.sources only: leave it out")
+
+    @property
+    def has_classes(self) -> bool | None:
+        """True if images have classes, False if they have captions of their own, None if the data decide."""
+        return None
+
+    @classmethod
+    def matches_folder(cls, content: FolderContent) -> bool:
+        """Return whether a folder is plainly of this kind; only kinds of this package are asked."""
+        return False
+
+    def shards(self) -> Sequence[Shard]:
+        """Return what is indexed before the first sample is read, for `vqclip.data.prepare_sources`; by default none.
+
+        Raises:
+            DataError: data are missing.
+        """
+        return ()
+
+    def build(self, cache: Path | None = None) -> Source:
+        """Open the data, after indexing what has no index.
+
+        Args:
+            cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+
+        Raises:
+            DataError: the data are missing or damaged.
+        """
+        raise NotImplementedError

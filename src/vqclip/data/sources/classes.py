@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from vqclip.config import Config
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Shard
-from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.class_folder import CLASSNAMES, open_folder, read_lines, read_templates
+from vqclip.data.sources.base import FolderContent, RawSample, SourceConfigBase
+from vqclip.data.sources.class_folder import CLASSNAMES, choose_split, open_folder, read_lines, read_templates
 from vqclip.data.sources.reader import ShardReader
-from vqclip.data.sources.shards import TarSource, Weight, require_members
+from vqclip.data.sources.shards import TarSource, require_members
 from vqclip.errors import DataError
 
-__all__ = ["ClassShards", "ClassShardsConfig", "ClassShardsData"]
+__all__ = ["ClassShards", "ClassShardsConfig"]
 
 
-class ClassShardsData(Config):
+class ClassShardsConfig(SourceConfigBase):
     """A folder with `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar` of images and .cls.
 
     clip_benchmark's webdataset export writes this layout. `{c}` in a template stands for the class name, and .cls
@@ -32,29 +31,34 @@ class ClassShardsData(Config):
     """Labelled shards."""
     path: Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
     """The folder, or its URL. With http and https, `nshards.txt` beside the tars gives their number."""
-    split: str = "train"
-    """Subfolder of the split; "" if the tars are beside `classnames.txt`."""
+    split: str | None = None
+    """Subfolder of the split; "" if the tars are beside `classnames.txt`. null: train in `data.sources`, test in
+    `evaluation`, elsewhere the only split."""
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of shards at URLs."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether images have classes."""
+        return True
+
+    @classmethod
+    def matches_folder(cls, content: FolderContent) -> bool:
+        """Return whether there is a file of class names."""
+        return CLASSNAMES in content.files
 
     def shards(self) -> Sequence[Shard]:
         """Return the tars, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none.
+            ConfigError: there are several splits, and none is named.
         """
-        return open_folder(self.path, self.remote).shards(self.split)
+        return open_folder(self.path, self.remote).shards(choose_split(self.path, self.split))
 
     def build(self, cache: Path | None = None) -> ClassShards:
         """Open the shards, after indexing those without an index."""
         return ClassShards(self, cache)
-
-
-class ClassShardsConfig(ClassShardsData):
-    """Labelled shards to train on."""
-
-    weight: Weight = 1.0
-    """Number of times that each sample appears in an epoch; fractions allowed."""
 
 
 class ClassShards(TarSource):
@@ -66,13 +70,14 @@ class ClassShards(TarSource):
 
     Raises:
         DataError: no shards, a damaged one, or class names or templates missing.
+        ConfigError: there are several splits, and none is named.
     """
 
-    def __init__(self, config: ClassShardsData, cache: Path | None = None):
-        self.config = config
+    def __init__(self, config: ClassShardsConfig, cache: Path | None = None):
+        self.config = config.model_copy(update={"split": choose_split(config.path, config.split)})
         self._reader = ShardReader(config.shards(), cache)
         folder = open_folder(config.path, config.remote)
-        require_members(self._reader, "image", "cls", folder.name(config.split))
+        require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
         self.classnames = read_lines(folder, CLASSNAMES, "one class name a line")
         self.templates = read_templates(folder)
         self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)

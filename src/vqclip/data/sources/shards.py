@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from vqclip.config import Config
-from vqclip.data.remote import RemoteConfig, display_url
+from vqclip.data.remote import RemoteConfig, display_url, is_tar
 from vqclip.data.shard import Shard
-from vqclip.data.sources.base import RawSample
+from vqclip.data.sources.base import FolderContent, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import json_captions, txt_captions
+from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = ["CaptionShards", "CaptionShardsConfig", "CaptionShardsData"]
-
-Weight = Annotated[float, Field(gt=0, le=1e6)]
+__all__ = ["CaptionShards", "CaptionShardsConfig"]
 
 
-class CaptionShardsData(Config):
+class CaptionShardsConfig(SourceConfigBase):
     """Tars whose samples are an image (jpg, jpeg, png, webp) with a caption (txt or json) of the same name."""
+
+    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"shards": (".tar", ".tar.gz", ".tgz")}
 
     kind: Literal["shards"] = "shards"
     """Caption shards."""
@@ -39,12 +39,22 @@ class CaptionShardsData(Config):
     """Download and caching of shards at URLs."""
 
     @model_validator(mode="after")
-    def _has_something_to_read(self) -> CaptionShardsData:
+    def _has_something_to_read(self) -> CaptionShardsConfig:
         if not self.path:
             raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
         if self.captions == "json" and not self.json_keys:
             raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
         return self
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether images have classes."""
+        return False
+
+    @classmethod
+    def matches_folder(cls, content: FolderContent) -> bool:
+        """Return whether there are tars without a file of class names."""
+        return CLASSNAMES not in content.files and any(map(is_tar, content.files))
 
     def shards(self) -> Sequence[Shard]:
         """Return the tars, for `vqclip.data.prepare_sources`.
@@ -57,13 +67,6 @@ class CaptionShardsData(Config):
     def build(self, cache: Path | None = None) -> CaptionShards:
         """Open the shards, after indexing those without an index."""
         return CaptionShards(self, cache)
-
-
-class CaptionShardsConfig(CaptionShardsData):
-    """Caption shards to train on."""
-
-    weight: Weight = 1.0
-    """Number of times that each sample appears in an epoch; fractions allowed."""
 
 
 class TarSource:
@@ -106,7 +109,7 @@ class CaptionShards(TarSource):
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def __init__(self, config: CaptionShardsData, cache: Path | None = None):
+    def __init__(self, config: CaptionShardsConfig, cache: Path | None = None):
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
         member = "json" if config.captions == "json" else "txt"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.evaluation.made import image_folder, png
+from vqclip.data.sources.folder import ImageFolder
 from vqclip.errors import DataError
-from vqclip.evaluation.image_folder import ImageFolder
 
 
 def test_classes_prompts_and_images(tmp_path):

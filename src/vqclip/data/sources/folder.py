@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vqclip.data import RawSample
+from vqclip.data.remote import is_tar
+from vqclip.data.sources.base import DEFAULT_TEMPLATE, FolderContent, RawSample, SourceConfigBase
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError, printable
 from vqclip.io.files import read_bounded
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
-DEFAULT_TEMPLATE = "a photo of a {c}"
+
+
+class FolderConfig(SourceConfigBase):
+    """A folder with one subfolder of images (jpg, jpeg, png, webp) for each class."""
+
+    kind: Literal["folder"] = "folder"
+    """Folder of images."""
+    path: Path
+    """The folder. A `zeroshot_classification_templates.txt` in it is read."""
+
+    @classmethod
+    def matches_folder(cls, content: FolderContent) -> bool:
+        """Return whether there are folders, and no tars in them."""
+        if not content.folders or any(map(is_tar, content.files)):
+            return False
+        return not any(content.path.glob("*/*.tar")) and not any(content.path.glob("*/*.t*gz"))
+
+    def build(self, cache: Path | None = None) -> ImageFolder:
+        """List the images; raise DataError for a missing folder or another layout."""
+        return ImageFolder(self.path.expanduser())
 
 
 class ImageFolder:

@@ -1,0 +1,98 @@
+"""All kinds of sources, and reading the configuration of one, from YAML or from a command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Discriminator, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+
+from vqclip.config import did_you_mean, parse_config
+from vqclip.config.types import kinds_of
+from vqclip.data.remote import display_url
+from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.classes import ClassShardsConfig
+from vqclip.data.sources.detect import find_kind
+from vqclip.data.sources.folder import FolderConfig
+from vqclip.data.sources.plugins import installed_kinds, load_kind
+from vqclip.data.sources.scenes import ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShardsConfig
+from vqclip.errors import ConfigError
+from vqclip.io.json_files import problem_message
+
+__all__ = ["KINDS", "SourceConfig", "parse_source"]
+
+
+_Known = CaptionShardsConfig | ClassShardsConfig | FolderConfig | ScenesSourceConfig
+
+KINDS: dict[str, type[SourceConfigBase]] = {
+    kind: config for kind, config in kinds_of(_Known).items() if issubclass(config, SourceConfigBase)
+}
+"""Config classes of the kinds of this package, by kind."""
+
+
+def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = (), **defaults: Any) -> SourceConfigBase:
+    """Return the configuration of the source at a path; its kind is found out where it is plain.
+
+    Args:
+        path: file, folder, pattern or URL; several for kinds that read several.
+        overrides: ``key=value`` of the kind, such as ``kind=csv`` or ``caption_key=text``; applied after ``defaults``.
+        **defaults: values of keys; those that are None are left out.
+
+    Raises:
+        ConfigError: an unknown kind or key, or a wrong value.
+        DataError: there is nothing at the path, or its kind is not plain.
+
+    Example:
+        >>> parse_source("train.csv", ["caption_key=text"]).build()
+    """
+    paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
+    given = {key: value for key, value in defaults.items() if value is not None}
+    values = {**given, "path": paths[0] if len(paths) == 1 else paths}
+    kinds = [text.strip().removeprefix("kind=") for text in overrides if text.strip().startswith("kind=")]
+    kind = kinds[-1] if kinds else values.get("kind")
+    if kind is None:
+        kind = find_kind(paths, KINDS)
+    return parse_config(_class_of(kind), {**values, "kind": kind}, overrides, " ".join(map(display_url, paths)))
+
+
+def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a source of any kind: pydantic's validator of `vqclip.data.SourceConfig`.
+
+    Raises:
+        ValueError: an unknown kind, or none where it is not plain from the path.
+    """
+    if isinstance(value, SourceConfigBase) and value.kind not in KINDS:
+        return value
+    if not isinstance(value, Mapping):
+        return handler(value)
+    kind = value.get("kind")
+    if kind is None and isinstance(value.get("path"), (str, Path, list, tuple)):
+        path = value["path"]
+        kind = find_kind([*map(str, path if isinstance(path, (list, tuple)) else [path])], KINDS)
+        value = {**value, "kind": kind}
+    if kind is None or (isinstance(kind, str) and kind in KINDS):
+        return handler(value)
+    found = _class_of(kind)
+    try:
+        return found.model_validate(value)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, each['loc']))}: {problem_message(each)}" for each in error.errors())
+        raise ValueError(f"kind {kind}: " + "; ".join(lines)) from None
+
+
+SourceConfig = Annotated[SerializeAsAny[Annotated[_Known, Discriminator("kind")]], WrapValidator(_validate)]
+"""Configuration of a source of any kind, of this package or of another one; the kind may be left out."""
+
+
+def _class_of(kind: object) -> type[SourceConfigBase]:
+    if isinstance(kind, str) and kind in KINDS:
+        return KINDS[kind]
+    others = installed_kinds()
+    if isinstance(kind, str) and kind in others:
+        return load_kind(kind)
+    close = did_you_mean(difflib.get_close_matches(str(kind)[:80], [*KINDS, *others], n=1))
+    more = f"; from installed packages: {', '.join(sorted(others))}" if others else "; no installed package adds others"
+    raise ConfigError(f"kind: got {kind!r}; expected one of {', '.join(KINDS)}{more}{close}")

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from tests.data.making import caption_shards, class_folder, encode, pixels
+from vqclip.config import Config, load_config, to_yaml
+from vqclip.data import (
+    CaptionShardsConfig,
+    ClassShardsConfig,
+    DataConfig,
+    FolderConfig,
+    ScenesSourceConfig,
+    SourceConfig,
+    parse_source,
+)
+from vqclip.errors import ConfigError, DataError
+from vqclip.evaluation import CaptionedData, LabelledData
+
+
+def test_the_kind_of_a_path(tmp_path: Path) -> None:
+    shards = caption_shards(tmp_path / "shards", (1, 1))
+    classes = class_folder(tmp_path / "classes")
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    (tmp_path / "images" / "cat" / "1.jpg").write_bytes(encode(pixels(1)))
+    for path, expected in (
+        (shards, CaptionShardsConfig),
+        (shards / "00000.tar", CaptionShardsConfig),
+        (f"{shards}/{{00000..00001}}.tar", CaptionShardsConfig),
+        (f"{shards}/*.tar", CaptionShardsConfig),
+        ("https://host/{0..3}.tar?key=x", CaptionShardsConfig),
+        (classes, ClassShardsConfig),
+        (tmp_path / "images", FolderConfig),
+    ):
+        assert isinstance(parse_source(path), expected), path
+        assert isinstance(TypeAdapter(SourceConfig).validate_python({"path": str(path)}), expected), path
+    both = parse_source([str(shards / "00000.tar"), str(shards / "00001.tar")], ["captions=json"], json_keys=["many"])
+    assert both == CaptionShardsConfig(
+        path=(str(shards / "00000.tar"), str(shards / "00001.tar")), captions="json", json_keys=("many",)
+    )
+
+
+def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
+    (tmp_path / "notes.doc").touch()
+    for path, message in (
+        (tmp_path / "none", "no such file or folder"),
+        (tmp_path, r"its kind is not plain from its contents \(notes.doc\); name it, kind: one of shards, classes"),
+        (tmp_path / "notes.doc", "its kind is not plain from its name; .*plain are folders .* end in .tar"),
+        ("s3://bucket/folder", "its kind is not plain from its name"),
+    ):
+        with pytest.raises(DataError, match=message):
+            parse_source(path)
+        with pytest.raises(ValidationError, match=message):
+            TypeAdapter(SourceConfig).validate_python({"path": str(path)})
+
+
+def test_wrong_keys_and_kinds(tmp_path: Path) -> None:
+    for overrides, message in (
+        (["kind=shard"], "kind: got 'shard'; expected one of shards, .*did you mean \"shards\""),
+        (["kind=shards", "caption=txt"], 'caption: unknown key; did you mean "captions"'),
+        (["kind=shards", "captions=x"], r"captions: got 'x' \(str\); expected one of"),
+        (["kind=shards", "captions"], "expected section.key=value"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_source(tmp_path, overrides)
+
+
+def test_splits_and_weights_of_training_and_evaluation(tmp_path: Path) -> None:
+    section = {"kind": "classes", "path": "a"}
+    (source,) = DataConfig.model_validate({"sources": [section]}).sources
+    assert (source.split, source.weight) == ("train", None)
+    assert DataConfig.model_validate({"sources": [{**section, "weight": 2.0}]}).sources[0].weight == 2
+    assert DataConfig.model_validate({"sources": [{"kind": "scenes"}]}).sources[0].split == "train"
+    assert TypeAdapter(LabelledData).validate_python(section).split == "test"
+    assert TypeAdapter(CaptionedData).validate_python({"kind": "scenes"}).split == "val"
+    assert len(parse_source(class_folder(tmp_path / "one")).build()) == 6  # its only split
+    class_folder(tmp_path / "one", split="test")
+    with pytest.raises(ConfigError, match="split: missing; expected one of those in .*: 'test', 'train'"):
+        parse_source(tmp_path / "one").build()
+
+
+@pytest.mark.parametrize(
+    ("schema", "section", "message"),
+    [
+        (LabelledData, {"kind": "shards", "path": "a"}, "kind shards has captions, not classes"),
+        (CaptionedData, {"kind": "classes", "path": "a"}, "kind classes with split test has classes, not captions"),
+        (LabelledData, {"kind": "classes", "path": "a", "weight": 2.0}, "weight: got 2 in evaluation"),
+    ],
+)
+def test_data_that_do_not_fit_an_evaluation(schema, section: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(schema).validate_python(section)
+
+
+def test_the_written_configuration_names_the_kind(tmp_path: Path) -> None:
+    class Tree(Config):
+        data: DataConfig
+        labelled: LabelledData
+
+    shards, classes = caption_shards(tmp_path / "s", (1,)), class_folder(tmp_path / "c")
+    tree = load_config(Tree, None, [f"data.sources=[{{path: {shards}}}]", f"labelled={{path: {classes}}}"])
+    text = to_yaml(tree)
+    assert "kind: shards" in text
+    assert "split: test" in text
+    (tmp_path / "tree.yaml").write_text(text)
+    assert load_config(Tree, tmp_path / "tree.yaml") == tree
+
+
+def test_configurations_of_former_versions_are_read() -> None:
+    """As to_yaml wrote them: training had a weight, evaluation had none."""
+    former = {"kind": "scenes", "split": "train", "drawing": {"train": 10}, "weight": 1.0}
+    assert DataConfig.model_validate({"sources": [former]}).sources[0].weight == 1
+    data = TypeAdapter(LabelledData).validate_python({"kind": "scenes", "split": "test", "drawing": {"train": 10}})
+    assert isinstance(data, ScenesSourceConfig)
