@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -25,7 +26,7 @@ from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers.frozen import chunk_size
-from vqclip.train import TrainConfig, feature_cache, feature_origin
+from vqclip.train import TrainConfig, feature_cache, feature_makers
 from vqclip.train.step import TrainStep
 
 COUNTS = (37, 30)
@@ -192,8 +193,6 @@ def damage(path, how):
         data[-5] ^= 1
     elif how == "cut short":
         data = data[:-4]
-    elif how == "NaN":
-        data[-4:] = b"\xff\xff\xff\x7f"
     elif how == "missing":
         path.unlink()
         return
@@ -201,16 +200,20 @@ def damage(path, how):
 
 
 def test_a_damaged_shard_is_computed_again(tmp_path, shards):
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
+    """At once if its size shows it; otherwise after the run that read the damage has stopped."""
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20)
     cache = str(tmp_path / "cache")
     run(tree, cache)
     before = {path: path.read_bytes() for path in shards_of(tmp_path)}
     assert len(before) > 2
-    for how in ("a flipped bit", "cut short", "NaN", "missing"):
+    for how in ("a flipped bit", "cut short", "missing"):
         times = {path: path.stat().st_mtime_ns for path in before}
         chosen = list(before)[1]
         damage(chosen, how)
         shutil.rmtree(tmp_path / "tiny")
+        if how == "a flipped bit":
+            with pytest.raises(DataError, match=r"features: the features of sample \d+ .*start the run again"):
+                run(tree, cache)
         run(tree, cache)
         assert {path: path.read_bytes() for path in before} == before
         assert [path for path in before if path.stat().st_mtime_ns != times[path]] == [chosen], how
@@ -281,6 +284,24 @@ def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     assert all_equal(weights(tmp_path, 50), weights(tmp_path / "whole", 50))
 
 
+def test_features_are_stored_after_a_reduction_without_weights(tmp_path, shards, caplog):
+    """The same bits, a quarter of the size; features from before the reduction have another folder, which is named."""
+    changes = {"model__image__reduce": {"kind": "mean"}, "model__text__reduce": {"kind": "mean"}, "train__steps": 12}
+    before = tree_of(tmp_path / "before", shards, cache_of(tmp_path), **SHORT)
+    run(before, str(tmp_path / "cache"))
+    with caplog.at_level("INFO"):
+        assert train_plain(tmp_path, shards, **changes) == train_stored(tmp_path, shards, **changes)[0]
+    assert timeless(tmp_path / "plain") == timeless(tmp_path / "stored")
+    assert "67 samples x 2 views x 1 tokens x 16 features, fp32: 8.58 kB" in caplog.text
+    assert re.search(r"image-\w+ cannot be used, .*\n +origin.reduce.kind: absent there, 'mean' now\n", caplog.text)
+    images = sorted(sum(path.stat().st_size for path in each.glob("*.features")) for each in folders(tmp_path, "image"))
+    assert images[0] < images[1] / 2
+
+
+def folders(folder, modality):
+    return list((folder / "features").glob(f"{modality}-*"))
+
+
 CHANGES = {
     "weights": {"run__seed": 1},
     "transform": {"data__transform": {"scale": [0.4, 1.0]}},
@@ -330,9 +351,9 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
 @pytest.mark.parametrize("package", ["vqclip", "ftfy", "tokenizers"])
 def test_versions_are_part_of_the_settings(monkeypatch, package):
     """Those of the libraries that make pixels, token numbers or features."""
-    version, before = importlib.metadata.version, feature_origin._versions()
+    version, before = importlib.metadata.version, feature_makers._versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == package else version(name))
-    assert feature_origin._versions() != before
+    assert feature_makers._versions() != before
 
 
 def test_other_ranks_never_wait_for_all_views_of_a_block(tmp_path, shards):
@@ -503,6 +524,6 @@ def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards):
 
     with (
         mock.patch("vqclip.data.loader.TrainData.use_features", deleting),
-        pytest.raises(DataError, match="was changed or deleted while it was in use"),
+        pytest.raises(DataError, match="was changed or deleted; start the run again"),
     ):
         run(tree, str(tmp_path / "cache"))

@@ -19,13 +19,16 @@ from vqclip.train.step import ComputeConfig, TrainStep, towers_draw
 BOTH = ("image", "text")
 
 
-def frozen_step(modalities=BOTH, quantizer=FSQ, precision="fp32", drop_path=0.0, micro_batches=1, compiled=False):
+def frozen_step(
+    modalities=BOTH, quantizer=FSQ, precision="fp32", drop_path=0.0, micro_batches=1, compiled=False, reduce=None
+):
     """A model with frozen towers, and its step."""
     torch.manual_seed(0)
     tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
     tree["image"]["tower"]["args"] |= {"drop_path_rate": drop_path}
     for name in modalities:
         tree[name]["tower"]["train"] = "none"
+        tree[name]["reduce"] = reduce
     model = ModelConfig.model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, compile=compiled)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
@@ -71,6 +74,26 @@ def test_given_and_computed_features_train_the_same_bits(modalities, micro_batch
     moved = {name for name in before if not torch.equal(before[name], computed[0][name])}
     assert not any(name.startswith(tuple(f"{m}.tower" for m in modalities)) for name in moved)
     assert {"image.project_in.1.weight", "text.project_in.1.weight"} <= moved
+
+
+@pytest.mark.parametrize("kind", ["mean", "queries"])
+def test_a_reduction_without_weights_is_a_part_of_the_features(kind):
+    changes = {"reduce": {"kind": kind}, "quantizer": BUSY_RESIDUAL}
+    computed = train(BOTH, (), **changes)
+    assert_equal(train(BOTH, BOTH, **changes), computed)
+    model, _ = frozen_step(**changes)
+    batch = batch_number(0, model)
+    for tokenizer, inputs in ((model.image, batch.images), (model.text, batch.texts)):
+        features = tokenizer.tower_features(inputs)
+        whole = tokenizer.tower(inputs)
+        assert features.shape[1] == (1 if kind == "mean" else whole.shape[1])
+        reduced = tokenizer.reduce(whole, tokenizer.mask(inputs))
+        if kind == "mean":
+            torch.testing.assert_close(features, reduced)
+        given, computed = (tokenizer.features(inputs, each)[0] for each in (features, None))
+        torch.testing.assert_close(given, computed)
+        parts = torch.cat([tokenizer.tower_features(part) for part in inputs.split([1, len(inputs) - 1])])
+        assert torch.equal(parts, features)
 
 
 @pytest.mark.slow

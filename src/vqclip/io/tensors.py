@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,6 +72,14 @@ def _checksum(tensor: Tensor) -> Tensor:
 @functools.cache
 def _odd_numbers(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHUNK, 2, device=device)
+
+
+def add_tensors(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
+    """Add names, types, shapes and bytes of tensors to a SHA-256, in the order of their names."""
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"\n{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def first_names(names: Collection[str], shown: int = _SHOWN) -> str:

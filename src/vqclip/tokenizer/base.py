@@ -88,6 +88,10 @@ class Tokenizer(TokenizerDecoder, ABC):
         super().__init__(self.modality, quantizer, project_out, pool, fewest_tokens, before)
         if reduction is None:
             self.reduce = None
+        # Never while a tower waits for its first step: features of one run must not change their shape.
+        fixed = reduction is not None and not any(True for _ in reduction.parameters())
+        self.reduces_early = fixed and config.tower.train == "none"
+        """True if `tower_features` are reduced: of a tower that never trains, by a reduction without weights."""
         self.config = config
         self.normalize = config.normalize
         self.register_buffer("code_share", None, persistent=False)
@@ -114,7 +118,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         """
         mask, x = self.mask(inputs), self.tower(inputs) if tower_features is None else tower_features
         if self.reduce is not None:
-            x = self.reduce(x, mask)
+            x = x if self.reduces_early and tower_features is not None else self.reduce(x, mask)
             # All of them are real. Text keeps a mask, as `ids_mask` gives one, so that sums are the same.
             mask = None if mask is None else mask.new_ones(x.shape[:2])
         return normalize_channels(self.project_in(x, mask), self.normalize), mask
@@ -124,9 +128,14 @@ class Tokenizer(TokenizerDecoder, ABC):
 
         A frozen tower runs without gradient, in evaluation mode and in chunks of one shape, so that the features of a
         sample do not depend on its batch; see `frozen_features`. Outside of training no such chunks are needed:
-        `features` runs any tower on the batch as it is, with a gradient for pixels that require one.
+        `features` runs any tower on the batch as it is, with a gradient for pixels that require one. If the tower never
+        trains and `reduce` has no weights, the features are reduced already: ``(B, M, D)``.
         """
-        return frozen_features(self.tower, inputs) if self.tower.is_frozen else self.tower(inputs)
+        if not self.tower.is_frozen:
+            return self.tower(inputs)
+        reduction = self.reduce if self.reduces_early else None
+        reduce = None if reduction is None else lambda features, rows: reduction(features, self.mask(rows))
+        return frozen_features(self.tower, inputs, reduce)
 
     def continuous(self, inputs: Tensor) -> Tensor:
         """Return the embedding ``(B, E)`` with the quantizer bypassed, to measure the cost of quantization."""

@@ -7,7 +7,9 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from vqclip.io.tensors import add_tensors
 from vqclip.tokenizer.stored import merged_state
 
 if TYPE_CHECKING:
@@ -23,12 +25,13 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     does not change it, for it changes no value of float32 weights.
     """
     digest = hashlib.sha256(json.dumps([tokenizer.modality, tokenizer.section()], sort_keys=True).encode())
-    for name, tensor in sorted(merged_state(tokenizer).items()):
-        plain = tensor.detach().cpu().contiguous()
-        if plain.dtype == torch.float64 and torch.equal(plain.float().double(), plain):
-            plain = plain.float()
-        digest.update(f"\n{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    add_tensors(digest, {name: _narrow(tensor) for name, tensor in merged_state(tokenizer).items()})
     for name, content in sorted(tokenizer.files().items()):
         digest.update(f"\n{name} {hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in float64 and this changes no value."""
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor

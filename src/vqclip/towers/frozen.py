@@ -10,7 +10,8 @@ ViT and a text transformer. Another number of threads may round differently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from vqclip.towers.image import ImageTower
 from vqclip.towers.text import TextTower
 
-__all__ = ["chunk_size", "frozen_features"]
+__all__ = ["chunk_size", "frozen_features", "run_in_chunks"]
+
+Reduce: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Features of a chunk and its inputs → fewer features."""
 
 _CHUNKS = {"cpu": 16}
 _LARGE_CHUNK = 64
@@ -31,7 +35,7 @@ def chunk_size(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
+def frozen_features(tower: ImageTower | TextTower, inputs: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Run a frozen tower without gradient, in evaluation mode, in chunks of one shape.
 
     Captions are padded to the whole context.
@@ -39,19 +43,30 @@ def frozen_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
     Args:
         tower: no parameter of it requires a gradient.
         inputs: ``(B, 3, H, W)`` images or ``(B, T)`` token numbers; B may be 0.
+        reduce: of the features ``(chunk, N, D)`` of a chunk, and its padded inputs, to ``(chunk, M, D)``.
 
     Returns:
-        ``(B, N, D)``, for captions ``(B, T, D)``, in the dtype of the tower's weights.
+        ``(B, N, D)``, for captions ``(B, T, D)``, or ``(B, M, D)``, in the dtype of the tower's weights.
     """
     full, length = inputs, tower.num_tokens
     if isinstance(tower, TextTower):
         full, length = _pad_to_context(tower, inputs), inputs.shape[1]
     dtype = next((parameter.dtype for parameter in tower.parameters()), torch.get_default_dtype())
-    size, parts = chunk_size(inputs.device), []
+
+    def run(rows: Tensor) -> Tensor:
+        features = tower(rows).to(dtype)
+        return features[:, :length] if reduce is None else reduce(features, rows)
+
     with _in_evaluation_mode(tower):
-        for rows in full.split(size):
-            padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
-            parts.append(tower(torch.cat([rows, padding]))[: len(rows), :length].to(dtype))
+        return run_in_chunks(run, full)
+
+
+def run_in_chunks(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Return ``run(inputs)``, from chunks of one shape; the last one is filled up with rows of zeros."""
+    size, parts = chunk_size(inputs.device), []
+    for rows in inputs.split(size):
+        padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
+        parts.append(run(torch.cat([rows, padding]))[: len(rows)])
     return torch.cat(parts)
 
 

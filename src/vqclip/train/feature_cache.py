@@ -26,9 +26,8 @@ from vqclip.io.file_locks import ProcessLock
 from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenizer import Tokenizer
 from vqclip.train.feature_jobs import FeatureJob
-from vqclip.train.feature_origin import feature_settings
+from vqclip.train.feature_makers import feature_settings, tower_maker
 
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
@@ -40,6 +39,8 @@ _ROUND_S = 2.0
 _POLL_S = 1.0
 _VISIBLE_S = 90.0
 """Longest wait for files that another rank has written."""
+_SHOWN = 5
+"""Settings that are listed where features of other settings cannot be used."""
 _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
 
@@ -60,12 +61,11 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData) -> None:
     """
     readers = {}
     for modality in config.cached_modalities:
-        tokenizer: Tokenizer = getattr(model, modality)
-        cache = config.data.feature_cache
+        maker, cache = tower_maker(getattr(model, modality)), config.data.feature_cache
         assert cache is not None
-        folder = FeatureFolder(cache.path, feature_settings(config, tokenizer, data))
+        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
         _require_same_settings(folder)
-        job = FeatureJob(tokenizer, config.train.precision, data.samples, folder, data.options)
+        job = FeatureJob(maker, config.train.precision, data.samples, folder, data.options)
         _complete(folder, job, data.samples)
         readers[modality] = FeatureReader(folder)
     data.use_features(FeatureReaders(**readers))
@@ -211,11 +211,20 @@ def _announce(folder: FeatureFolder, missing: list[int], samples: SampleMaker) -
     if needed > free:
         raise ConfigError(
             f"data.feature_cache: {what}; {_in_words(needed)} are missing, and the disk has {_in_words(free)} free; "
-            "expected another folder, dtype fp16 or bf16, fewer data.views, or model.*.reduce after a smaller tower"
+            "expected another folder, dtype fp16 or bf16, fewer data.views, reduce: {kind: mean}, or a smaller tower"
         )
     there = settings.shards - len(missing)
     kept = f"; {there:,} of {settings.shards:,} shards are there" if there else ""
     logger.info("feature cache (%s): %s%s", settings.modality, what, kept)
+    if not there and (nearest := folder.describe_nearest()):
+        name, *differing = nearest
+        more = [f"  ... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
+        logger.info(
+            "feature cache (%s): %s cannot be used, as it has other settings; delete it if no other run needs it:\n%s",
+            settings.modality,
+            folder.path.with_name(name),
+            "\n".join(differing[:_SHOWN] + more),
+        )
 
 
 def _captions_per_sample(samples: SampleMaker) -> float:

@@ -1,10 +1,9 @@
-"""Compute the features of a rank's shards: blocks of samples -> tower -> stored dtype -> shard."""
+"""Compute the features of a rank's shards: blocks of samples -> network -> stored dtype -> shard."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,21 +15,19 @@ from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import ordered_map
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.nn.precision import Precision, autocast
-from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers.frozen import chunk_size
 from vqclip.train.feature_blocks import Block, Blocks
-
-_Compute: TypeAlias = Callable[[Tensor], Tensor]
+from vqclip.train.feature_makers import FeatureMaker
 
 _CAPTION_CHUNKS = 16
 """Chunks of captions between two heartbeats."""
 
 
 class FeatureJob:
-    """Computes shards of features; the towers see chunks of one shape, so the bits depend on no other sample.
+    """Computes shards of features; the networks see chunks of one shape, so the bits depend on no other sample.
 
     Args:
-        tokenizer: with a frozen tower.
+        maker: computes the features.
         precision: of the run's steps.
         samples: reads the samples.
         folder: where the shards are written.
@@ -39,13 +36,13 @@ class FeatureJob:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        maker: FeatureMaker,
         precision: Precision,
         samples: SampleMaker,
         folder: FeatureFolder,
         options: LoaderOptions,
     ):
-        self._tokenizer, self._precision = tokenizer, precision
+        self._maker, self._precision = maker, precision
         self._samples, self._folder, self._options = samples, folder, options
 
     def run(self, shards: Sequence[int]) -> Iterator[int]:
@@ -56,28 +53,33 @@ class FeatureJob:
             ConfigError: features are too large for the stored dtype.
             DataError: the samples cannot be read.
         """
-        blocks = Blocks(self._samples, self._folder.settings, shards, chunk_size(self._tokenizer.device))
+        blocks = Blocks(self._samples, self._folder.settings, shards, chunk_size(self._maker.device))
         options = self._options
         made = ordered_map(blocks, range(len(blocks)), options.workers, options.prefetch, timeout_s=options.timeout_s)
-        is_text = isinstance(self._tokenizer, TextTokenizer)
         shard: _ShardInWork | None = None
         with contextlib.closing(made):  # type: ignore[type-var]
             for block in made:
-                shard = shard or (_TextShard(self._compute) if is_text else _ImageShard(self._compute))
-                for _ in shard.add(block, self._tokenizer):
+                shard = shard or self._begin()
+                for _ in shard.add(block):
                     yield 0
                 if block.is_last:
-                    for _ in shard.finish(self._tokenizer):
+                    for _ in shard.finish():
                         yield 0
                     self._write(block.shard, shard)
                     shard = None
                 yield block.size
 
+    def _begin(self) -> _ShardInWork:
+        size, tokenize = chunk_size(self._maker.device), self._maker.tokenize
+        if tokenize is None:
+            return _ImageShard(self._compute, size)
+        return _TextShard(lambda captions: self._compute(tokenize(captions)), _CAPTION_CHUNKS * size)
+
     @torch.no_grad()
     def _compute(self, inputs: Tensor) -> Tensor:
         """Return the features ``(R, N, D)`` of some rows in the stored dtype; those that are not finite stay so."""
-        with autocast(self._tokenizer.device, self._precision):
-            features = self._tokenizer.tower_features(inputs.to(self._tokenizer.device))
+        with autocast(self._maker.device, self._precision):
+            features = self._maker.compute(inputs.to(self._maker.device))
         stored = features.to(self._folder.settings.torch_dtype)
         return torch.where(features.isfinite(), stored, torch.nan).cpu()  # infinity is then too large a number
 
@@ -92,14 +94,14 @@ class FeatureJob:
         self._folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
 
     def _error(self, name: str, is_nan: bool) -> NonFiniteError | ConfigError:
-        modality, dtype = self._folder.settings.modality, self._folder.settings.dtype
+        network, dtype = self._maker.network, self._folder.settings.dtype
         if is_nan:
             return NonFiniteError(
-                f"{name}: the {modality} tower's features contain NaN or infinity; are its weights those that "
+                f"{name}: the {network}'s features contain NaN or infinity; are its weights those that "
                 "were meant, and does it need train.precision: fp32?"
             )
         return ConfigError(
-            f"data.feature_cache.dtype: got {dtype}, but the {modality} tower's features of {name} exceed its range; "
+            f"data.feature_cache.dtype: got {dtype}, but the {network}'s features of {name} exceed its range; "
             "expected bf16 or fp32"
         )
 
@@ -112,28 +114,28 @@ class _ShardInWork:
         self.rows: list[Tensor] = []
         self.bad: list[BadFeatures] = []
 
-    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
+    def add(self, block: Block) -> Iterator[None]:
         """Add a block of samples, with a pause after each chunk that is computed."""
         self.bad += block.bad
         yield from ()
 
-    def finish(self, tokenizer: Tokenizer) -> Iterator[None]:
+    def finish(self) -> Iterator[None]:
         """Compute what is left, with a pause now and then."""
         yield from ()
 
 
 class _ImageShard(_ShardInWork):
-    def __init__(self, compute: _Compute):
+    def __init__(self, compute: Callable[[Tensor], Tensor], size: int):
         super().__init__()
-        self._compute, self._count = compute, 0
+        self._compute, self._size, self._count = compute, size, 0
 
-    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
-        yield from super().add(block, tokenizer)
+    def add(self, block: Block) -> Iterator[None]:
+        yield from super().add(block)
         for views in block.inputs:
             self.entries.append(list(range(self._count, self._count + len(views))))
             self._count += len(views)
         if good := [views for views in block.inputs if isinstance(views, Tensor) and len(views)]:
-            for chunk in torch.cat(good).split(chunk_size(tokenizer.device)):
+            for chunk in torch.cat(good).split(self._size):
                 self.rows.append(self._compute(chunk))
                 yield
 
@@ -141,20 +143,18 @@ class _ImageShard(_ShardInWork):
 class _TextShard(_ShardInWork):
     """Equal captions are computed once."""
 
-    def __init__(self, compute: _Compute):
+    def __init__(self, compute: Callable[[list[str]], Tensor], size: int):
         super().__init__()
-        self._compute = compute
+        self._compute, self._size = compute, size
         self._row_of: dict[str, int] = {}
 
-    def add(self, block: Block, tokenizer: Tokenizer) -> Iterator[None]:
-        yield from super().add(block, tokenizer)
+    def add(self, block: Block) -> Iterator[None]:
+        yield from super().add(block)
         for captions in block.inputs:
             self.entries.append([self._row_of.setdefault(str(each), len(self._row_of)) for each in captions])
 
-    def finish(self, tokenizer: Tokenizer) -> Iterator[None]:
-        assert isinstance(tokenizer, TextTokenizer)
+    def finish(self) -> Iterator[None]:
         captions = list(self._row_of)
-        size = _CAPTION_CHUNKS * chunk_size(tokenizer.device)
-        for start in range(0, len(captions), size):
-            self.rows.append(self._compute(tokenizer.preprocess(captions[start : start + size])))
+        for start in range(0, len(captions), self._size):
+            self.rows.append(self._compute(captions[start : start + self._size]))
             yield

@@ -3,7 +3,7 @@
     image-<digest>/
       settings.json            everything that determines the bytes
       00000.features, ...      shards
-      records/00000.json, ...  a finished shard: its checksum, and its bad samples
+      records/00000.json, ...  a finished shard: its size, and its bad samples
       lock                     held by the job that computes
 
 A shard is written before its record, both atomically, so a record means a finished shard.
@@ -11,6 +11,8 @@ A shard is written before its record, both atomically, so a record means a finis
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -19,19 +21,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from vqclip.config import Config
-from vqclip.data.features.settings import FeatureSettings
+from vqclip.data.features.settings import FORMAT, FeatureSettings
 from vqclip.data.features.shard import ShardContent
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
 from vqclip.io.differences import describe_differences
-from vqclip.io.digest import FileDigest, verify_file
-from vqclip.io.json_files import add_checksum, read_versioned, validation_problems
+from vqclip.io.json_files import add_checksum, read_json, read_versioned, validation_problems
 
 __all__ = ["BadFeatures", "FeatureFolder", "ShardRecord"]
 
 logger = logging.getLogger("vqclip.data")
 
-_VERSIONS = {"format": "vqclip features", "format_version": 1}
 _REMEDY = "delete the folder, or use the vqclip that wrote it"
 _RECORDS = "records"
 
@@ -51,8 +51,8 @@ class ShardRecord(Config):
     """Digest of the folder's settings."""
     shard: int
     """Number of the shard; a file and its record that were moved to another number do not fit it."""
-    file: FileDigest
-    """Size and checksum of the shard."""
+    size: int
+    """Bytes of the shard, which contains the checksums of its parts."""
     bad: tuple[BadFeatures, ...] = ()
     """Samples without features."""
 
@@ -66,8 +66,8 @@ class FeatureFolder:
     """
 
     def __init__(self, parent: Path, settings: FeatureSettings):
-        self.settings = settings
-        self.path = parent / f"{settings.modality}-{settings.digest[:24]}"
+        self.settings, self._digest = settings, settings.digest
+        self.path = parent / f"{settings.modality}-{self._digest[:24]}"
 
     def make(self) -> None:
         """Make the folder if it is missing, and compare its settings.
@@ -86,9 +86,9 @@ class FeatureFolder:
         _require_file_or_nothing(path)
         _require_file_or_nothing(self.lock_path)
         if not path.exists():
-            write_file_once(path, add_checksum({**_VERSIONS, **mine}))
+            write_file_once(path, add_checksum({**FORMAT, **mine}))
         try:
-            found = read_versioned(path, _VERSIONS, _REMEDY)
+            found = read_versioned(path, FORMAT, _REMEDY)
         except CheckpointError as error:
             raise ConfigError(f"data.feature_cache: {error}; delete the folder {self.path}") from None
         if differing := describe_differences(found, json.loads(json.dumps(mine)), "in the folder"):
@@ -109,15 +109,25 @@ class FeatureFolder:
         """Return the file of a shard."""
         return self.path / f"{shard:05d}.features"
 
+    def key(self, shard: int) -> int:
+        """Return a 64-bit number of a shard, by which its checksums differ from those of every other shard."""
+        return int.from_bytes(hashlib.sha256(f"{self._digest} {shard}".encode()).digest()[:8], "little", signed=True)
+
     def is_finished(self, shard: int) -> bool:
-        """Return whether a shard is complete and undamaged; reads the whole file."""
-        record = self.read_record(shard)
+        """Return whether a shard has a record, and the size in it; its bytes are verified when they are read."""
+        record, path = self.read_record(shard), self.shard_path(shard)
         if record is None:
             return False
+        size = path.stat().st_size if path.is_file() else 0
+        if size != record.size:
+            logger.warning("%s: got %d bytes, expected %d; it is computed again", path, size, record.size)
+        return size == record.size
+
+    def forget(self, shard: int) -> bool:
+        """Remove the record of a damaged shard, so that the next run computes it again; return whether that worked."""
         try:
-            verify_file(self.shard_path(shard), record.file, "its record")
-        except CheckpointError as error:
-            logger.warning("%s; it is computed again", error)
+            self._record_path(shard).unlink(missing_ok=True)
+        except OSError:  # such as a read-only file system
             return False
         return True
 
@@ -125,9 +135,9 @@ class FeatureFolder:
         """Return the record of a shard; None if it is missing or damaged."""
         path = self._record_path(shard)
         try:
-            body: dict[str, Any] = read_versioned(path, _VERSIONS, _REMEDY)
+            body: dict[str, Any] = read_versioned(path, FORMAT, _REMEDY)
             record = ShardRecord.model_validate_json(json.dumps(body))
-            if (record.settings, record.shard) == (self.settings.digest, shard):
+            if (record.settings, record.shard) == (self._digest, shard):
                 return record
             logger.warning("%s: the record of another shard or folder; the shard is computed again", path)
         except FileNotFoundError:
@@ -147,9 +157,20 @@ class FeatureFolder:
         path, record_path = self.shard_path(shard), self._record_path(shard)
         _require_file_or_nothing(path)
         _require_file_or_nothing(record_path)
-        file = write_file(path, content.write)
-        record = ShardRecord(settings=self.settings.digest, shard=shard, file=file, bad=bad)
-        write_file(record_path, add_checksum({**_VERSIONS, **record.model_dump(mode="json")}))
+        key = self.key(shard)
+        size = write_file(path, lambda file: content.write(file, key)).size
+        record = ShardRecord(settings=self._digest, shard=shard, size=size, bad=bad)
+        write_file(record_path, add_checksum({**FORMAT, **record.model_dump(mode="json")}))
+
+    def describe_nearest(self) -> list[str]:
+        """Return the name of the most similar other folder, and a line for each setting that differs; [] for none."""
+        mine = json.loads(json.dumps(FORMAT | self.settings.model_dump(mode="json")))
+        found: list[list[str]] = []
+        for path in sorted(self.path.parent.glob(f"{self.settings.modality}-*/settings.json")):
+            with contextlib.suppress(CheckpointError, OSError):
+                other = {name: value for name, value in read_json(path)[0].items() if name != "sha256"}
+                found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
+        return min((each for each in found if each[0] != self.path.name), key=len, default=[])
 
     def first_unseen(self) -> Path | None:
         """Return the first shard or record that this process cannot see; None if it sees all."""

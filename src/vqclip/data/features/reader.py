@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqclip.data.features.folder import FeatureFolder
 from vqclip.data.features.settings import FeatureSettings
-from vqclip.data.features.shard import HEADER_BYTES, ShardTable, parse_header, parse_table
+from vqclip.data.features.shard import HEADER_BYTES, ShardTable, checksum, parse_header, parse_table
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["FeatureReader"]
@@ -23,6 +23,8 @@ _OPEN_SHARDS = 64
 @dataclass
 class _OpenShard:
     file: int
+    key: int
+    """Key of its checksums."""
     table: ShardTable
     bad: dict[int, DataError] | None = field(default=None)
     """Errors of the bad samples; read when one is met."""
@@ -34,7 +36,7 @@ class FeatureReader:
     At most 64 shards are open, so memory does not grow with the data.
 
     Args:
-        folder: finished features, verified before.
+        folder: finished features. Each byte is verified when it is read.
     """
 
     def __init__(self, folder: FeatureFolder):
@@ -75,12 +77,12 @@ class FeatureReader:
                     f"{entries}; delete the folder",
                     "changed features",
                 )
-            size = self.settings.row_bytes
-            data = os.pread(shard.file, size, shard.table.rows_at + int(rows[entry]) * size)
+            row, size = int(rows[entry]), self.settings.row_bytes
+            data = os.pread(shard.file, size, shard.table.rows_at + row * size)
         except OSError as error:
             raise self._damage_error(number, str(error.strerror)) from None
-        if len(data) != size:
-            raise self._damage_error(number, "cut short")
+        if len(data) != size or checksum(data, shard.key) != shard.table.sums[row]:
+            raise self._damage_error(number, f"the features of sample {sample_id} have changed or are cut short")
         features = torch.frombuffer(bytearray(data), dtype=self.settings.torch_dtype)
         return features.view(self.settings.tokens, self.settings.width)
 
@@ -97,10 +99,10 @@ class FeatureReader:
         file = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             header = parse_header(os.pread(file, HEADER_BYTES, 0))
-            data = os.pread(file, header.table_bytes, HEADER_BYTES)
-            if len(data) != header.table_bytes or header.samples != len(self.settings.shard_range(number)):
-                raise ValueError("cut short, or of another shard")
-            return _OpenShard(file, parse_table(header, data))
+            if os.fstat(file).st_size != header.rows_at + header.rows * self.settings.row_bytes:
+                raise ValueError("cut short")  # before memory is taken for the tables
+            key = self._folder.key(number)
+            return _OpenShard(file, key, parse_table(header, os.pread(file, header.table_bytes, HEADER_BYTES), key))
         except (ValueError, OSError) as error:
             os.close(file)
             problem = error.strerror if isinstance(error, OSError) else error
@@ -113,10 +115,11 @@ class FeatureReader:
         return shard.bad.get(sample_id) or self._damage_error(number, f"sample {sample_id} has no features")
 
     def _damage_error(self, number: int, problem: str) -> StorageError:
+        path = self._path(number)
+        forgotten = self._folder.forget(number)
+        remedy = "start the run again, which computes this shard again" if forgotten else f"delete {path}"
         return StorageError(
-            f"{self._path(number)}: {problem}: the feature cache was changed or deleted while it was in use; start the "
-            "run again",
-            "damaged features",
+            f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"
         )
 
     def _path(self, number: int) -> Path:

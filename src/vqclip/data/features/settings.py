@@ -18,6 +18,8 @@ TORCH_DTYPES: dict[FeatureDtype, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+FORMAT = {"format": "vqclip features", "format_version": 2}
+"""Format of the files; another one has other folders."""
 _SHARD_BYTES = 16 << 20
 _WANTED_SHARDS = 64
 """Smaller data sets are cut into about as many shards, so that several processes share the work evenly."""
@@ -45,8 +47,9 @@ class FeatureSettings(Config):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the settings, in hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the settings and of the format, in hexadecimal digits."""
+        content = FORMAT | self.model_dump(mode="json")
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def torch_dtype(self) -> torch.dtype:
