@@ -14,7 +14,7 @@ from typing import Protocol
 
 from vqclip import dist
 from vqclip.data.index import load_index
-from vqclip.data.shard import Shard
+from vqclip.data.shard import Part, Shard
 from vqclip.errors import DataError
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
@@ -29,8 +29,8 @@ _ROUND_S = 10.0
 class HasShards(Protocol):
     """The config of a source that can be prepared."""
 
-    def shards(self) -> Sequence[Shard]:
-        """Return the tars, after drawing missing ones; none for a source without an index."""
+    def shards(self) -> Sequence[Shard | Part]:
+        """Return the tars or other parts, after drawing missing ones; none for a source without an index."""
         ...
 
 
@@ -61,18 +61,18 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
         more = dist.any_rank(bool(left))
 
 
-def _list_shards(sources: Sequence[HasShards]) -> list[Shard]:
+def _list_shards(sources: Sequence[HasShards]) -> list[Shard | Part]:
     return [shard for source in sources for shard in source.shards()]
 
 
-def _index_for_a_while(left: list[Shard]) -> None:
+def _index_for_a_while(left: list[Shard | Part]) -> None:
     """Remove shards from the end of the list and index them: at least one, and for some seconds."""
     end = time.monotonic() + _ROUND_S
     while left:
         progress.heartbeat()
         shard = left.pop()
         try:
-            load_index(shard)
+            shard.prepare() if isinstance(shard, Part) else load_index(shard)
         except OSError as error:
             raise DataError(f"{shard}: cannot be indexed: {error}") from error
         if time.monotonic() >= end:

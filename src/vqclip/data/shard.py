@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from vqclip.data.remote import GzipShard, RemoteShard
 
-__all__ = ["Shard"]
+__all__ = ["Part", "Shard"]
 
 Shard: TypeAlias = Path | RemoteShard | GzipShard
 """A tar on this machine, at a URL, or compressed. `str` gives its name for messages, `.name` the file's name."""
+
+
+@runtime_checkable
+class Part(Protocol):
+    """Part of a source with another index than that of a tar."""
+
+    def prepare(self, cache: Path | None = None) -> Any:
+        """Index the part unless it is indexed; raises DataError if it cannot be read."""
+        ...

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ShardedSource, prepare_sources
+from vqclip.data.arrow import require_pyarrow
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo
-from vqclip.data.tokens.parquet import require_pyarrow
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import problem_message, read_json
@@ -100,7 +100,7 @@ def tokenize(options: Options) -> TokenizeResult:
         VqclipError: for anything a user can correct; the message says how.
     """
     if options.storage == "parquet":
-        require_pyarrow()  # now, not after the first shard
+        require_pyarrow("; tars (wds) need nothing more")  # now, not after the first shard
     device = _device(options.device)
     torch.set_num_threads(options.threads)
     dist.init(device)

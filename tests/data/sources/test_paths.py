@@ -44,7 +44,7 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, message in {
         tmp_path / "none": "no such file or folder; expected a tar, a folder of tars",
-        tmp_path / "empty": "no *.tar or *.tar.gz in this folder (it is empty)",
+        tmp_path / "empty": "no *.tar, *.tar.gz, *.tgz in this folder (it is empty)",
         folder.parent: "found some in train: did you mean",
         f"{folder}/{{00000..00003}}.tar": f"2 of 4 shards are missing: {folder}/00002.tar, {folder}/00003.tar",
         f"{folder}/{{10..13}}.tar": "matches no file",

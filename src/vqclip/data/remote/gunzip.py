@@ -19,8 +19,10 @@ from vqclip.errors import DataError, StorageError
 from vqclip.io.cache import cache_folder
 from vqclip.io.files import open_regular
 
-__all__ = ["GzipError", "GzipShard", "gunzip", "is_gzip", "is_tar"]
+__all__ = ["TAR_ENDINGS", "GzipError", "GzipShard", "gunzip", "is_gzip", "is_tar"]
 
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
+"""Endings of the names of shards."""
 _BLOCK = 1 << 20
 _MAX_RATIO = 100
 """Largest ratio of decompressed to compressed bytes. Tars of small images reach 10; zeros, 1,000."""
@@ -28,7 +30,7 @@ _MAX_RATIO = 100
 
 def is_tar(name: str) -> bool:
     """Return whether a file's name is that of a shard: .tar, .tar.gz or .tgz."""
-    return name.endswith(".tar") or is_gzip(name)
+    return name.endswith(TAR_ENDINGS)
 
 
 def is_gzip(name: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.gunzip import is_tar
+from vqclip.data.remote.gunzip import TAR_ENDINGS
 from vqclip.data.remote.retry import retry
 from vqclip.data.remote.shard import RemoteShard
 from vqclip.data.remote.transfer import list_urls
@@ -14,12 +16,13 @@ from vqclip.errors import DataError
 __all__ = ["remote_shards"]
 
 
-def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
+def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_ENDINGS) -> list[RemoteShard]:
     """Return the shard at a URL, or, at s3 and gs, the shards of a folder or a glob, sorted by name.
 
     Args:
-        url: without braces. A path in an object store that does not end in .tar, .tar.gz or .tgz is a folder.
+        url: without braces. A path in an object store without one of the endings is a folder.
         options: how they are downloaded.
+        endings: of the files of a folder.
 
     Raises:
         DataError: the protocol is not allowed or cannot list folders, or nothing is found.
@@ -34,13 +37,13 @@ def remote_shards(url: str, options: RemoteConfig) -> list[RemoteShard]:
             )
         return [RemoteShard(url, options)]
     if not any(mark in url for mark in "*?["):
-        if is_tar(url):
+        if url.endswith(tuple(endings)):
             return [RemoteShard(url, options)]
         url = f"{url.rstrip('/')}/*"
         is_folder = True
     deadline = Deadline(options.total_s)
     found = retry(lambda: list_urls(url, options.timeout_s, deadline), url, options, deadline)
-    found = [name for name in found if is_tar(name) or not is_folder]
+    found = [name for name in found if name.endswith(tuple(endings)) or not is_folder]
     if not found:
         raise DataError(f"{display_url(url)}: matches nothing")
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]

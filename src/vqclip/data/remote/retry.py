@@ -50,7 +50,8 @@ def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: De
         deadline: ends the pauses too.
 
     Raises:
-        StorageError: the last failure; names URL, tries, time and the options that limit them.
+        StorageError: the last failure; names URL, tries, time and the options that limit them. Its `kind` is "gone" if
+            another try would not help, such as after 404, otherwise "storage".
     """
     for number in range(1, options.tries + 1):
         try:
@@ -68,7 +69,7 @@ def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: De
     raise StorageError(
         f"{display_url(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
         f"{deadline.spent:.1f} s of remote.total_s={deadline.total_s:g}",
-        "storage",
+        "storage" if last.again else "gone",
     )
 
 

@@ -16,7 +16,7 @@ from vqclip.data.remote.urls import digest, display_url, file_name
 from vqclip.errors import DataError, StorageError
 from vqclip.io.cache import cache_folder
 
-__all__ = ["RemoteShard", "fetch_text"]
+__all__ = ["RemoteShard", "fetch_bytes", "fetch_text"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,19 @@ def _count(blocks: Iterator[bytes], received: list[int]) -> Iterator[bytes]:
 
 
 def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
-    """Download a small UTF-8 file; it is never cached.
+    """Download a small UTF-8 file; see `fetch_bytes`.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return fetch_bytes(url, options, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def fetch_bytes(url: str, options: RemoteConfig, limit: int) -> bytes:
+    """Download a small file into memory; it is not cached.
 
     Args:
         url: its URL.
@@ -117,7 +129,7 @@ def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
 
     Raises:
         StorageError: it cannot be downloaded.
-        DataError: it is larger, or not UTF-8.
+        DataError: it is larger.
     """
     deadline = Deadline(options.total_s)
 
@@ -125,16 +137,17 @@ def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
         data = bytearray()
         with open_url(url, options.timeout_s, deadline) as body:
             if body.length is not None and body.length > limit:
-                raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read")
+                raise DataError(
+                    f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes"
+                )
             for block in body.blocks:
                 data += block
                 if len(data) > limit:
-                    raise DataError(f"{display_url(url)}: has more than {limit} bytes; at most these are read")
+                    raise DataError(
+                        f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
+                    )
         if body.length is not None and len(data) != body.length:
             raise FetchError(f"{len(data)} bytes came, {body.length} were announced", again=True)
         return bytes(data)
 
-    try:
-        return retry(fetch, url, options, deadline).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
+    return retry(fetch, url, options, deadline)

@@ -4,6 +4,7 @@ from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, So
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
 from vqclip.data.sources.folder import FolderConfig, ImageFolder
 from vqclip.data.sources.kinds import KINDS, SourceConfig, parse_source
+from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
 
@@ -16,6 +17,7 @@ __all__ = [
     "FolderConfig",
     "FolderContent",
     "ImageFolder",
+    "ParquetConfig",
     "RawSample",
     "ScenesSourceConfig",
     "ShardedSource",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 from pydantic import Field
 
 from vqclip.config import Config
-from vqclip.data.shard import Shard
+from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError
 
 __all__ = ["DEFAULT_TEMPLATE", "FolderContent", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
@@ -110,7 +110,7 @@ class SourceConfigBase(Config):
         """Return whether a folder is plainly of this kind; only kinds of this package are asked."""
         return False
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[Shard | Part]:
         """Return what is indexed before the first sample is read, for `vqclip.data.prepare_sources`; by default none.
 
         Raises:

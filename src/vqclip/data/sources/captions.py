@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = ["MAX_CAPTION", "json_captions", "txt_captions"]
+__all__ = ["MAX_CAPTION", "collect_captions", "json_captions", "txt_captions"]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
@@ -45,25 +47,45 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
         raise DataError(
             f"{reader.name(index)}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON"
         )
+    return collect_captions(facts, keys, reader.name(index), "key", "damaged JSON", " in the .json")
+
+
+def collect_captions(
+    values: Mapping[str, Any], keys: tuple[str, ...], name: str, what: str, kind: str, where: str = ""
+) -> tuple[str, ...]:
+    """Return the captions under some keys of a mapping: strings, or lists of strings.
+
+    Missing, null and empty values are skipped if another key has a caption.
+
+    Args:
+        values: the row of a table, or the content of a .json.
+        keys: keys of the captions.
+        name: name of the sample, for messages.
+        what: "key" or "column", for messages.
+        kind: kind of the error if a value is no text.
+        where: added to the message if there is no caption.
+
+    Raises:
+        DataError: a value is no text, too long, or there is no caption.
+    """
     captions: list[str] = []
     for key in keys:
-        value = facts.get(key)
-        values = value if isinstance(value, list) else [] if value is None else [value]
-        for caption in values:
+        value = values.get(key)
+        for caption in value if isinstance(value, list) else [] if value is None else [value]:
             if not isinstance(caption, str):
                 raise DataError(
-                    f"{reader.name(index)}: .json key {key!r} contains a {type(caption).__name__}; expected text or a "
-                    "list of texts",
-                    "damaged JSON",
+                    f"{name}:{where.replace(' in the', '')} {what} {key!r} contains a {type(caption).__name__}; "
+                    "expected text or a list of texts",
+                    kind,
                 )
             captions += [caption.strip()] if caption.strip() else []
     if not captions:
         raise DataError(
-            f"{reader.name(index)}: no caption under {', '.join(map(repr, keys))} in the .json; "
-            f"its keys: {', '.join(map(repr, list(facts)[:20]))}",
+            f"{name}: no caption under {', '.join(map(repr, keys))}{where}; "
+            f"its {what}s: {', '.join(map(repr, list(values)[:20]))}",
             "no caption",
         )
-    return _require_usable(tuple(captions), reader.name(index))
+    return _require_usable(tuple(captions), name)
 
 
 def _require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:

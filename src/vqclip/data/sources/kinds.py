@@ -16,6 +16,7 @@ from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.folder import FolderConfig
+from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.plugins import installed_kinds, load_kind
 from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
@@ -25,7 +26,7 @@ from vqclip.io.json_files import problem_message
 __all__ = ["KINDS", "SourceConfig", "parse_source"]
 
 
-_Known = CaptionShardsConfig | ClassShardsConfig | FolderConfig | ScenesSourceConfig
+_Known = CaptionShardsConfig | ClassShardsConfig | FolderConfig | ParquetConfig | ScenesSourceConfig
 
 KINDS: dict[str, type[SourceConfigBase]] = {
     kind: config for kind, config in kinds_of(_Known).items() if issubclass(config, SourceConfigBase)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vqclip.data.remote import (
+    TAR_ENDINGS,
     GzipShard,
     RemoteConfig,
     display_url,
     is_gzip,
-    is_tar,
     local_path,
     protocol_of,
     remote_shards,
@@ -28,7 +28,9 @@ _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
 _MAX_SHARDS = 10_000_000
 
 
-def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None) -> list[Shard]:
+def find_shards(
+    paths: Sequence[str | Path], remote: RemoteConfig | None = None, endings: Sequence[str] = TAR_ENDINGS
+) -> list[Shard]:
     """Return all shards that the paths name, in the given order.
 
     Args:
@@ -37,13 +39,14 @@ def find_shards(paths: Sequence[str | Path], remote: RemoteConfig | None = None)
             (``train/*.tar``). URLs work the same way, but http and https cannot list folders, so every shard must be
             named. Shards at URLs are not checked until they are downloaded.
         remote: how shards at URLs are downloaded, and the size of the cache, which compressed ones need too.
+        endings: of the files in a folder; for other files than tars.
 
     Raises:
         DataError: a path names nothing or cannot be read, a shard is missing or listed twice, or a protocol is not
             allowed.
     """
     try:
-        shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig())]
+        shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig(), endings)]
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
     seen: set[Shard] = set()
@@ -85,24 +88,24 @@ def _choices(content: str) -> list[str]:
     return [f"{number:0{width}d}" for number in range(first, last + step, step)]
 
 
-def _find(path: str, remote: RemoteConfig) -> list[Shard]:
+def _find(path: str, remote: RemoteConfig, endings: Sequence[str]) -> list[Shard]:
     protocol = protocol_of(path)
     if protocol is None:
-        return [_shard_at(file, remote) for file in _find_local(path)]
+        return [_shard_at(file, remote) for file in _find_local(path, endings)]
     if protocol == "file":
-        return [_shard_at(file, remote) for file in _find_local(local_path(path))]
-    return [shard for url in expand_braces(path) for shard in remote_shards(url, remote)]
+        return [_shard_at(file, remote) for file in _find_local(local_path(path), endings)]
+    return [shard for url in expand_braces(path) for shard in remote_shards(url, remote, endings)]
 
 
 def _shard_at(path: Path, remote: RemoteConfig) -> Shard:
     return GzipShard.at(path, remote) if is_gzip(path.name) and path.is_file() else path
 
 
-def _find_local(path: str) -> list[Path]:
+def _find_local(path: str, endings: Sequence[str]) -> list[Path]:
     full = str(Path(path).expanduser())
     exact = Path(full)
     if exact.is_dir():
-        return _tars_in(exact)
+        return _files_in(exact, endings)
     if exact.exists():
         return [exact.absolute()]
     if any(mark in full for mark in "*?["):
@@ -114,8 +117,8 @@ def _find_local(path: str) -> list[Path]:
     missing = [name for name in names if not name.is_file()]
     if missing and len(names) == 1:
         raise DataError(
-            f"{names[0].absolute()}: no such file or folder; expected a tar, a folder of tars, or a pattern such as "
-            "train/{00000..00041}.tar"
+            f"{names[0].absolute()}: no such file or folder; expected a {_noun(endings)}, a folder of "
+            f"{_noun(endings)}s, or a pattern such as train/{{00000..00041}}{endings[0]}"
         )
     if len(missing) == len(names):
         raise DataError(f"{path}: matches no file: none of the {len(names)} exists, such as {names[0].absolute()}")
@@ -125,16 +128,21 @@ def _find_local(path: str) -> list[Path]:
     return [name.absolute() for name in names]
 
 
-def _tars_in(folder: Path) -> list[Path]:
-    tars = sorted(file.absolute() for file in folder.iterdir() if is_tar(file.name))
+def _noun(endings: Sequence[str]) -> str:
+    return endings[0].removeprefix(".")
+
+
+def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
+    tars = sorted(file.absolute() for file in folder.iterdir() if file.name.endswith(tuple(endings)))
     names = {file.name for file in tars}
     for name in sorted(names):
         if names & {f"{name}.gz", f"{name.removesuffix('.tar')}.tgz"}:
             raise DataError(f"{folder.absolute()}: {name} is there plain and compressed; remove one of them")
     if not tars:
         files = sorted(file.name for file in folder.iterdir())
-        below = sorted(file.parent.name for file in folder.glob("*/*") if is_tar(file.name))
+        below = sorted(file.parent.name for file in folder.glob("*/*") if file.name.endswith(tuple(endings)))
         hint = f"; found some in {', '.join(dict.fromkeys(below))}: did you mean one of these?" if below else ""
+        patterns = ", ".join(f"*{ending}" for ending in endings)
         shown = f"it contains {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}" if files else "it is empty"
-        raise DataError(f"{folder.absolute()}: no *.tar or *.tar.gz in this folder ({shown}){hint}")
+        raise DataError(f"{folder.absolute()}: no {patterns} in this folder ({shown}){hint}")
     return tars

@@ -7,19 +7,19 @@ caption). The files hold no times: equal samples make equal bytes, with one vers
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from vqclip.data.arrow import name_errors, require_pyarrow
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
 from vqclip.errors import DataError, printable
 
-__all__ = ["ParquetShard", "require_pyarrow", "write_parquet"]
+__all__ = ["ParquetShard", "write_parquet"]
 
 _ROWS = 256
 """Largest number of rows of a group; a group is read as a whole."""
@@ -31,20 +31,6 @@ _MAX_CAPTIONS = 1 << 16
 """Largest mean number of captions of a sample in a group."""
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
 """Allowed encodings, RLE for lengths only: others can decompress to many times their size."""
-
-
-def require_pyarrow() -> Any:
-    """Return the modules ``(pyarrow, pyarrow.parquet)``.
-
-    Raises:
-        DataError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError("Parquet needs pyarrow: pip install 'vqclip[parquet]'; tars (wds) need nothing more") from None
-    return pyarrow, pyarrow.parquet
 
 
 def write_parquet(
@@ -103,7 +89,7 @@ class ParquetShard:
     def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
         self._path, self._image, self._text = path, image, text
         _, parquet = require_pyarrow()
-        with _name_errors(f"{path}: cannot be read as Parquet"):
+        with name_errors(f"{path}: cannot be read as Parquet"):
             self._file = parquet.ParquetFile(path, memory_map=False)
             _require_columns(self._file.schema_arrow, _schema(image, text), path)
             meta = self._file.metadata
@@ -149,7 +135,7 @@ class ParquetShard:
     def _group(self, number: int) -> dict[str, Any]:
         columns = self._groups.pop(number, None)
         if columns is None:
-            with _name_errors(f"{self._path}: damaged"):
+            with name_errors(f"{self._path}: damaged"):
                 table = self._file.read_row_group(number, use_threads=False)
                 columns = {name: _plain(table.column(name).combine_chunks()) for name in table.column_names}
             rows = int(self._ends[number + 1] - self._ends[number])
@@ -164,18 +150,6 @@ class ParquetShard:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-@contextlib.contextmanager
-def _name_errors(prefix: str) -> Iterator[None]:
-    """Raise errors of the block as `DataError` with a prefix: pyarrow raises nearly anything for damaged files."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        reason = str(error).splitlines() or [""]
-        raise DataError(f"{prefix} ({type(error).__name__}: {reason[0]})", "damaged shard") from None
 
 
 def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
