@@ -1,4 +1,4 @@
-"""Zero-shot classification and retrieval, each in three modes. After the model; before training and the commands.
+"""Zero-shot classification, retrieval and probes, in three modes. After the model; before training and the commands.
 
 - *continuous*: the quantizers of both towers bypassed.
 - *quantized*: the training path, in evaluation mode.
@@ -9,6 +9,8 @@ from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
 from vqclip.evaluation.datasets import CaptionedData, LabelledData
 from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.encode import MODES
+from vqclip.evaluation.knn import KnnConfig
+from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.suite import (
@@ -30,7 +32,9 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationOutcome",
     "Evaluations",
+    "KnnConfig",
     "LabelledData",
+    "LinearProbeConfig",
     "Result",
     "RetrievalConfig",
     "ZeroShotConfig",

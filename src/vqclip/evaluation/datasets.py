@@ -10,13 +10,13 @@ from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBa
 from vqclip.errors import DataError
 from vqclip.evaluation.partition import RankPartition
 
-__all__ = ["CaptionedData", "LabelledData", "open_captioned", "open_labelled"]
+__all__ = ["CaptionedData", "LabelledData", "TrainingData", "open_captioned", "open_labelled"]
 
 
-def _prepare(data: SourceConfigBase, labelled: bool) -> SourceConfigBase:
+def _prepare(data: SourceConfigBase, labelled: bool, split: str = "test") -> SourceConfigBase:
     data.require_no_weight("evaluation")
     if getattr(data, "split", "") is None:
-        split = "val" if isinstance(data, ScenesSourceConfig) and not labelled else "test"
+        split = "val" if isinstance(data, ScenesSourceConfig) and not labelled else split
         data = data.model_copy(update={"split": split})
     if data.has_classes is (not labelled) or (getattr(data, "split", "") == "train" and data.kind == "scenes"):
         raise ValueError(_problem(data, labelled))
@@ -35,12 +35,18 @@ def _check_labelled(data: SourceConfigBase) -> SourceConfigBase:
     return _prepare(data, labelled=True)
 
 
+def _check_training(data: SourceConfigBase) -> SourceConfigBase:
+    return _prepare(data, labelled=True, split="train")
+
+
 def _check_captioned(data: SourceConfigBase) -> SourceConfigBase:
     return _prepare(data, labelled=False)
 
 
 LabelledData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_labelled)]
 """Any kind of labelled images."""
+TrainingData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_training)]
+"""Any kind of labelled images to fit a probe to: the split train where none is named."""
 CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_captioned)]
 """Any kind of captioned images."""
 

@@ -6,10 +6,10 @@ Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,12 @@ from vqclip.process import progress
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import CaptionLengths
 
+T = TypeVar("T")
+
 Mode = Literal["continuous", "quantized", "codes_only"]
+
+Features = Literal["embedding", "tokens"]
+"""embedding: the joint embedding, unit-norm; tokens: the mean of the decoded vectors of all tokens."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 """continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
@@ -33,11 +38,31 @@ class Encoded:
     """Embeddings of a whole set, the same on every rank."""
 
     embeddings: dict[Mode, Tensor]
-    """Mode → ``(n, E)`` unit-norm, in the order of the set; without `codes_only` if the tokenizer has no codes."""
+    """Mode → ``(n, E)`` unit-norm (or the mean of the tokens, ``(n, D)``), in the order of the set; without
+    `codes_only` if the tokenizer has no codes."""
     usage: CodeUsage | None
     """Use of the codebooks by the set; None without codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader."""
+
+
+class Memo:
+    """Values that a task has made, for itself and the next task; older ones are dropped."""
+
+    def __init__(self) -> None:
+        self._before: dict[Hashable, Any] = {}
+        self._now: dict[Hashable, Any] = {}
+
+    def next_task(self) -> None:
+        """Drop what the last task has not used."""
+        self._before, self._now = self._now, {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a key, the same on every rank; make it if it is new."""
+        if key not in self._now:
+            self._now[key] = self._before[key] if key in self._before else make()
+        found: T = self._now[key]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +74,15 @@ class Encoder:
         precision: ``"bf16"`` and ``"fp16"``: autocast type of everything but the quantizers, which stay in fp32.
             ``"fp32"`` and ``"fp64"``: no autocast; the type of the weights decides.
         folder: existing folder of the files of ids.
+        features: vector of a sample.
+        memo: encoded sets that the next task may use again.
     """
 
     partition: RankPartition
     precision: Precision
     folder: Path
+    features: Features = "embedding"
+    memo: Memo = dataclasses.field(default_factory=Memo)
 
     def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
         """Encode ``captions``, the same on every rank; each rank encodes its part."""
@@ -92,22 +121,38 @@ class Encoder:
         with self.partition.raise_on_all_ranks(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
                 progress.heartbeat()
-                out, continuous = tokenizer.with_continuous(inputs.to(device, non_blocking=True))
+                found, quantized, continuous = self._encode(tokenizer, inputs.to(device, non_blocking=True))
                 parts["continuous"].append(continuous)
-                parts["quantized"].append(out.embedding)
-                ids.append(out.ids.to("cpu", ids[0].dtype))
+                parts["quantized"].append(quantized)
+                ids.append(found.to("cpu", ids[0].dtype))
             if sizes:
                 path = self.folder / f"{name}-{self.partition.rank}.safetensors"
                 save_ids(path, torch.cat(ids), sizes)
                 # In the same batches, so that both paths run the same kernels and are equal bit for bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
                     progress.heartbeat()
-                    parts["codes_only"].append(tokenizer.embed(batch.to(device, torch.int64)))
+                    parts["codes_only"].append(self._decode(tokenizer, batch.to(device, torch.int64)))
         dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
-        empty = torch.empty(0, tokenizer.embed_dim, dtype=dtype, device=device)
+        width = tokenizer.embed_dim if self.features == "embedding" else tokenizer.pool.position.shape[1]
+        empty = torch.empty(0, width, dtype=dtype, device=device)
         whole = {mode: self.partition.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
         _check_finite(whole, tokenizer)
         return Encoded(whole, self._usage(torch.cat(ids), sizes, device) if sizes else None)
+
+    def _encode(self, tokenizer: Tokenizer, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, quantized and continuous vectors of a batch."""
+        if self.features == "embedding":
+            out, continuous = tokenizer.with_continuous(inputs)
+            return out.ids, out.embedding, continuous
+        x, mask = tokenizer.features(inputs)
+        coded = tokenizer.quantizer(x, mask)
+        plain = tokenizer.quantizer.continuous(x, mask)
+        return coded.ids, _mean_token(tokenizer, coded.vectors, mask), _mean_token(tokenizer, plain, mask)
+
+    def _decode(self, tokenizer: Tokenizer, ids: Tensor) -> Tensor:
+        if self.features == "embedding":
+            return tokenizer.embed(ids)
+        return _mean_token(tokenizer, tokenizer.quantizer.decode(ids), tokenizer.ids_mask(ids))
 
     def _usage(self, ids: Tensor, sizes: Sequence[int], device: torch.device) -> CodeUsage:
         def gather(mine: Tensor) -> Tensor:
@@ -116,6 +161,16 @@ class Encoder:
         counts = [merge_counts(gather(codes), gather(number)) for codes, number in count_codes(ids)]
         samples = int(gather(torch.tensor([len(ids)])).sum())
         return code_usage(counts, sizes, samples)
+
+
+def _mean_token(tokenizer: Tokenizer, vectors: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean ``(B, D)`` of the tokens that the quantizer's vectors decode to, without absent ones."""
+    tokens = tokenizer.project_out(vectors.to(tokenizer.pool.position.dtype), mask)
+    tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+    if mask is None:
+        return tokens.mean(dim=1)
+    real = mask.unsqueeze(-1)
+    return (tokens * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
 @contextmanager

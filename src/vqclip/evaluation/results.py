@@ -58,10 +58,11 @@ def write_json(path: Path, results: Sequence[Result]) -> None:
     )
 
 
-def common_modes(image: Encoded, text: Encoded) -> tuple[list[Mode], list[str]]:
-    """Return the modes that both modalities have, and a note if one is missing."""
-    modes: list[Mode] = [mode for mode in MODES if mode in image.embeddings and mode in text.embeddings]
-    lacking = [name for name, side in (("image", image), ("text", text)) if side.usage is None]
+def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:
+    """Return the modes that the modalities have, and a note if one is missing."""
+    sides = {"image": image} if text is None else {"image": image, "text": text}
+    modes: list[Mode] = [mode for mode in MODES if all(mode in side.embeddings for side in sides.values())]
+    lacking = [name for name, side in sides.items() if side.usage is None]
     if not lacking:
         return modes, []
     return modes, [f"no codes-only figures: the {' and the '.join(lacking)} quantizer has no codebook (Identity)"]

@@ -17,6 +17,8 @@ from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import VqclipError
 from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
+from vqclip.evaluation.knn import KnnConfig
+from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
@@ -26,7 +28,9 @@ from vqclip.nn.precision import Precision
 
 logger = logging.getLogger(__name__)
 
-EvaluationConfig = Annotated[ZeroShotConfig | RetrievalConfig, Field(discriminator="kind")]
+EvaluationConfig = Annotated[
+    ZeroShotConfig | RetrievalConfig | LinearProbeConfig | KnnConfig, Field(discriminator="kind")
+]
 """Any kind of task."""
 
 
@@ -85,9 +89,10 @@ def evaluate(
 ) -> list[Result]:
     """Evaluate a model in three modes: continuous, quantized, codes only.
 
-    Every image and text passes its tower once. Evaluation mode and ``no_grad`` are set inside, and the mode of each
-    part is restored. No global random generator is used. The figures do not depend on the number of ranks or on the
-    batch size, up to rounding.
+    Every image and text of a task passes its tower once; tasks in a row share the images of equal labelled data, and
+    the first of them writes the ids. Evaluation mode and ``no_grad`` are set inside, and the mode of each part is
+    restored. No global random generator is used. The figures do not depend on the number of ranks or on the batch size,
+    up to rounding.
 
     Args:
         model: a `CLIP`, or one wrapped by `vqclip.dist.wrap_ddp`.
@@ -131,6 +136,7 @@ def try_all(
         encoder = Encoder(partition, precision, folder)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
+            encoder.memo.next_task()
             try:
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]

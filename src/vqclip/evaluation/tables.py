@@ -16,9 +16,9 @@ _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
 
 def format_results(results: Sequence[Result]) -> str:
     """Return a table of the figures in percent and a table of the codes, with the notes below."""
-    figures = [row for result in results for row in _figure_rows(result)]
+    figures = _blank_repeated([row for result in results for row in _figure_rows(result)])
     text = table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
-    codes = [row for result in results for row in _code_rows(result)]
+    codes = _blank_repeated(list(dict.fromkeys(row for result in results for row in _code_rows(result))))
     if codes:
         heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
         text += "\n\n" + table(heads, codes, left=2)
@@ -44,7 +44,7 @@ def _figure_rows(result: Result) -> list[tuple[str, ...]]:
     for figure, chance in result.chance.items():
         found = [result.figures[mode] for mode in MODES]
         shown = ["-" if figures is None else percent(figures[figure]) for figures in found]
-        rows.append(("" if rows else _title(result), figure_title(figure), *shown, f"{100 * chance:.2f}"))
+        rows.append((_title(result), figure_title(figure), *shown, f"{100 * chance:.2f}"))
     return rows
 
 
@@ -58,12 +58,18 @@ def figure_title(figure: str) -> str:
     direction, _, depth = figure.partition("_r")
     if direction in _DIRECTIONS:
         return f"{_DIRECTIONS[direction]} R@{depth}"
-    return re.sub(r"\btop(\d)", r"top-\1", figure.replace("_", " "))
+    return re.sub(r"\btop(\d)", r"top-\1", figure.replace("_", " ")).replace("knn", "k-NN")
 
 
 def _code_rows(result: Result) -> list[tuple[str, ...]]:
     used = [(modality, usage) for modality, usage in result.usage.items() if usage is not None]
-    return [("" if row else result.name, modality, *_code_cells(usage)) for row, (modality, usage) in enumerate(used)]
+    return [(result.name, modality, *_code_cells(usage)) for modality, usage in used]
+
+
+def _blank_repeated(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows without the first cell where it is that of the row above."""
+    above = [("",), *rows]
+    return [("" if row[0] == before[0] else row[0], *row[1:]) for before, row in zip(above, rows, strict=False)]
 
 
 def _code_cells(usage: CodeUsage) -> tuple[str, ...]:

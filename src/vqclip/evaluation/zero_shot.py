@@ -18,7 +18,8 @@ from vqclip.data.sources.base import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import LocalFolder, read_templates
 from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.encode import Encoder, Mode
-from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.images import ImagesConfig
+from vqclip.evaluation.labelled import encode_labelled
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.prompts import Names, fill, read_classes
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
@@ -77,18 +78,15 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
     Raises:
         DataError: the data cannot be used; raised on every rank, with the file and sample.
     """
-    source = config.open(encoder.partition)
+    images = encode_labelled(config, config.data, model, encoder, f"{name}-image", config.limit)
+    image, right = images.encoded, images.labels
     with encoder.partition.raise_on_all_ranks():
-        templates, classes = _prompts(config, source)
-    image, labels, left_out = encode_images(
-        config, source, model.image, encoder, f"{name}-image", lambda batch: batch.labels.tolist()
-    )
+        templates, classes = _prompts(config, images.source)
     prompts = [fill(templates, names) for names in classes]
     sizes = [len(each) for each in prompts]
     text = encoder.captions(model.text, list(itertools.chain(*prompts)), config.batch_size, f"{name}-text")
 
     modes, notes = common_modes(image, text)
-    right = torch.tensor(labels, dtype=torch.int64)
     found: dict[Mode, dict[str, float]] = {}
     with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
         for mode in modes:
@@ -102,11 +100,11 @@ def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) 
         kind=config.kind,
         figures=fill_modes(found),
         chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
-        samples=len(labels),
+        samples=len(right),
         classes=count,
         captions=sum(sizes),
         usage={"image": image.usage, "text": text.usage},
-        notes=_notes(source, classes) + left_out + text.notes + notes,
+        notes=_notes(classes) + images.notes + text.notes + notes,
     )
 
 
@@ -126,8 +124,8 @@ def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Seq
     return templates, read_classes(config.classes_file.expanduser(), source.classnames)
 
 
-def _notes(source: Source, classes: Sequence[Names]) -> list[str]:
+def _notes(classes: Sequence[Names]) -> list[str]:
     """Return remarks on the data for the reader."""
     twice = [name for name, count in Counter(itertools.chain(*map(set, classes))).items() if count > 1]
     known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(sorted(twice))}"]
-    return (known if twice else []) + list(getattr(source, "notes", ()))
+    return known if twice else []

@@ -1,0 +1,143 @@
+"""Labelled images as embeddings with their labels: what zero-shot classification and the probes begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vqclip.data import Source, SourceConfigBase
+from vqclip.errors import DataError
+from vqclip.evaluation.datasets import LabelledData, TrainingData, open_labelled
+from vqclip.evaluation.encode import Encoded, Encoder, Features, Mode
+from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
+from vqclip.evaluation.results import Result, common_modes, fill_modes
+from vqclip.model import CLIP
+
+
+class ProbeConfig(ImagesConfig):
+    """A classifier that is fitted to the codes of labelled training images, and tested on others."""
+
+    data: LabelledData
+    """The labelled test images."""
+    train: TrainingData
+    """The labelled training images, of the same classes."""
+    train_limit: int | None = Field(None, ge=1)
+    """Number of training images to use, evenly spread over the set; null uses all."""
+    features: Features = "embedding"
+    """Vector of an image. embedding: the joint embedding. tokens: the mean of the vectors that `decode` returns."""
+
+    def open(self, partition: RankPartition) -> Source:
+        """Open the data on every rank; raise DataError if they have no classes. Return the test images."""
+        open_labelled(self.train, partition)
+        return open_labelled(self.data, partition)
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledImages:
+    """Encoded images of a set, the same on every rank and in the order of the set."""
+
+    source: Source
+    """The opened data."""
+    encoded: Encoded
+    """Embeddings of the images that can be used."""
+    labels: Tensor
+    """``(n,)`` int64, on the CPU."""
+    notes: list[str]
+    """Remarks for the reader."""
+
+
+def encode_labelled(
+    config: ImagesConfig,
+    data: SourceConfigBase,
+    model: CLIP,
+    encoder: Encoder,
+    name: str,
+    limit: int | None,
+    features: Features = "embedding",
+) -> LabelledImages:
+    """Encode labelled images; every rank encodes its part. Tasks in a row that use the same images share the result.
+
+    Args:
+        config: batch size, workers and tolerance.
+        data: the images.
+        model: in evaluation mode.
+        encoder: encoder; every rank of its partition must call this.
+        name: names the file of ids.
+        limit: number of images; None: all.
+        features: see `ProbeConfig.features`.
+
+    Raises:
+        DataError: the data cannot be used, or has no labels; raised on every rank.
+    """
+
+    def encode() -> LabelledImages:
+        source = open_labelled(data, encoder.partition)
+        settings = config.model_copy(update={"limit": limit})
+        reader = dataclasses.replace(encoder, features=features)
+        encoded, rows, notes = encode_images(
+            settings, source, model.image, reader, name,
+            lambda batch: torch.stack([batch.sample_ids, batch.labels], dim=1).tolist(),
+        )  # fmt: skip
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+        order = table[:, 0].argsort()  # where images are left out, the ranks' rows are not in the order of the set
+        ordered = {mode: each[order.to(each.device)] for mode, each in encoded.embeddings.items()}
+        about = getattr(source, "notes", ())
+        return LabelledImages(
+            source, dataclasses.replace(encoded, embeddings=ordered), table[order, 1], [*about, *notes]
+        )
+
+    key = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
+    return encoder.memo.get(key, encode)
+
+
+def probe_result(
+    config: ProbeConfig, train: LabelledImages, test: LabelledImages, found: dict[Mode, dict[str, float]]
+) -> Result:
+    """Return the result of a probe with the figures ``found`` (mode → `CLASS_FIGURES` → rate).
+
+    Chance is what a classifier finds that knows no more than how many training images each class has.
+    """
+    prefix = config.figures[0].removesuffix(CLASS_FIGURES[0])
+    count = len(test.source.classnames)
+    sizes = torch.bincount(train.labels, minlength=count).double()[:, None]
+    each = torch.arange(count)
+    by_class = hits(torch.ones(1, 1, dtype=torch.float64).expand(count, 1), sizes, each, each, DEPTHS)
+    chance = class_figures(by_class[:, test.labels], test.labels)
+    named = {mode: {prefix + name: rate for name, rate in rates.items()} for mode, rates in found.items()}
+    _, notes = common_modes(test.encoded)
+    return Result(
+        name=config.name,
+        kind=config.kind,
+        figures=fill_modes(named),
+        chance={prefix + name: rate for name, rate in chance.items()},
+        samples=len(test.labels),
+        classes=count,
+        captions=0,
+        usage={"image": test.encoded.usage},
+        notes=[f"training images: {note}" for note in train.notes] + test.notes + notes,
+    )
+
+
+def encode_both(config: ProbeConfig, model: CLIP, encoder: Encoder, name: str) -> tuple[LabelledImages, LabelledImages]:
+    """Encode the training and the test images of a probe.
+
+    Raises:
+        DataError: the data cannot be used, or the classes of the two differ; raised on every rank.
+    """
+    train = encode_labelled(config, config.train, model, encoder, f"{name}-train", config.train_limit, config.features)
+    test = encode_labelled(config, config.data, model, encoder, f"{name}-image", config.limit, config.features)
+    if train.source.classnames != test.source.classnames:
+        few = [name for name in test.source.classnames if name not in train.source.classnames][:5]
+        told = f"classes that only the test images have: {', '.join(few)}" if few else "other names or another order"
+        raise DataError(
+            f"{config.name}: got training images of {len(train.source.classnames)} classes and test images of "
+            f"{len(test.source.classnames)}, {told}; expected the same classes in the same order"
+        )
+    if not len(train.labels) or not len(test.labels):
+        raise DataError(f"{config.name}: got {len(train.labels)} training and {len(test.labels)} test images")
+    return train, test

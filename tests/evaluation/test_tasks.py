@@ -1,0 +1,92 @@
+"""What every kind of task promises; a new kind needs a line in `TASKS`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import get_args
+
+import pytest
+
+from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
+from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.evaluation import (
+    MODES,
+    EvaluationConfig,
+    KnnConfig,
+    LinearProbeConfig,
+    RetrievalConfig,
+    ZeroShotConfig,
+    evaluate,
+    format_results,
+    scalar_names,
+)
+from vqclip.model import CLIP
+
+CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
+
+
+def TASKS(folder):
+    labelled = {"data": ClassShardsConfig(path=folder / "test"), "max_bad_fraction": 0.5}
+    probe = labelled | {"train": ClassShardsConfig(path=folder / "train")}
+    return [
+        ZeroShotConfig(**labelled),
+        RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")),
+        KnnConfig(**probe, neighbours=5),
+        LinearProbeConfig(**probe, features="tokens"),
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Small data for every task; some images of the labelled sets cannot be used, all of them of one of two ranks."""
+    for name, count in (("test", 14), ("train", 30)):
+        class_shards(tmp_path / name, count)
+        damaged = {f"s{i:07d}.{end}": data for i in (0, 2) for end, data in (("png", b"GIF89a"), ("cls", b"0"))}
+        good = {f"s{i:07d}.{end}": data for i in (1, 3) for end, data in (("png", png(9 * i)), ("cls", b"1"))}
+        write_tar(tmp_path / name / "test" / "00.tar", dict(sorted((damaged | good).items())))
+    caption_shards(tmp_path / "captions", CAPTIONS)
+    tiny_clip().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def run(folder, distributed, who):
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    model = CLIP.from_pretrained(folder / "model").train()
+    if dist.rank() not in who:
+        return None
+    return [result.to_json() for result in evaluate(model, TASKS(folder), distributed=distributed)]
+
+
+def test_every_kind_is_here(folder):
+    kinds = get_args(get_args(EvaluationConfig)[0])
+    assert {type(task) for task in TASKS(folder)} == set(kinds)
+
+
+def test_figures_have_the_names_that_are_promised_and_chance_beside_them(folder):
+    tasks = TASKS(folder)
+    results = evaluate(CLIP.from_pretrained(folder / "model"), tasks)
+    found = {name for result in results for name in result.scalars()}
+    assert set(scalar_names(tasks)) <= found
+    for task, result in zip(tasks, results, strict=True):
+        assert (result.name, result.kind) == (task.name, task.kind)
+        assert result.figures["codes_only"] == result.figures["quantized"]
+        for mode in MODES:
+            assert result.figures[mode].keys() == result.chance.keys() >= set(task.figures)
+            assert all(0 <= rate <= 1 for rate in (*result.figures[mode].values(), *result.chance.values()))
+    assert len(set(scalar_names(tasks))) == len(scalar_names(tasks))
+    assert format_results(results).count("\n") > 10
+
+
+def test_two_ranks_find_what_one_finds_and_one_alone_does_not_wait(ranks, folder):
+    alone = [result.to_json() for result in evaluate(CLIP.from_pretrained(folder / "model"), TASKS(folder))]
+    assert alone[0]["notes"] == ["2 of 18 images cannot be used and are left out"]
+    for found in ranks(2, run, folder, True, (0, 1)):
+        for result, expected in zip(found, alone, strict=True):
+            for mode in MODES:
+                assert result["figures"][mode] == pytest.approx(expected["figures"][mode])
+            assert {**result, "figures": 0} == {**expected, "figures": 0}
+    start = time.monotonic()
+    assert ranks(2, run, folder, False, (0,), timeout=60.0) == [alone, None]
+    assert time.monotonic() - start < 50
