@@ -11,9 +11,9 @@ from sklearn.linear_model import LogisticRegression
 
 from tests.evaluation.made import IDENTITY, PlainModel, class_shards, tiny_clip
 from tests.evaluation.test_zero_shot import number_shards
+from vqclip.data import ClassShardsConfig
 from vqclip.errors import DataError
 from vqclip.evaluation import (
-    ClassShardsConfig,
     KnnConfig,
     LinearProbeConfig,
     ZeroShotConfig,
@@ -84,7 +84,7 @@ def numbers(folder, train, test, classes=4):
     number_shards(folder, train, classes)
     (folder / "test").rename(folder / "train")
     number_shards(folder, test, classes)
-    both = {"data": ClassShardsConfig(path=folder), "train": ClassShardsConfig(path=folder, split="train")}
+    both = {"data": ClassShardsConfig(path=folder), "train": ClassShardsConfig(path=folder)}  # test and train
     return [KnnConfig(**both, neighbours=3), LinearProbeConfig(**both)]
 
 
@@ -102,7 +102,7 @@ def test_perfect_codes_score_100_percent_and_the_blind_path_knows_only_how_many_
 
 def test_features_may_be_the_mean_of_the_decoded_tokens(tmp_path):
     folder, model = class_shards(tmp_path), tiny_clip()
-    data = ClassShardsConfig(path=folder)
+    data = ClassShardsConfig(path=folder, split="test")
     task = KnnConfig(data=data, train=data, neighbours=1, features="tokens")
     other = task.model_copy(update={"features": "embedding", "name": "other"})
     found, embedding = evaluate(model, [task, other])
@@ -123,7 +123,7 @@ def test_features_may_be_the_mean_of_the_decoded_tokens(tmp_path):
 def test_tasks_in_a_row_share_images_and_a_probe_uses_its_limits(tmp_path):
     folder, model, seen = class_shards(tmp_path), tiny_clip(IDENTITY), []
     model.image.tower.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    data = ClassShardsConfig(path=folder)
+    data = ClassShardsConfig(path=folder, split="test")
     probe = {"data": data, "train": data, "train_limit": 12}
     tasks = [ZeroShotConfig(data=data), KnnConfig(**probe, neighbours=2), LinearProbeConfig(**probe, l2=0.1)]
     prepare(tasks)
@@ -147,7 +147,7 @@ def test_too_few_or_other_training_images_are_refused(tmp_path, train, change, m
     numbers(tmp_path / "train", train, [0])
     for name, text in change.items():
         (tmp_path / "train" / name).write_text(text)
-    data = {"data": tasks[0].data, "train": ClassShardsConfig(path=tmp_path / "train", split="train")}
+    data = {"data": tasks[0].data, "train": ClassShardsConfig(path=tmp_path / "train")}
     task = (LinearProbeConfig if message.startswith("linear") else KnnConfig)(**data)
     with pytest.raises(DataError, match=message):
         evaluate(PlainModel(4), [task])

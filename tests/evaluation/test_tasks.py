@@ -29,7 +29,7 @@ CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(
 
 def TASKS(folder):
     labelled = {"data": ClassShardsConfig(path=folder / "test"), "max_bad_fraction": 0.5}
-    probe = labelled | {"train": ClassShardsConfig(path=folder / "train")}
+    probe = labelled | {"train": ClassShardsConfig(path=folder / "train", split="test")}
     return [
         ZeroShotConfig(**labelled),
         RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")),
