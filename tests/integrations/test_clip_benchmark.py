@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from webdataset import autodecode
 
 from tests.evaluation.made import colour_of, png, write_tar
 from tests.models import WIDE_LFQ, tiny_model
@@ -48,18 +51,26 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory):
-    """Labelled images in two shards, with a pickle that makes the file ``ran`` beside the first image."""
+    """Labelled images in two shards, some transparent; beside the first is a pickle that makes the file ``ran``."""
     folder = tmp_path_factory.mktemp("classes")
     for shard in range(2):
         members = {}
         for i in range(20 * shard, 20 * shard + 20):
-            members |= {f"{i:05d}.png": png(colour_of(i % 4), seed=i), f"{i:05d}.cls": str(i * 5 % 9).encode()}
+            image = png(colour_of(i % 4), seed=i)
+            members |= {f"{i:05d}.png": transparent(image) if i % 3 else image, f"{i:05d}.cls": str(i * 5 % 9).encode()}
             members |= {f"{i:05d}.pkl": pickle.dumps(_Code(folder / "ran"))} if i == 0 else {}
         write_tar(folder / "test" / f"{shard}.tar", members)
     (folder / "test" / "nshards.txt").write_text("2")
     (folder / "classnames.txt").write_text("\n".join(CLASSES))
     (folder / "zeroshot_classification_templates.txt").write_text("a {c} picture\n{c}\n")
     return folder
+
+
+def transparent(image):
+    opened, buffer = Image.open(io.BytesIO(image)), io.BytesIO()
+    opened.putalpha(Image.linear_gradient("L").resize(opened.size))
+    opened.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def theirs(model, data, out, *options):
@@ -89,8 +100,19 @@ def test_classification(model, classes, tmp_path):
     assert 0 < expected["codes_only"]["top1"] < expected["codes_only"]["top5"] < 1
     assert expected["codes_only"] == expected["quantized"] != expected["continuous"]
     assert not (classes / "ran").exists()
-    assert pickle.loads(pickle.dumps(_Code(classes / "ran"))) is None  # the same bytes run code elsewhere
-    (classes / "ran").unlink()
+    assert autodecode.imagespecs["pil"][2] == "rgb"
+    autodecode.decoders["pkl"](pickle.dumps(_Code(classes / "ran")))
+    assert (classes / "ran").exists()  # so it would have been made
+
+
+def test_workers_adapt_webdataset(model, monkeypatch):
+    for table in ("decoders", "imagespecs"):
+        monkeypatch.setattr(autodecode, table, dict(getattr(autodecode, table)))
+    preprocess = load_vqclip("continuous", str(model)).preprocess
+    assert "pkl" in autodecode.decoders
+    assert pickle.loads(pickle.dumps(preprocess)).transform.image_size == 16
+    assert "pkl" not in autodecode.decoders
+    assert autodecode.imagespecs["pil"][2] == "rgba"
 
 
 def test_retrieval_with_several_captions(model, tmp_path):

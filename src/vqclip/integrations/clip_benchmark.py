@@ -39,11 +39,10 @@ def register(precision: Precision = "fp32", weights: Weights = "averaged") -> No
     """Add the model type ``vqclip`` to clip_benchmark's registry, or replace it.
 
     Its ``model_name`` is a mode (continuous, quantized or codes_only), its ``pretrained`` a folder or hub name; see
-    `vqclip.integrations.open_clip.load`. clip_benchmark reads shards with webdataset, which would unpickle members of
-    some names: its decoders for them are removed, so that untrusted shards run no code.
+    `vqclip.integrations.open_clip.load`.
 
     Args:
-        precision: of the towers. clip_benchmark's own ``--no_amp`` only concerns its logits.
+        precision: of the towers. clip_benchmark's own autocast (``amp``) then only concerns its logits.
         weights: of runs and checkpoints with moving averages.
 
     Raises:
@@ -52,7 +51,6 @@ def register(precision: Precision = "fp32", weights: Weights = "averaged") -> No
     models = _require("clip_benchmark.models")
     # clip_benchmark 1.6.2 calls float() on arrays of one number, which numpy 2.4 refuses (LAION-AI/CLIP_benchmark#147).
     _require("clip_benchmark.metrics.zeroshot_classification").float = _to_float
-    _remove_unpickling()
     models.TYPE2FUNC[MODEL_TYPE] = partial(load_vqclip, precision=precision, weights=weights)
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
@@ -68,7 +66,7 @@ def load_vqclip(
 ) -> OpenCLIPModel:
     """Load a model with the arguments that clip_benchmark gives to a function of its registry.
 
-    Pixels stay uint8, as in `vqclip.evaluation`, so that the embeddings are the same on every device.
+    `preprocess` returns uint8 in 0..255, as in `vqclip.evaluation`: a quarter of the bytes between processes.
 
     Raises:
         CheckpointError, ConfigError: see `vqclip.integrations.open_clip.load`.
@@ -76,28 +74,38 @@ def load_vqclip(
     if cache_dir is not None:
         raise ConfigError(f"--model_cache_dir: got {cache_dir!r}; the environment variable HF_HOME sets it for the hub")
     model, preprocess, tokenizer = load(pretrained, model_name, device, precision, weights)
-    return OpenCLIPModel(model, _SafePreprocess(preprocess.transform, torch.uint8), tokenizer)
+    return OpenCLIPModel(model, _WorkerPreprocess(preprocess.transform, torch.uint8), tokenizer)
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run clip_benchmark's own command with these arguments in this process; call `register` first.
 
+    Meanwhile webdataset, with which clip_benchmark reads shards, keeps the transparency of images, so that they are
+    composited on white as everywhere in vqclip, and decodes no pickles, so that untrusted shards run no code.
+
     Raises:
         ConfigError: clip_benchmark is not installed.
     """
-    cli, before = _require("clip_benchmark.cli"), sys.argv
-    sys.argv = ["clip_benchmark", *arguments]
+    cli, arguments_before = _require("clip_benchmark.cli"), sys.argv
+    autodecode = import_module("webdataset.autodecode")
+    tables = autodecode.decoders, autodecode.imagespecs
+    before = [dict(table) for table in tables]
     try:
+        _adapt_webdataset()
+        sys.argv = ["clip_benchmark", *arguments]
         cli.main()
     finally:
-        sys.argv = before
+        sys.argv = arguments_before
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table.update(content)
 
 
-class _SafePreprocess(Preprocess):
-    """A `Preprocess` that removes webdataset's unpickling in every worker to which it is sent."""
+class _WorkerPreprocess(Preprocess):
+    """A `Preprocess` that adapts webdataset in every worker to which it is sent."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _remove_unpickling()
+        _adapt_webdataset()
         self.__dict__.update(state)
 
 
@@ -114,8 +122,8 @@ def _to_float(number: Any) -> float:
     return float(numpy.asarray(number).item())
 
 
-def _remove_unpickling() -> None:
-    from webdataset.autodecode import decoders
-
+def _adapt_webdataset() -> None:
+    autodecode = import_module("webdataset.autodecode")
     for extension in _UNPICKLING:
-        decoders.pop(extension, None)
+        autodecode.decoders.pop(extension, None)
+    autodecode.imagespecs["pil"] = autodecode.imagespecs["pilrgba"]
