@@ -91,6 +91,7 @@ def require_equal_classification(found, expected):
     for mode in MODES:
         figures = expected[mode]
         assert (found[mode]["acc1"], found[mode]["acc5"]) == (figures["top1"], figures["top5"])
+        assert found[mode]["mean_per_class_recall"] == pytest.approx(figures["mean_per_class"], abs=1e-15)
 
 
 def test_classification(model, classes, tmp_path):
