@@ -57,8 +57,8 @@ def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
         return step(self, batch, number)
 
     with mock.patch.object(TrainStep, "__call__", recording):
-        summary = train(config)
-    return {"sample_ids": seen, "finished": summary is not None}
+        result = train(config)
+    return {"sample_ids": seen, "finished": result.finished}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

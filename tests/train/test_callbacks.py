@@ -77,8 +77,9 @@ def test_the_order_is_fixed():
     names = [type(each).__name__ for each in in_order([mine])]
     assert names == [
         "RecordEvents", "CountBadSamples", "ReportMetrics", "SaveCheckpoints", "Evaluate", "LimitBadSamples",
-        "Callback", "Heartbeat",
+        "Callback", "StopOnRequest", "Heartbeat",
     ]  # fmt: skip
+    assert "StopOnRequest" not in [type(each).__name__ for each in in_order()]  # a collective that nobody needs
 
 
 def test_a_callback_changes_no_bit(tmp_path, shards):

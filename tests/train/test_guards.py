@@ -330,7 +330,7 @@ def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch, lr, start):
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     changes = {"train__steps": 50, "train__report_every": 10, "train__precision": "fp32", "optim__lr": lr}
     with caplog.at_level("WARNING"):
-        summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes))).summary
     written = json.loads((tmp_path / "tiny" / "summary.json").read_text())["health"]
     assert written == summary.health
     assert written["verdict"].startswith(start)

@@ -183,7 +183,7 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
     folder = caption_shards(tmp_path / "data", counts=(29,))
     write_tar(folder / "00001.tar", members)
     with caplog.at_level("WARNING"):
-        summary = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))  # two epochs
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5))).summary  # two epochs
     found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
     assert len(found) == 2
     assert all(int(substitute) != 29 for _, substitute in found)
@@ -192,7 +192,7 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
     assert summary.replaced == 2
     assert "2 times a bad one was replaced" in render(summary)
     again = train(TrainConfig.model_validate(run_tree(tmp_path, folder, train__steps=5)))
-    assert again.replaced == 2  # it is the whole run's, not that of this process
+    assert again.summary.replaced == 2  # it is the whole run's, not that of this process
     written = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
     assert [(bad["step"] - 1, bad["substitute_id"]) for bad in written] == [(int(t), int(other)) for t, other in found]
     assert all(re.search(r"00001\.tar: sample 000000099: ", bad["reason"]) for bad in written)
@@ -203,7 +203,7 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
 
 def replaced_on_this_rank(tree):
     os.environ["VQCLIP_CACHE"] = tree.pop("cache")
-    return train(TrainConfig.model_validate(tree)).replaced
+    return train(TrainConfig.model_validate(tree)).summary.replaced
 
 
 def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
@@ -217,7 +217,7 @@ def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
 
 def captions_on_this_rank(tree):
     os.environ["VQCLIP_CACHE"] = tree.pop("cache")
-    return train(TrainConfig.model_validate(tree)).captions
+    return train(TrainConfig.model_validate(tree)).summary.captions
 
 
 def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, monkeypatch, caplog, capsys):
@@ -226,7 +226,7 @@ def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks
     changes = {"train__steps": 10, "train__report_every": 4, "model__text__tower__context_length": 4}
     changes |= {"evaluation": retrieval(shards)}
     with caplog.at_level("WARNING"):
-        summary = train(TrainConfig.model_validate(run_tree(tmp_path / "one", shards, **changes)))
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path / "one", shards, **changes))).summary
     found = "66.7 % of captions (80 of 120) are longer than model.text.tower.context_length 4 and were cut; "
     assert summary.captions == {
         "shown": 120, "cut": 80, "context_length": 4, "holds_95": 5, "holds_99": 5,
@@ -242,7 +242,7 @@ def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks
     parts = run_tree(tmp_path / "parts", shards, **(changes | {"train__steps": 7}))
     train(TrainConfig.model_validate(parts))
     parts["train"]["steps"], parts["run"]["resume_allow"] = 10, ["train.steps"]
-    assert train(TrainConfig.model_validate(parts)).captions == summary.captions
+    assert train(TrainConfig.model_validate(parts)).summary.captions == summary.captions
 
     tokenizer = tmp_path / "one" / "tiny" / "tokenizer"
     with pytest.warns(UserWarning, match="captions longer than 4 tokens, the text tower's context_length, are cut"):
@@ -390,7 +390,7 @@ def work_alone_on_rank_0(tree):
 
     TrainStep.__call__ = with_side_work
     try:
-        return train(TrainConfig.model_validate(tree)) is not None
+        return train(TrainConfig.model_validate(tree)).finished
     finally:
         TrainStep.__call__ = step
 
@@ -583,7 +583,7 @@ def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, mon
 
 
 def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
-    def fail(config):
+    def fail(config, **options):
         raise ConfigError("run.device: got 'cuda', but torch sees no GPU")
 
     monkeypatch.setattr("vqclip.cli.train.run", fail)
@@ -666,7 +666,7 @@ def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(Checkpointer, "save", taking(100.0, Checkpointer.save))
     monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", taking(100.0, try_all))
     changes = {"train__steps": 12, "train__report_every": 4, "train__checkpoint_every": 6, "train__evaluate_every": 3}
-    summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes)))
+    summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes))).summary
     assert [line["images_per_second"] for line in metrics(tmp_path)] == [12.0] * 3
     assert summary.speed == {"images_per_second": 12.0, "data_wait": 0.25}
 
@@ -828,11 +828,11 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
     config = TrainConfig.model_validate(trees[1])
     marker = tmp_path / "stopped" / "tiny" / "stopped.json"
     for step in (4, 6):
-        assert train(config) is None
+        assert train(config).stopped == "SIGTERM"
         facts = json.loads(marker.read_text())
         assert (facts["step"], facts["checkpoint"]) == (step, f"checkpoints/step-{step:08d}")
         assert not (marker.parent / "summary.json").exists()
-    assert train(config) is not None
+    assert train(config).finished
     assert not marker.exists()
     speeds = ("images_per_second", "data_wait")
     one, other = (

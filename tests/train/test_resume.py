@@ -280,7 +280,7 @@ def with_drop_path(folder, shards):
 def train_on_ranks(tree, cache):
     os.environ["VQCLIP_CACHE"] = cache
     try:
-        return train(TrainConfig.model_validate(tree)) is not None
+        return train(TrainConfig.model_validate(tree)).finished
     except CheckpointError as error:
         return str(error)
 
@@ -324,7 +324,7 @@ def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypat
         train(TrainConfig.model_validate(tree))
     tree["run"]["resume_allow"][-1] = "train.batch_size"
     with caplog.at_level("WARNING"):
-        assert train(TrainConfig.model_validate(tree)) is not None
+        assert train(TrainConfig.model_validate(tree)).finished
     assert "allowed to differ:  train.batch_size: 12 in the checkpoint, 10 now" in caplog.text
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
@@ -355,7 +355,7 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
     monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
     monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", rated)
     tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
-    summary = train(TrainConfig.model_validate(tree))
+    summary = train(TrainConfig.model_validate(tree)).summary
     assert kept(tmp_path) == [2, 5]
     assert summary.best == {"step": 2, "figure": FIGURE, "value": 0.6}
     folder = tmp_path / "tiny"
@@ -363,9 +363,9 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
     assert json.loads(known.read_text()) == summary.best | {"checkpoint": "checkpoints/step-00000002"}
     (folder / "metrics.jsonl").unlink()
     known.write_text('{"step": 5}')
-    assert train(TrainConfig.model_validate(tree)).best == summary.best  # it is in the checkpoint
+    assert train(TrainConfig.model_validate(tree)).summary.best == summary.best  # it is in the checkpoint
     shutil.move(folder / "checkpoints" / "step-00000002", tmp_path)
-    assert train(TrainConfig.model_validate(tree)).best["step"] == 5  # whose checkpoint exists
+    assert train(TrainConfig.model_validate(tree)).summary.best["step"] == 5  # whose checkpoint exists
     shutil.move(tmp_path / "step-00000002", folder / "checkpoints")
     tree["train"]["steps"], tree["run"]["resume_allow"] = 8, ["train.steps"]
     train(TrainConfig.model_validate(tree))
@@ -397,7 +397,7 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
 
     monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", falling)
     with caplog.at_level("INFO"):
-        summary = train(TrainConfig.model_validate(tree))
+        summary = train(TrainConfig.model_validate(tree)).summary
     lines = [each for each in caplog.messages if each.startswith("step 2: pairs: codes only: image to text R@1 100.0")]
     assert len(lines) == 1
     assert "(chance 3." in lines[0]
@@ -537,7 +537,7 @@ def test_what_leaves_the_trajectory_alone_may_change(finished):
         "optim__implementation": "foreach", "train__activation_checkpointing": True, "run__timeout_s": 50.0,
     }  # fmt: skip
     tree = run_tree(*finished, **({"train__steps": 4} | changes))
-    assert train(TrainConfig.model_validate(tree)) is not None
+    assert train(TrainConfig.model_validate(tree)).finished
 
 
 def test_another_seed_batch_size_or_data_is_refused_with_the_difference(tmp_path, shards):

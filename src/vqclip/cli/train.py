@@ -17,7 +17,6 @@ from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import log_to_stderr, print_output
 from vqclip.train import TrainConfig, run
-from vqclip.train.summary import render
 
 _EXAMPLES = """\
 examples:
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print_config:
         print_output(to_yaml(config).removesuffix("\n"))
         return 0
-    summary = run(config)  # the first Ctrl-C is handled inside: it saves a checkpoint and stops
-    if summary is not None and int(os.environ.get("RANK", "0")) == 0:
-        print(render(summary))
+    result = run(config, owns_process=True)  # the first Ctrl-C is handled inside: it saves a checkpoint and stops
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(result)
     return 0

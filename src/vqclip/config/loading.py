@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vqclip.config.base import Config
 from vqclip.config.messages import MAX_PROBLEMS, describe_problems
@@ -27,12 +28,17 @@ from vqclip.io.files import read_bounded
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read a configuration from a YAML file and overrides.
+def load_config(
+    schema: type[ConfigT],
+    source: str | Path | Mapping[str, Any] | ConfigT | None = None,
+    overrides: Sequence[str] = (),
+) -> ConfigT:
+    """Read a configuration from a YAML file, plain data or another configuration, and overrides.
 
     Args:
         schema: the model of the whole tree.
-        path: YAML file; None starts from the defaults.
+        source: a YAML file; or nested dicts and lists, which may contain sections as objects; or a configuration, which
+            is returned as it is without overrides. None starts from the defaults.
         overrides: ``section.key=value`` or ``section.list[0].key=value``, applied in order before anything is
             validated. The value is read as YAML. An override of a section that the file does not contain changes
             a part of the section's default.
@@ -40,30 +46,35 @@ def load_config(schema: type[ConfigT], path: str | Path | None = None, overrides
     Raises:
         ConfigError: one line for every problem found in the file and the overrides.
     """
+    if isinstance(source, schema) and not overrides:
+        return source
+    if not isinstance(source, (str, Path)):
+        return parse_config(schema, {} if source is None else source, overrides)
     problems: list[Problem] = []
-    file = _read_file(Path(path), problems) if path is not None else Node({}, Origin(""))
-    return _load(schema, file, overrides, problems)
+    return _load(schema, _read_file(Path(source), problems), overrides, problems)
 
 
 def parse_config(
-    schema: type[ConfigT], values: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = ""
+    schema: type[ConfigT], values: Mapping[str, Any] | Config, overrides: Sequence[str] = (), origin: str = ""
 ) -> ConfigT:
     """Return a configuration made of plain values and of overrides, as `load_config` makes one of a file.
 
     Args:
         schema: the model of the whole tree.
-        values: dicts, lists and scalars.
+        values: dicts, lists and scalars, which may contain sections as objects.
         overrides: as for `load_config`.
         origin: place that the values come from, for messages.
 
     Raises:
         ConfigError: one line for every problem found.
     """
-    return _load(schema, node_from_plain(dict(values), Origin(origin)), overrides, [])
+    return _load(schema, _read_data(values, origin), overrides, [])
 
 
 def _load(schema: type[ConfigT], file: Node, overrides: Sequence[str], problems: list[Problem]) -> ConfigT:
     """Return the configuration; raise ConfigError for these problems and all that are found."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: got the string {overrides!r}; expected a list of strings")
     config, found = _validate(schema, file, overrides)
     problems += _blame_overrides(schema, file, overrides, found)
     if problems or config is None:
@@ -100,6 +111,19 @@ def _blame_overrides(schema: type[Config], file: Node, overrides: Sequence[str],
         if causes and not problem.origin.is_override and not problem.message.startswith("unknown key"):
             problem.origin = Origin(", ".join(map(override_label, causes)), is_override=True)
     return found
+
+
+def _read_data(values: Any, origin: str) -> Node:
+    """Wrap nested dicts and lists; raise ConfigError for objects that are neither plain nor sections."""
+    try:  # in two steps, as in `to_yaml`
+        plain = to_jsonable_python(values.model_dump() if isinstance(values, Config) else values)
+    except (PydanticSerializationError, RecursionError, ValueError) as error:
+        raise ConfigError(
+            f"configuration: not plain data ({error}); expected dicts, lists, texts, numbers and sections"
+        ) from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"configuration: got {type(values).__name__}; expected a file, a dict or a configuration")
+    return node_from_plain(plain, Origin(origin))
 
 
 def _read_file(path: Path, problems: list[Problem]) -> Node:

@@ -25,8 +25,9 @@ class StopSignals:
                     break
 
     An ignored SIGHUP stays ignored, as under `nohup`. A second SIGINT (Ctrl-C pressed again) raises `KeyboardInterrupt`
-    as usual; the other signals may be repeated. The end of the context restores the previous handlers. Only the main
-    thread may open it. A process forked inside inherits the handlers: see `ignore_stop_signals`.
+    as usual; the other signals may be repeated. The end of the context restores the previous handlers. Python delivers
+    signals to the main thread only: in another thread the context catches none, and `request` alone sets the flag. A
+    process forked inside inherits the handlers: see `ignore_stop_signals`.
 
     Args:
         signals: signals to catch.
@@ -37,20 +38,28 @@ class StopSignals:
         self._signals = signals
         self._notice = notice
         self._before: dict[signal.Signals, Any] = {}
-        self._received: signal.Signals | None = None
+        self._reason: str | None = None
 
     @property
     def requested(self) -> bool:
-        """True after the first signal."""
-        return self._received is not None
+        """True after the first signal or request."""
+        return self._reason is not None
 
     @property
-    def name(self) -> str | None:
-        """Name of the first signal, such as ``"SIGTERM"``; None before it."""
-        return None if self._received is None else self._received.name
+    def reason(self) -> str | None:
+        """Name of the first signal, such as ``"SIGTERM"``, or the reason of the first request; None before both."""
+        return self._reason
+
+    def request(self, reason: str) -> None:
+        """Ask for a stop as a signal does, from any thread.
+
+        Args:
+            reason: reason in a few words.
+        """
+        self._reason = self._reason or reason or "requested"
 
     def raise_if_requested(self) -> None:
-        """Stop the current work if this process has received a signal.
+        """Stop the current work if this process has received a signal or a request.
 
         Raises:
             StopRequested: it has received one.
@@ -59,9 +68,9 @@ class StopSignals:
             raise StopRequested
 
     def __enter__(self) -> StopSignals:
+        self._reason = None
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("StopSignals was opened in another thread; Python delivers signals to the main one only")
-        self._received = None
+            return self
         for number in self._signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
@@ -79,12 +88,12 @@ class StopSignals:
         again = " (Ctrl-C again: stop at once)" if number == signal.SIGINT else ""
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-        if self._received is None:
-            self._received = signal.Signals(number)
+        if self._reason is None:
+            self._reason = signal.Signals(number).name
             if self._notice:
                 # Not through logging or print: the signal may have interrupted one of their writes.
                 with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, f"\n{self._received.name}: stopping; the run can be resumed{again}\n".encode())
+                    os.write(2, f"\n{self._reason}: stopping; the run can be resumed{again}\n".encode())
 
 
 def ignore_stop_signals() -> None:

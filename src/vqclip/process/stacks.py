@@ -32,6 +32,7 @@ class StackFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._has_timer = False
         _descriptor = self._file
 
     def write(self, text: str) -> None:
@@ -52,12 +53,14 @@ class StackFile:
 
         A thread in C does this; it needs no lock that the hanging code may hold.
         """
+        self._has_timer = True
         faulthandler.dump_traceback_later(max(seconds, 1e-3), exit=True, file=self._file)
 
     def close(self) -> None:
         """Cancel `dump_and_exit_after`; remove the file and the folder if they are empty."""
         global _descriptor
-        faulthandler.cancel_dump_traceback_later()
+        if self._has_timer:  # there is one timer in a process; another one is not ours
+            faulthandler.cancel_dump_traceback_later()
         _descriptor = 2
         os.close(self._file)
         with contextlib.suppress(OSError):

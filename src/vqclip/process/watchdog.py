@@ -1,8 +1,9 @@
-"""Watchdog: end a job that makes no progress, after every rank has written its position and its stacks."""
+"""Watchdog: detect a job that makes no progress; every rank writes its position and its stacks."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from vqclip import dist
 from vqclip.errors import DistributedError
 from vqclip.process.stacks import StackFile
+
+logger = logging.getLogger(__name__)
 
 STATUS = 3
 """Exit status of a rank that its watchdog has ended."""
@@ -57,14 +60,18 @@ class Watchdog:
     the interpreter itself is stuck, in code that keeps its lock, a thread in C appends the stacks five seconds later,
     and the status is 1. The stacks are also written when a collective fails because another rank is lost.
 
+    In a process that does other work as well, such as a notebook, ``ends_process=False`` writes the stacks and a
+    warning, once for each position, and ends nothing.
+
     Args:
         folder: of the files, shared by all ranks.
         step_timeout_s: longest time between two steps, once five are done; None: no watchdog, no thread.
         timeout_s: longest time before that, and for patient positions; an upper bound of the other limit.
+        ends_process: end the process when it hangs.
     """
 
-    def __init__(self, folder: Path, step_timeout_s: float | None, timeout_s: float):
-        self._folder = folder
+    def __init__(self, folder: Path, step_timeout_s: float | None, timeout_s: float, ends_process: bool = True):
+        self._folder, self._ends_process = folder, ends_process
         self._on = step_timeout_s is not None
         self._short, self._long = min(step_timeout_s or timeout_s, timeout_s), timeout_s
         self._first_steps = _FIRST_STEPS
@@ -105,7 +112,8 @@ class Watchdog:
             self._file = StackFile(self._folder / f"rank-{dist.rank()}.txt")
             self._rank, self._world_size = dist.rank(), dist.world_size()
             self.beat()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            work = self._watch if self._ends_process else self._warn
+            self._thread = threading.Thread(target=work, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
@@ -130,6 +138,23 @@ class Watchdog:
                 return
         self._end()
 
+    def _warn(self) -> None:
+        warned: _Position | None = None
+        while not self._closing.wait(_CHECK_S):
+            position = self._position
+            if self._seconds_left() <= 0 and position is not warned:
+                warned, where = position, self._describe_hang()
+                with contextlib.suppress(OSError):
+                    self._write(where)
+                logger.warning(
+                    "%s; stacks: %s; the process continues: interrupt the run to end it", where, self._file.path
+                )
+
+    def _describe_hang(self) -> str:
+        limit = self._position.limit
+        name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
+        return f"no progress for {limit:g} s ({name}): {self._describe_position()}"
+
     def _seconds_left(self) -> float:
         position = self._position
         return position.since + position.limit - time.monotonic()
@@ -137,9 +162,7 @@ class Watchdog:
     def _end(self) -> None:
         """Report and end the process, even if the disk hangs."""
         self._file.dump_and_exit_after(4 * _GRACE_S)
-        limit = self._position.limit
-        name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
-        where = f"no progress for {limit:g} s ({name}): {self._describe_position()}"
+        where = self._describe_hang()
         _print_to_stderr(f"rank {self._rank}: {where}")
         for work, patience in ((lambda: self._write(where), _GRACE_S), (self._report_all_ranks, 2 * _GRACE_S)):
             thread = threading.Thread(target=work, daemon=True)

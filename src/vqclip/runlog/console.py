@@ -19,6 +19,7 @@ _output = logging.getLogger("vqclip.output")
 _output.propagate = False
 _output.setLevel(logging.INFO)
 _output.addHandler(logging.NullHandler())
+_package = logging.getLogger("vqclip")
 
 
 class PrintableFormatter(logging.Formatter):
@@ -119,15 +120,11 @@ def log_to_stderr(mask: Callable[[str], str]) -> None:
     handler = logging.StreamHandler()
     form = "%(levelname).1s %(name)s: %(message)s" if sys.stderr.isatty() else _TIMED
     handler.setFormatter(PrintableFormatter(form, mask))
-    logging.basicConfig(level=_level(), handlers=[handler])
+    logging.basicConfig(level=_level(int(os.environ.get("RANK", "0"))), handlers=[handler])
 
 
-def _level() -> int:
-    return logging.INFO if _rank() == 0 else logging.WARNING
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _level(rank: int) -> int:
+    return logging.INFO if rank == 0 else logging.WARNING
 
 
 class _File(logging.handlers.WatchedFileHandler):  # makes the file again if it is deleted
@@ -141,32 +138,49 @@ class _File(logging.handlers.WatchedFileHandler):  # makes the file again if it 
         """Stop writing to a file that fails, as on a full disk; this must not end a run."""
         if not isinstance(sys.exc_info()[1], OSError):
             return super().handleError(record)
-        logging.getLogger().removeHandler(self)
-        _output.removeHandler(self)
+        for logger in (logging.getLogger(), _output, _package):
+            logger.removeHandler(self)
         logging.getLogger(__name__).warning("%s: cannot be written; logging to it ends", self.baseFilename)
+
+
+class _ToRoot(logging.Handler):
+    """Pass on what a logger would have propagated before its level was lowered."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger().handle(record)
 
 
 class LogFile:
     """``train.log`` in a run's folder: the log of rank 0 with times; a restart appends to it.
 
     Other ranks' warnings and errors go to ``train.rank1.log`` and so on. A file that cannot be written does not end the
-    run. The error that ends the context is written too.
+    run. The error that ends the context is written too. The file does not depend on the level that the program has set:
+    what this level hides elsewhere stays hidden there.
 
     Args:
         folder: of the run.
         mask: as in `PrintableFormatter`.
+        rank: of this process.
     """
 
-    def __init__(self, folder: Path, mask: Callable[[str], str]):
-        name = "train.log" if _rank() == 0 else f"train.rank{_rank()}.log"
+    def __init__(self, folder: Path, mask: Callable[[str], str], rank: int = 0):
+        name = "train.log" if rank == 0 else f"train.rank{rank}.log"
         self._handler = _File(folder.absolute() / name, encoding="utf-8", delay=True)
-        self._handler.setLevel(_level())
+        self._handler.setLevel(_level(rank))
         self._handler.setFormatter(PrintableFormatter(_TIMED, mask))
+        self._before: tuple[int, bool, _ToRoot] | None = None
 
     def open(self) -> None:
         """Start to write."""
         for logger in (logging.getLogger(), _output):
             logger.addHandler(self._handler)
+        if not _package.isEnabledFor(self._handler.level):
+            to_root = _ToRoot(_package.getEffectiveLevel())
+            self._before = _package.level, _package.propagate, to_root
+            _package.addHandler(self._handler)
+            _package.addHandler(to_root)
+            _package.setLevel(self._handler.level)
+            _package.propagate = False
 
     def __enter__(self) -> LogFile:
         return self
@@ -178,8 +192,12 @@ class LogFile:
             log_to_file(_message(error), logging.ERROR)
         elif error is not None:
             _output.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
-        for logger in (logging.getLogger(), _output):
+        for logger in (logging.getLogger(), _output, _package):
             logger.removeHandler(self._handler)
+        if self._before is not None:
+            level, _package.propagate, to_root = self._before
+            _package.setLevel(level)
+            _package.removeHandler(to_root)
         with contextlib.suppress(OSError):
             self._handler.close()
 

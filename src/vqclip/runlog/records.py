@@ -50,6 +50,9 @@ class Records:
         bad, events = self._files or (None, None)
         self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
 
+        self.latest: dict[str, float] = {}
+        """Newest value of every metric that this process has recorded; the same on every rank."""
+
         known = self.metrics.recorded if self.metrics else {}
         self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
@@ -64,11 +67,16 @@ class Records:
         """``step``, ``figure`` and ``value`` of the best step, for rank 0; None without one."""
         return None if self._best is None else self._best.to_json()
 
+    def record(self, done: int, figures: Mapping[str, float]) -> None:
+        """Record metrics after ``done`` steps; on every rank."""
+        self.latest.update(figures)
+        if self.metrics and figures:
+            self.metrics.write(done, figures)
+
     def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation after ``done`` steps, if there are any; on every rank."""
         figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
-        if self.metrics and figures:
-            self.metrics.write(done, figures)
+        self.record(done, figures)
         if self._best and figures:
             self._best.update(done, figures)
 

@@ -1,8 +1,9 @@
-"""``stopped.json``: tells a scheduler that a signal stopped the run, which can be resumed."""
+"""``stopped.json``: tells a scheduler that a run was stopped before its end and can be resumed."""
 
 from __future__ import annotations
 
 import json
+import signal
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,13 +15,13 @@ _FILE = "stopped.json"
 _HOW_TO_RESUME = "run the same command again: it resumes from the newest checkpoint"
 
 
-def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
+def write_stopped(folder: Path, steps: int, reason: str) -> int:
     """Write the file into a run's folder after the last checkpoint; on one rank only.
 
     Args:
         folder: of the run.
         steps: of the whole run.
-        signal: name of the signal.
+        reason: name of the signal, or the reason in words.
 
     Returns:
         Steps done: those of the newest checkpoint, from which the run resumes.
@@ -30,7 +31,8 @@ def write_stopped(folder: Path, steps: int, signal: str | None) -> int:
     facts = {
         "step": done,
         "steps": steps,
-        "signal": signal,
+        "signal": reason if reason in signal.Signals.__members__ else None,
+        "reason": reason,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "checkpoint": str(saved[-1].relative_to(folder)) if saved else None,
         "how_to_resume": _HOW_TO_RESUME,

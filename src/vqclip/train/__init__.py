@@ -2,14 +2,15 @@
 
 After the model, its data, its losses and `vqclip.runlog`; before `vqclip.cli`.
 
-    from vqclip.train import TrainConfig, run
+    from vqclip.train import run
 
-    summary = run(load_config(TrainConfig, "configs/base.yaml"))
+    result = run("configs/base.yaml", overrides=["run.name=mine"])
 """
 
 from vqclip.train.callbacks import Callback, Training
 from vqclip.train.config import TrainConfig
 from vqclip.train.main import run
+from vqclip.train.result import RunResult
 from vqclip.train.summary import RunSummary
 
-__all__ = ["Callback", "RunSummary", "TrainConfig", "Training", "run"]
+__all__ = ["Callback", "RunResult", "RunSummary", "TrainConfig", "Training", "run"]

@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def train(training: Training, callbacks: Sequence[Callback]) -> None:
-    """Train from ``training.done`` to the last step of the run, or until a signal asks for a stop.
+    """Train from ``training.done`` to the last step of the run, or until a signal or a callback asks for a stop.
 
-    Afterwards ``training.done`` is the number of steps done, and a checkpoint of them is on the disk.
+    Afterwards ``training.done`` is the number of steps done, and a checkpoint of them is on the disk, unless a callback
+    wants none.
 
     Args:
         training: the run, restored from its checkpoint.
@@ -46,9 +47,9 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
-                # One rank's signal or bad samples stop all ranks after the same step.
-                flags = [training.stop.requested, training.data.has_too_many_bad]
-                training.stopping, training.met_too_many_bad = dist.any_rank_each(flags)
+                # One rank's signal, request or bad samples stop all ranks after the same step.
+                flags = dist.any_rank_each([*training.requests, training.data.has_too_many_bad])
+                training.stopping, training.discarding, training.met_too_many_bad = flags
                 _call(callbacks, "on_step_end", training)
                 if training.stopping:
                     break

@@ -1,21 +1,20 @@
-"""Train a model: ``python -m vqclip.train --config configs/base.yaml`` or ``torchrun ... -m vqclip.train``.
+"""Train a model: `run`, also ``vqclip train --config configs/base.yaml``, also under torchrun.
 
 Reads top to bottom in the order of the data flow: model, samples, step, checkpoints, loop, evaluation, export.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vqclip import checkpoint, dist
-from vqclip.config import to_yaml
+from vqclip.config import load_config, to_yaml
 from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, prepare, try_all
@@ -26,7 +25,7 @@ from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
-from vqclip.runlog.console import LogFile, log_to_file, print_and_log
+from vqclip.runlog.console import LogFile, log_to_file
 from vqclip.runlog.records import Records
 from vqclip.runlog.stopped import remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
@@ -37,6 +36,8 @@ from vqclip.train.distillation import Distillation
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.loop import train
+from vqclip.train.process_state import exclusive_run, preserve_torch_state
+from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
@@ -44,41 +45,60 @@ from vqclip.train.summary import RunSummary, caption_summary, render, summarise
 logger = logging.getLogger(__name__)
 
 
-def run(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> RunSummary | None:
+def run(
+    config: TrainConfig | Mapping[str, Any] | str | Path,
+    callbacks: Sequence[Callback] = (),
+    *,
+    overrides: Sequence[str] = (),
+    owns_process: bool = False,
+) -> RunResult:
     """Train a configuration to its end, from its newest checkpoint if there is one.
 
-    Every rank of a job calls it. It may be called several times in one process, one run after the other, and in any
-    thread. Signals stop a run only if it is in the main thread, where alone Python delivers them.
+    Computes what ``vqclip train`` computes, to the last bit. It may be called several times in one process, one run
+    after the other, and in any thread; it leaves torch's random state, handlers of signals and of logging, and a
+    process group of the caller as they were.
+
+    Ctrl-C and the other signals of `vqclip.process.signals.STOP_SIGNALS` save a checkpoint and return; a second Ctrl-C
+    raises `KeyboardInterrupt`. In a thread other than the main one, which Python sends no signals, use
+    `Training.request_stop` in a callback. Every rank of a job calls this function, under torchrun or in a process group
+    that the caller has initialised.
 
     Args:
-        config: the configuration of the run.
+        config: the configuration, as an object, as plain data, or as a YAML file.
         callbacks: called after the built-in ones, the same on every rank; see `vqclip.train.Callback`.
+        overrides: changes of the configuration, such as ``optim.lr=1e-3``.
+        owns_process: whether the process does nothing else, as that of the command: the allocator of the C library is
+            set to keep freed memory, which makes steps on a CPU about a tenth faster and cannot be reset, and a run
+            that hangs ends its process. Otherwise a run that hangs writes its stacks and a warning, except in a job of
+            several processes, which always ends.
 
     Returns:
-        The summary of the finished run; None when a signal stopped it before the end: its state is saved, and its
-        folder has a `stopped.json`.
+        The outcome of the run; `RunResult.stopped` says whether a signal or a callback stopped it before its end.
 
     Raises:
-        VqclipError: for anything a user can correct; the message says how.
+        ConfigError: an invalid configuration, or another run of this process is in progress.
+        VqclipError: for anything else that a user can correct; the message says how.
     """
+    config = load_config(TrainConfig, config, overrides)
     device = _device(config.run.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    joined = dist.init(device, config.run.timeout_s)
-    with (
-        LogFile(config.run.path, mask_credentials) as log,
-        _stop_signals() as stop,
-        progress.report_to(stop.raise_if_requested),
-    ):
-        try:
-            with RunLock(config.run.path) as lock:
-                return _run(config, device, lock, log, stop, callbacks)
-        except StopRequested:
-            _report_stop(config, stop)
-            return None
-        finally:
-            if joined:
-                dist.shutdown()  # before the handlers are removed, as a scheduler may send its signal more than once
+    with exclusive_run(config.run.path), preserve_torch_state(device):
+        if owns_process and device.type == "cpu":
+            keep_freed_memory()
+        joined, watch = dist.init(device, config.run.timeout_s), WatchTraining()
+        with (
+            LogFile(config.run.path, mask_credentials, dist.rank()) as log,
+            StopSignals(notice=dist.is_main()) as stop,
+            progress.report_to(stop.raise_if_requested),
+        ):
+            try:
+                with RunLock(config.run.path) as lock:
+                    summary = _run(config, device, lock, log, stop, [*in_order(callbacks), watch], owns_process)
+                return RunResult(config, summary.step, watch.metrics, None, summary)
+            except StopRequested:
+                return _report_stop(config, stop, watch)
+            finally:
+                if joined:
+                    dist.shutdown()  # before the handlers are removed: a scheduler may send its signal more than once
 
 
 def _run(
@@ -88,6 +108,7 @@ def _run(
     log: LogFile,
     stop: StopSignals,
     callbacks: Sequence[Callback],
+    owns_process: bool,
 ) -> RunSummary:
     _claim_folder(config, lock, log)
 
@@ -104,15 +125,16 @@ def _run(
     if resumed.step < config.train.steps:
         store_features(config, model, data)
 
+    limits, ends_process = (config.run.step_timeout_s, config.run.timeout_s), owns_process or dist.is_distributed()
     with (
         checkpointer,
-        Watchdog(config.run.path / "stacks", config.run.step_timeout_s, config.run.timeout_s) as watchdog,
+        Watchdog(config.run.path / "stacks", *limits, ends_process) as watchdog,
         progress.report_to(watchdog.beat),
         Records(config.run.path, resumed.step, data, resumed.counts, config.train.keep_best, resumed.best) as records,
     ):
         training = Training(config, data, step, lock, checkpointer, records, stop, watchdog, resumed.step)
-        train(training, in_order(callbacks))
-        if training.done < config.train.steps:
+        train(training, callbacks)
+        if training.stopping:
             raise StopRequested
         outcome, exported, best = _export_and_evaluate(training)
     return _summarise(training, outcome, exported, best)
@@ -256,30 +278,22 @@ def _summarise(
     return summary
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[StopSignals]:
-    """Catch signals that ask for a stop, in the main thread; in another one no handler can be installed."""
-    stop = StopSignals(notice=dist.is_main())
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    with stop:
-        yield stop
-
-
 def _leave_if_requested(stop: StopSignals) -> None:
     """Raise StopRequested on every rank if one of them has received a signal."""
     if dist.any_rank(stop.requested):
         raise StopRequested
 
 
-def _report_stop(config: TrainConfig, stop: StopSignals) -> None:
+def _report_stop(config: TrainConfig, stop: StopSignals, watch: WatchTraining) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
-    signals = [name for name in dist.gather_json(stop.name) if name is not None]
+    reason = next((each for each in dist.gather_json(stop.reason) if each is not None), "requested")
+    saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
+    result = RunResult(config, saved if watch.done is None else watch.done, watch.metrics, reason, None)
     if dist.is_main():
-        done = write_stopped(config.run.path, config.train.steps, signals[0] if signals else None)
-        gone = "torchrun is gone; " if dist.launcher_has_died() else ""
-        print_and_log(f"{gone}stopped after step {done} of {config.train.steps}; the same command resumes the run")
+        if dist.launcher_has_died():
+            logger.warning("torchrun is gone")
+        log_to_file(str(result))
+    return result
 
 
 def _require_same_data(fingerprint: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from vqclip.train.callbacks.builtin import (
     LimitBadSamples,
     RecordEvents,
     SaveCheckpoints,
+    StopOnRequest,
     evaluate,
     require_success,
 )
@@ -30,5 +31,6 @@ def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
         Evaluate(),
         LimitBadSamples(),  # after the checkpoint: a run can resume with a higher limit
         *callbacks,
+        *([StopOnRequest()] if callbacks else []),  # nobody else can ask after a step
         Heartbeat(),  # last: all of the above is part of the step
     ]

@@ -41,7 +41,13 @@ class Training:
     result: StepResult = field(init=False)
     """Result of the last step: losses, gradient norm, statistics; the same on every rank."""
     stopping: bool = False
-    """Whether this step is the last because of a signal; the same on every rank."""
+    """Whether this step is the last because of a signal or `request_stop`; the same on every rank."""
+    discarding: bool = False
+    """Whether the run then stops without a checkpoint; the same on every rank."""
+    discard_requested: bool = False
+    """Whether this rank has asked for that."""
+    saved: int = field(init=False)
+    """Steps of the newest checkpoint; the same on every rank."""
     met_too_many_bad: bool = False
     """Whether a rank has replaced more bad samples than allowed; the same on every rank."""
     replaced: int = 0
@@ -49,6 +55,32 @@ class Training:
     bar: ProgressBar = field(init=False)
     clock: Clock = field(default_factory=Clock)
     """Time of the steps alone."""
+
+    def __post_init__(self) -> None:
+        self.saved = self.done
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Newest value of every metric that is recorded, by its name in ``metrics.jsonl``; the same on every rank.
+
+        Metrics of a step are recorded every ``train.report_every`` steps, those of evaluations as ``eval/...``.
+        """
+        return self.records.latest
+
+    def request_stop(self, reason: str, *, checkpoint: bool = True) -> None:
+        """Stop the run after the current step: on all ranks if one asks for it, and from any thread.
+
+        Args:
+            reason: reason in a few words, for the log and `RunResult.stopped`.
+            checkpoint: save a checkpoint, from which the run can resume.
+        """
+        self.discard_requested |= not checkpoint
+        self.stop.request(reason)
+
+    @property
+    def requests(self) -> list[bool]:
+        """Return two flags: this rank asks for a stop, and for one without a checkpoint."""
+        return [self.stop.requested, self.discard_requested]
 
     @property
     def is_last(self) -> bool:
@@ -84,6 +116,8 @@ class Callback:
     A hook that may take longer than ``run.step_timeout_s`` first calls ``training.watchdog.at(training.done, "what it
     does", patient=True)``; it then has ``run.timeout_s``.
 
+    `Training.request_stop` ends the run after the current step, such as a trial of a sweep that is not worth its time.
+
     Random numbers need a generator of their own, and a state that must survive a resume is the callback's to save:
     checkpoints contain none of it.
     """
@@ -98,7 +132,7 @@ class Callback:
         """Run after a step; ``training.result`` is its result."""
 
     def on_train_end(self, training: Training) -> None:
-        """Run after the last step and before the final evaluation; also after a signal, but not after an error."""
+        """Run after the last step and before the final evaluation; also when stopped early, but not after an error."""
 
     def on_error(self, training: Training, error: Exception) -> None:
         """Run when an error ends the training, perhaps on this rank alone: call no collective."""

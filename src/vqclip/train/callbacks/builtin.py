@@ -51,12 +51,14 @@ class SaveCheckpoints(Callback):
 
     def on_step_end(self, training: Training) -> None:
         """Save, if a checkpoint is due; raise what has gone wrong in the background."""
-        if training.is_due(training.config.train.checkpoint_every):
+        if training.is_due(training.config.train.checkpoint_every) and not training.discarding:
             save(training)
         training.checkpointer.raise_if_failed()
 
     def on_train_end(self, training: Training) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Save the last step if it is not saved, and wait until the checkpoint is on the disk."""
+        if training.saved != training.done and not training.discarding:
+            save(training)
         training.watchdog.at(training.done, "saving", patient=True)
         training.checkpointer.wait()
 
@@ -83,8 +85,6 @@ class Evaluate(Callback):
         try:
             require_success(evaluate(training))
         except StopRequested:  # the resumed run evaluates, see `on_train_start`
-            if not training.is_due(settings.checkpoint_every):
-                save(training)
             training.stopping = True
 
 
@@ -101,6 +101,15 @@ class LimitBadSamples(Callback):
         coverage = training.data.coverage(training.done)
         logger.info("data: %s", coverage)
         training.bar.last_line(str(coverage))
+
+
+class StopOnRequest(Callback):
+    """Stop after this step if a callback has asked for it on any rank."""
+
+    def on_step_end(self, training: Training) -> None:
+        """Combine the requests of all ranks."""
+        if not training.stopping:
+            training.stopping, training.discarding = dist.any_rank_each(training.requests)
 
 
 class Heartbeat(Callback):
@@ -130,6 +139,7 @@ def save(training: Training) -> None:
     training.records.flush()
     training.step.broadcast_local_codebooks()
     training.checkpointer.save(training.done, training.records.bad.counts_to_save(), training.records.best)
+    training.saved = training.done
 
 
 def evaluate(training: Training) -> EvaluationOutcome:

@@ -25,8 +25,7 @@ class ReportMetrics(Callback):
         if not training.is_due(training.config.train.report_every):
             return
         figures = _metrics(training) | training.records.bad.figures() | training.clock.lap()
-        if training.records.metrics:
-            training.records.metrics.write(training.done, figures)
+        training.records.record(training.done, figures)
         training.bar.show(figures)
         self._warn_of_cut_captions(training)
 
