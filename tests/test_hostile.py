@@ -64,8 +64,7 @@ from pathlib import Path
 import vqclip
 from vqclip import checkpoint
 from vqclip.config import load_config
-from vqclip.data.sources.folder import ImageFolder
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, decode_image
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.errors import VqclipError
@@ -94,7 +93,7 @@ READ = {
     "json": lambda path: shard(path, "json"),
     "classes": lambda path: ClassShardsConfig(path=path).build(),
     "image": lambda path: decode_image(path.read_bytes()),
-    "folder": lambda path: ImageFolder(path).read(0),
+    "folder": lambda path: FolderConfig(path=path).build().read(0),
     "config": lambda path: load_config(TrainConfig, path),
     "checkpoint": checkpoint.load,
     "tokenizer": lambda path: vqclip.load_tokenizer(path, modality="image"),

@@ -15,6 +15,7 @@ from typing import Protocol
 from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.files import skip_next_check
 from vqclip.errors import DataError
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
@@ -53,12 +54,14 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
             remove_leftovers(cache_folder() / "index")
             _list_shards(sources)
     with dist.raise_on_all_ranks():
-        left = _list_shards(sources)[place :: len(group)][::-1]
+        shards = _list_shards(sources)
+    left = shards[place :: len(group)][::-1]
     more = True
     while more:
         with dist.raise_on_all_ranks():
             _index_for_a_while(left)
         more = dist.any_rank(bool(left))
+    skip_next_check(shards)
 
 
 def _list_shards(sources: Sequence[HasShards]) -> list[Shard | Part]:

@@ -3,22 +3,26 @@ from __future__ import annotations
 import pytest
 
 from tests.evaluation.made import image_folder, png
-from vqclip.data.sources.folder import ImageFolder
+from vqclip.data import FileSource, FolderConfig
 from vqclip.errors import DataError
 
 
+def images_of(path) -> FileSource:
+    return FolderConfig(path=path).build()
+
+
 def test_classes_prompts_and_images(tmp_path):
-    source = ImageFolder(image_folder(tmp_path, per_class=3))
+    source = images_of(image_folder(tmp_path, per_class=3))
     (tmp_path / "green" / "notes.txt").write_text("no image")
     (tmp_path / ".hidden").mkdir()
-    source = ImageFolder(tmp_path)
+    source = images_of(tmp_path)
     assert source.classnames == ("dark red", "green")
     assert [source.read(i).label for i in range(len(source))] == [0, 0, 0, 1, 1, 1]
     assert source.read(5) == (png((30, 220, 30), seed=2), ("a photo of a green",), 1)
     assert source.name(5) == str(tmp_path / "green" / "2.png")
     before = source.fingerprint
     (tmp_path / "green" / "2.png").unlink()
-    assert ImageFolder(tmp_path).fingerprint != before
+    assert images_of(tmp_path).fingerprint != before
     with pytest.raises(DataError, match=r"2\.png: cannot be read: No such file"):
         source.read(5)
 
@@ -26,25 +30,25 @@ def test_classes_prompts_and_images(tmp_path):
 def test_templates_are_read(tmp_path):
     image_folder(tmp_path)
     (tmp_path / "zeroshot_classification_templates.txt").write_text("one {c}\nsome {c}\n")
-    assert ImageFolder(tmp_path).read(0).captions == ("one dark red", "some dark red")
+    assert images_of(tmp_path).read(0).captions == ("one dark red", "some dark red")
     (tmp_path / "zeroshot_classification_templates.txt").write_text("one {c}\na picture\n")
     with pytest.raises(DataError, match=r"templates\.txt:2: no {c} for the class name in 'a picture'"):
-        ImageFolder(tmp_path)
+        images_of(tmp_path)
 
 
 def test_errors_name_the_folder(tmp_path):
     with pytest.raises(DataError, match=r"none: no such folder"):
-        ImageFolder(tmp_path / "none")
+        images_of(tmp_path / "none")
     with pytest.raises(DataError, match="no subfolder; .*got: nothing"):
-        ImageFolder(tmp_path)
+        images_of(tmp_path)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "a.bmp").touch()
     with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp"):
-        ImageFolder(tmp_path)
+        images_of(tmp_path)
 
 
 def test_what_is_left_out_is_counted(tmp_path):
-    assert ImageFolder(image_folder(tmp_path)).notes == []
+    assert images_of(image_folder(tmp_path)).notes == []
     (tmp_path / "green" / "a.gif").touch()
     (tmp_path / "dark_red" / "b.BMP").touch()
     (tmp_path / "green" / ".DS_Store").touch()
@@ -52,7 +56,7 @@ def test_what_is_left_out_is_counted(tmp_path):
     (tmp_path / "green" / "more" / "still" / "c.jpg").touch()
     (tmp_path / "d.png").touch()
     (tmp_path / "README.md").touch()
-    source = ImageFolder(tmp_path)
+    source = images_of(tmp_path)
     assert len(source) == 4
     assert source.notes == [
         "left out: 2 files without an image's ending (.jpg, .jpeg, .png, .webp) in the folders of classes: .bmp, .gif",
@@ -66,4 +70,4 @@ def test_two_folders_of_one_name_are_refused(tmp_path):
     (tmp_path / "dark_red").rename(tmp_path / "dark green")
     (tmp_path / "green").rename(tmp_path / "dark_green")
     with pytest.raises(DataError, match="the folders dark green, dark_green are all the class 'dark green'"):
-        ImageFolder(tmp_path)
+        images_of(tmp_path)

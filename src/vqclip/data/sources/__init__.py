@@ -2,7 +2,10 @@
 
 from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
-from vqclip.data.sources.folder import FolderConfig, ImageFolder
+from vqclip.data.sources.coco import CocoConfig
+from vqclip.data.sources.csv_table import CsvConfig
+from vqclip.data.sources.files import FileSource, FileSourceConfig
+from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.kinds import KINDS, SourceConfig, parse_source
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.scenes import ScenesSourceConfig
@@ -14,9 +17,12 @@ __all__ = [
     "CaptionShardsConfig",
     "ClassShards",
     "ClassShardsConfig",
+    "CocoConfig",
+    "CsvConfig",
+    "FileSource",
+    "FileSourceConfig",
     "FolderConfig",
     "FolderContent",
-    "ImageFolder",
     "ParquetConfig",
     "RawSample",
     "ScenesSourceConfig",

@@ -9,7 +9,15 @@ from typing import Any
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = ["MAX_CAPTION", "collect_captions", "json_captions", "txt_captions"]
+__all__ = [
+    "MAX_CAPTION",
+    "captions_in_json",
+    "captions_in_text",
+    "collect_captions",
+    "json_captions",
+    "require_usable",
+    "txt_captions",
+]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
@@ -22,12 +30,16 @@ def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[s
     Raises:
         DataError: there is no .txt, or it is empty.
     """
-    text = reader.text(index, "txt")
+    return captions_in_text(reader.text(index, "txt"), one_per_line, reader.name(index))
+
+
+def captions_in_text(text: str, one_per_line: bool, name: str) -> tuple[str, ...]:
+    """Return a text as one caption, or every line as one; raises DataError if it is empty."""
     lines = text.splitlines() if one_per_line else [text]
     captions = tuple(line.strip() for line in lines if line.strip())
     if not captions:
-        raise DataError(f"{reader.name(index)}: the caption (.txt) is empty", "no caption")
-    return _require_usable(captions, reader.name(index))
+        raise DataError(f"{name}: the caption (.txt) is empty", "no caption")
+    return require_usable(captions, name)
 
 
 def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -38,16 +50,18 @@ def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tup
     Raises:
         DataError: there is no .json, it cannot be read, or it has no caption under these keys.
     """
-    text = reader.text(index, "json")
+    return captions_in_json(reader.text(index, "json"), keys, reader.name(index))
+
+
+def captions_in_json(text: str, keys: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Return the captions under some keys of a JSON object; raises DataError as `json_captions`."""
     try:
         facts = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{reader.name(index)}: .json cannot be read: {error}", "damaged JSON") from None
+        raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
     if not isinstance(facts, dict):
-        raise DataError(
-            f"{reader.name(index)}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON"
-        )
-    return collect_captions(facts, keys, reader.name(index), "key", "damaged JSON", " in the .json")
+        raise DataError(f"{name}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON")
+    return collect_captions(facts, keys, name, "key", "damaged JSON", " in the .json")
 
 
 def collect_captions(
@@ -85,10 +99,11 @@ def collect_captions(
             f"its {what}s: {', '.join(map(repr, list(values)[:20]))}",
             "no caption",
         )
-    return _require_usable(tuple(captions), name)
+    return require_usable(tuple(captions), name)
 
 
-def _require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
+def require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Return the captions of a sample; raise DataError for one that is too long or not UTF-8."""
     for caption in captions:
         if len(caption) > MAX_CAPTION:
             raise DataError(

@@ -1,116 +1,190 @@
-"""Source of labelled images: a folder with one subfolder of images for each class."""
+"""Source of the images of a folder: class folders, or images with captions beside them."""
 
 from __future__ import annotations
 
-import hashlib
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from vqclip.data.remote import is_tar
-from vqclip.data.sources.base import DEFAULT_TEMPLATE, FolderContent, RawSample, SourceConfigBase
+from vqclip.data.sources.base import DEFAULT_TEMPLATE, FolderContent
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.errors import DataError, printable
-from vqclip.io.files import read_bounded
+from vqclip.data.sources.csv_table import Place
+from vqclip.data.sources.file_table import FileTable, TableBuilder
+from vqclip.data.sources.files import IMAGE_ENDINGS, CaptionFiles, FileSourceConfig, local_file
+from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
+from vqclip.errors import DataError
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+__all__ = ["FolderConfig"]
+
+Captions = Literal["classes", "txt", "txt_lines", "json", "metadata"]
+METADATA = ("metadata.csv", "metadata.jsonl", "captions.json")
+"""Files with the captions of a folder."""
 
 
-class FolderConfig(SourceConfigBase):
-    """A folder with one subfolder of images (jpg, jpeg, png, webp) for each class."""
+class FolderConfig(FileSourceConfig):
+    """A folder of images (jpg, jpeg, png, webp): one subfolder for each class, or captions beside the images.
+
+    Hidden files and folders are skipped.
+    """
 
     kind: Literal["folder"] = "folder"
     """Folder of images."""
-    path: Path
-    """The folder. A `zeroshot_classification_templates.txt` in it is read."""
+    path: Place
+    """The folder, on this machine. A `zeroshot_classification_templates.txt` in a folder of classes is read."""
+    captions: Captions | None = None
+    """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image, in
+    subfolders too (img2dataset's `files`), as for `shards`. metadata: a metadata.csv, metadata.jsonl or captions.json
+    in the folder, as Hugging Face's imagefolder has it. null: found out where it is plain."""
+    json_keys: tuple[str, ...] = ("caption",)
+    """Keys of the .json with a caption or a list of captions."""
+    file_key: str = "file_name"
+    """Column or key of the metadata with the path of an image."""
+    text_key: str = "text"
+    """Column or key of the metadata with a caption; in JSON also a list of captions."""
+
+    @model_validator(mode="after")
+    def _has_keys(self) -> FolderConfig:
+        if not self.json_keys:
+            raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
+        return self
+
+    @property
+    def has_classes(self) -> bool | None:
+        """Return whether images have classes, if the configuration decides it."""
+        return None if self.captions is None else self.captions == "classes"
 
     @classmethod
     def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether there are folders, and no tars in them."""
-        if not content.folders or any(map(is_tar, content.files)):
+        """Return whether there are images, metadata, or folders without tars."""
+        if any(map(is_tar, content.files)):
             return False
-        return not any(content.path.glob("*/*.tar")) and not any(content.path.glob("*/*.t*gz"))
-
-    def build(self, cache: Path | None = None) -> ImageFolder:
-        """List the images; raise DataError for a missing folder or another layout."""
-        return ImageFolder(self.path.expanduser())
-
-
-class ImageFolder:
-    """A `vqclip.data.Source` of labelled images: classes in the order of their names, with "_" read as a blank.
-
-    The prompts come from ``zeroshot_classification_templates.txt`` in the folder. Without this file the only prompt is
-    "a photo of a {c}".
-
-    Args:
-        folder: contains one subfolder for each class; hidden ones are skipped.
-
-    Attributes:
-        notes: remarks on files that are left out.
-
-    Raises:
-        DataError: the folder is missing or has no subfolder, a subfolder has no image, a prompt no {c}, or two classes
-            have the same name.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        classes = _class_folders(folder)
-        self.classnames = tuple(path.name.replace("_", " ") for path in classes)
-        _require_distinct(folder, classes, self.classnames)
-        has_templates = (folder / TEMPLATES).exists()
-        self.templates = read_templates(LocalFolder(folder)) if has_templates else (DEFAULT_TEMPLATE,)
-        self._files = [(path, label) for label, path in enumerate(classes) for path in _images(path)]
-        self.notes = _describe_left_out(folder, classes)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def read(self, index: int) -> RawSample:
-        """Read one image with its label; its captions are the prompts of its class.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        path, label = self._files[index]
-        try:
-            image = read_bounded(path, MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
-        if len(image) > MAX_IMAGE_BYTES:
-            raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
-        name = self.classnames[label]
-        return RawSample(image, tuple(template.replace("{c}", name) for template in self.templates), label)
-
-    def name(self, index: int) -> str:
-        """Return the path of the file, for messages."""
-        return printable(str(self._files[index][0]), one_line=True)
+        if any(map(_is_image, content.files)) or content.files & set(METADATA):
+            return True
+        return bool(content.folders) and not any(
+            is_tar(name) for folder in content.folders for name in os.listdir(content.path / folder)
+        )
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Checksum of the names and sizes of all files; their contents are not read."""
-        lines = (f"{path.relative_to(self.folder)} {path.stat().st_size}\n" for path, _ in self._files)
-        digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-        return {"kind": "folder", "samples": len(self), "names_sha256": digest}
+    def listing(self) -> Path:
+        """The folder."""
+        return local_file(self.path, self.kind)
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self.listing
+
+    @property
+    def row_word(self) -> str:
+        """Word for a row of the metadata."""
+        return "row"
+
+    def caption_files(self, table: FileTable) -> CaptionFiles | None:
+        """Return the captions in files beside the images."""
+        mode = table.facts["captions"]
+        return CaptionFiles(mode, self.json_keys) if mode in ("txt", "txt_lines", "json") else None
+
+    def table(self) -> FileTable:
+        """List the images; raises DataError for a missing folder or another layout."""
+        folder, builder = self.listing, TableBuilder()
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder; expected one with images")
+        mode: Captions | None = self.captions
+        for name in METADATA:
+            if builder.read_from(folder / name).is_file():
+                mode = mode or "metadata"
+        if mode == "metadata":
+            return _metadata_table(folder, builder, self.file_key, self.text_key)
+        if mode == "classes":
+            return _class_table(folder, builder)
+        paths = list(_walk(folder, builder))
+        images = [path for path in paths if _is_image(path)]
+        mode = mode or _find_captions(folder, images, set(paths))
+        if mode == "classes":
+            return _class_table(folder, builder)
+        if not images:
+            raise DataError(f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in it or below it")
+        for path in images:
+            builder.add(path)
+        return builder.finish(facts={"captions": mode})
+
+
+def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions:
+    """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
+    stems = [os.path.splitext(path)[0] for path in images]
+    texts, objects = (sum(f"{stem}{ending}" in paths for stem in stems) for ending in (".txt", ".json"))
+    if images and 2 * max(texts, objects) >= len(images):
+        return "txt" if 2 * texts >= len(images) else "json"
+    if texts or objects:
+        raise DataError(
+            f"{folder}: {len(images)} images, of which {texts} have a .txt and {objects} a .json of the same name; is "
+            "it a folder of classes, or are captions missing? Set captions: classes, txt or json"
+        )
+    if images and all("/" not in path for path in images):
+        raise DataError(
+            f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one of "
+            f"{', '.join(METADATA)}, or a subfolder for each class"
+        )
+    return "classes"
+
+
+def _walk(
+    folder: Path, builder: TableBuilder, relative: str = "", above: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the relative paths of all files below a folder, sorted by path; hidden ones are skipped."""
+    here = folder / relative
+    real = os.path.realpath(here)
+    if real in above:  # a symbolic link to a folder that contains it
+        return
+    try:
+        names = sorted(name for name in os.listdir(builder.read_from(here)) if name[0] != ".")
+    except OSError as error:
+        raise DataError(f"{here}: cannot be read: {error.strerror}") from None
+    folders = [name for name in names if os.path.isdir(here / name)]
+    inside = set(folders)
+    yield from (f"{relative}{name}" for name in names if name not in inside)
+    for name in folders:
+        yield from _walk(folder, builder, f"{relative}{name}/", above | {real})
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_ENDINGS)
+
+
+def _class_table(folder: Path, builder: TableBuilder) -> FileTable:
+    """List labelled images: classes in the order of their names, with "_" read as a blank."""
+    classes = _class_folders(builder.read_from(folder))
+    names = tuple(path.name.replace("_", " ") for path in classes)
+    _require_distinct(folder, classes, names)
+    templates: Sequence[str] = (DEFAULT_TEMPLATE,)
+    if builder.read_from(folder / TEMPLATES).exists():
+        templates = read_templates(LocalFolder(folder))
+    for label, path in enumerate(classes):
+        for image in _images(builder.read_from(path)):
+            builder.add(f"{path.name}/{image.name}", label=label)
+    notes = _describe_left_out(folder, classes)
+    return builder.finish(names, templates, {"captions": "classes", "notes": notes})
 
 
 def _class_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise DataError(f"{folder.absolute()}: no such folder; expected one with a subfolder of images for each class")
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"{folder.absolute()}: no subfolder; expected one for each class with its images, got: {found}")
+        raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
     return classes
 
 
 def _images(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    images = [path for path in files if _is_image(path)]
+    images = [path for path in files if _is_image(path.name)]
     if not images:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(
-            f"{folder.absolute()}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
+            f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
             "add images, or remove the folder if it is not a class"
         )
     return images
@@ -121,7 +195,7 @@ def _require_distinct(folder: Path, classes: list[Path], names: tuple[str, ...])
         same = [path.name for path, each in zip(classes, names, strict=True) if each == name]
         if len(same) > 1:
             raise DataError(
-                f'{folder.absolute()}: the folders {", ".join(same)} are all the class {name!r}, because "_" is '
+                f'{folder}: the folders {", ".join(same)} are all the class {name!r}, because "_" is '
                 "read as a blank; move their images into one folder, or rename the others"
             )
 
@@ -131,10 +205,10 @@ def _describe_left_out(folder: Path, classes: list[Path]) -> list[str]:
     others, nested = [], 0
     for path in (path for each in classes for path in each.iterdir() if not path.name.startswith(".")):
         if path.is_dir():
-            nested += sum(_is_image(below) for below in path.rglob("*"))
-        elif not _is_image(path):
+            nested += sum(_is_image(below.name) for below in path.rglob("*"))
+        elif not _is_image(path.name):
             others.append(path.suffix.lower() or path.name)
-    loose = sum(_is_image(path) for path in folder.iterdir())
+    loose = sum(_is_image(path.name) for path in folder.iterdir())
     endings = ", ".join(sorted(set(others))[:5])
     notes = (
         (len(others), f"without an image's ending ({', '.join(IMAGE_ENDINGS)}) in the folders of classes: {endings}"),
@@ -144,5 +218,46 @@ def _describe_left_out(folder: Path, classes: list[Path]) -> list[str]:
     return [f"left out: {count} file{'s' if count > 1 else ''} {what}" for count, what in notes if count]
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".") and path.is_file()
+def _metadata_table(folder: Path, builder: TableBuilder, file_key: str, text_key: str) -> FileTable:
+    found = [folder / name for name in METADATA if (folder / name).is_file()]
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {names}")
+    path = found[0]
+    for row, image, captions in _rows(path, file_key, text_key):
+        builder.add(image, captions, row=row)
+    if not len(builder):
+        raise DataError(f"{path}: no rows; expected one for each image")
+    return builder.finish(facts={"captions": "metadata"})
+
+
+def _rows(path: Path, file_key: str, text_key: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield number, image and captions of each row of the metadata."""
+    if path.suffix == ".csv":
+        rows = read_rows(path, ",")
+        _, columns = next(rows)
+        image, text = (find_column(path, columns, *key) for key in ((file_key, "file_key"), (text_key, "text_key")))
+        yield from ((number, row[image].strip(), [row[text]]) for number, row in rows)
+        return
+    objects = read_json_lines(path) if path.suffix == ".jsonl" else _objects(path, file_key, text_key)
+    for place, each in objects:
+        file, captions = each.get(file_key, ""), each.get(text_key) or []
+        captions = captions if isinstance(captions, list) else [captions]
+        for key, values in ((file_key, [file]), (text_key, captions)):
+            for value in values:
+                if not isinstance(value, str):
+                    raise DataError(
+                        f"{path}: row {place}: {key}: got {str(value)[:80]!r}; expected text; its keys: "
+                        f"{', '.join(map(repr, list(each)[:20]))}"
+                    )
+        yield place, file, captions
+
+
+def _objects(path: Path, file_key: str, text_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of captions.json: a list of objects, or one object of file names with captions."""
+    content = read_json(path)
+    if isinstance(content, dict):
+        content = [{file_key: name, text_key: value} for name, value in content.items()]
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise DataError(f"{path}: expected a list of objects with {file_key} and {text_key}")
+    yield from enumerate(content, 1)

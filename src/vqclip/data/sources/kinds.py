@@ -14,6 +14,8 @@ from vqclip.config.types import kinds_of
 from vqclip.data.remote import display_url
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.classes import ClassShardsConfig
+from vqclip.data.sources.coco import CocoConfig
+from vqclip.data.sources.csv_table import CsvConfig
 from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.parquet import ParquetConfig
@@ -26,7 +28,9 @@ from vqclip.io.json_files import problem_message
 __all__ = ["KINDS", "SourceConfig", "parse_source"]
 
 
-_Known = CaptionShardsConfig | ClassShardsConfig | FolderConfig | ParquetConfig | ScenesSourceConfig
+_Known = (
+    CaptionShardsConfig | ClassShardsConfig | CocoConfig | CsvConfig | FolderConfig | ParquetConfig | ScenesSourceConfig
+)
 
 KINDS: dict[str, type[SourceConfigBase]] = {
     kind: config for kind, config in kinds_of(_Known).items() if issubclass(config, SourceConfigBase)

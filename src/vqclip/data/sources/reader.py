@@ -17,13 +17,13 @@ from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
 
-__all__ = ["MAX_IMAGE_BYTES", "ShardReader"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader"]
 
 logger = logging.getLogger("vqclip.data")
 
 _OPEN_FILES = 64
 MAX_IMAGE_BYTES = 64 << 20
-_MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
+MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Larger members are refused before they are read."""
 _SHOWN_KEY = 200
 """Characters of a sample's name in messages; every bad sample is logged, and a tar allows 65,536 characters."""
@@ -91,9 +91,9 @@ class ShardReader:
         if offset < 0:
             what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
             raise DataError(f"{self.name(index)}: has no {what}", "missing member")
-        if size > _MAX_BYTES[kind]:
+        if size > MAX_BYTES[kind]:
             raise DataError(
-                f"{self.name(index)}: {kind} of {size} bytes; at most {_MAX_BYTES[kind]} are read", "too many bytes"
+                f"{self.name(index)}: {kind} of {size} bytes; at most {MAX_BYTES[kind]} are read", "too many bytes"
             )
         try:
             data = self._pread(index, size, offset)

@@ -1,0 +1,250 @@
+"""Tables of image files: one row for each sample, in arrays that take little memory for millions of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vqclip.errors import DataError
+from vqclip.io.atomic import write_file
+
+__all__ = ["FileTable", "TableBuilder", "Texts", "checksum", "input_state", "load_arrays", "load_table", "save_arrays"]
+
+logger = logging.getLogger("vqclip.data")
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Strings one after the other."""
+
+    content: np.ndarray
+    """uint8: all strings in UTF-8; lone surrogates, as in file names that are not UTF-8, are kept."""
+    ends: np.ndarray
+    """int64: end of each string in `content`."""
+
+    def __getitem__(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return self.content[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogatepass")
+
+    def span(self, start: int, stop: int) -> bytes:
+        """Return the strings `start` to `stop` and their ends in bytes, for checksums."""
+        ends = self.ends[start:stop]
+        first = int(self.ends[start - 1]) if start else 0
+        last = int(ends[-1]) if len(ends) else first
+        return self.content[first:last].tobytes() + (ends - first).tobytes()
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """Image files with their captions and labels."""
+
+    paths: Texts
+    """Path of each of n image files, relative to the folder of the source, or absolute; "" in a row without one."""
+    captions: Texts
+    """Captions of all rows; empty if they are in files or are prompts."""
+    caption_ends: np.ndarray
+    """``(n,)`` int64: number of captions up to and including each row."""
+    labels: np.ndarray
+    """``(n,)`` int64: class number; -1 without one."""
+    rows: np.ndarray
+    """``(n,)`` int64: number of each row in the user's file, for messages; -1 without one."""
+    classnames: tuple[str, ...]
+    """Names of the classes."""
+    templates: tuple[str, ...]
+    """Prompts that are the captions; empty if there are other captions."""
+    facts: dict[str, Any]
+    """JSON-able: what else a kind has found out, such as ``notes``."""
+    inputs: dict[str, list[int]]
+    """Size and modification time of each file and folder that the table was made from."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def row_captions(self, index: int) -> list[str]:
+        """Return the captions of a row as they are in the table."""
+        start = int(self.caption_ends[index - 1]) if index else 0
+        return [self.captions[number] for number in range(start, int(self.caption_ends[index]))]
+
+
+class TableBuilder:
+    """Collects the rows of a `FileTable`."""
+
+    def __init__(self) -> None:
+        self._paths, self._captions = _Collector(), _Collector()
+        self._caption_ends, self._labels, self._rows = array("q"), array("q"), array("q")
+        self._inputs: dict[str, list[int]] = {}
+
+    def read_from(self, path: Path) -> Path:
+        """Record that the table depends on a file or folder, which is about to be read, and return it."""
+        self._inputs[str(path)] = input_state(path)
+        return path
+
+    def add(self, path: str, captions: Iterable[str] = (), label: int = -1, row: int = -1) -> None:
+        """Add a row."""
+        self._paths.add(path)
+        for caption in captions:
+            self._captions.add(caption)
+        self._caption_ends.append(len(self._captions.ends))
+        self._labels.append(label)
+        self._rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def finish(
+        self, classnames: Sequence[str] = (), templates: Sequence[str] = (), facts: dict[str, Any] | None = None
+    ) -> FileTable:
+        """Return the table."""
+        ends, labels, rows = (np.array(each, np.int64) for each in (self._caption_ends, self._labels, self._rows))
+        return FileTable(
+            paths=self._paths.finish(),
+            captions=self._captions.finish(),
+            caption_ends=ends,
+            labels=labels,
+            rows=rows,
+            classnames=tuple(classnames),
+            templates=tuple(templates),
+            facts=facts or {},
+            inputs=self._inputs,
+        )
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.content, self.ends = bytearray(), array("q")
+
+    def add(self, text: str) -> None:
+        self.content += text.encode("utf-8", "surrogatepass")
+        self.ends.append(len(self.content))
+
+    def finish(self) -> Texts:
+        return Texts(np.frombuffer(bytes(self.content), np.uint8), np.array(self.ends, np.int64))
+
+
+def input_state(path: str | Path) -> list[int]:
+    """Return size and modification time of a file or folder; -1 if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return [-1, -1]
+    return [status.st_size, status.st_mtime_ns]
+
+
+def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTable:
+    """Return the stored table if all files and folders that it was made from are unchanged, otherwise a new one.
+
+    Args:
+        file: `.npz` in the cache.
+        name: the data, for messages.
+        make: makes the table.
+
+    Raises:
+        DataError: from `make`, or the cache cannot be written.
+    """
+    stored = load_arrays(file, name)
+    if stored is not None:
+        facts, arrays = stored
+        try:
+            table = _table(facts, arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s: damaged table of %s is made again (%s)", file, name, error)
+        else:
+            if all(input_state(path) == state for path, state in table.inputs.items()):
+                return table
+    table = make()
+    facts = {
+        "classnames": table.classnames,
+        "templates": table.templates,
+        "facts": table.facts,
+        "inputs": table.inputs,
+    }
+    save_arrays(file, name, facts, dict(_arrays(table)))
+    return table
+
+
+def _arrays(table: FileTable) -> Iterator[tuple[str, np.ndarray]]:
+    yield from (("paths", table.paths.content), ("path_ends", table.paths.ends))
+    yield from (("captions", table.captions.content), ("text_ends", table.captions.ends))
+    yield from (("caption_ends", table.caption_ends), ("labels", table.labels), ("rows", table.rows))
+
+
+def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> FileTable:
+    table = FileTable(
+        paths=Texts(arrays["paths"], arrays["path_ends"]),
+        captions=Texts(arrays["captions"], arrays["text_ends"]),
+        caption_ends=arrays["caption_ends"],
+        labels=arrays["labels"],
+        rows=arrays["rows"],
+        classnames=tuple(map(str, facts["classnames"])),
+        templates=tuple(map(str, facts["templates"])),
+        facts=dict(facts["facts"]),
+        inputs=dict(facts["inputs"]),
+    )
+    rows = len(table)
+    for name, values in _arrays(table):
+        kind = np.uint8 if name in ("paths", "captions") else np.int64
+        size = len(values) if name in ("paths", "captions", "text_ends") else rows
+        if values.dtype != kind or values.shape != (size,):
+            raise ValueError(f"{name}: another type or shape than expected")
+    for texts, ends in ((table.paths.content, table.paths.ends), (table.captions.content, table.captions.ends)):
+        _require_ends(ends, len(texts))
+    _require_ends(table.caption_ends, len(table.captions.ends))
+    if rows and not (table.labels.min() >= -1 and table.labels.max() < max(len(table.classnames), 1)):
+        raise ValueError("labels: outside of the classes")
+    return table
+
+
+def _require_ends(ends: np.ndarray, last: int) -> None:
+    if (len(ends) and (ends[0] < 0 or ends[-1] != last or (np.diff(ends) < 0).any())) or (not len(ends) and last):
+        raise ValueError("it points outside of its texts")
+
+
+def save_arrays(file: Path, name: str, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays and JSON-able facts to a file of the cache; raises DataError if it cannot be written."""
+    body = np.frombuffer(json.dumps({"version": _VERSION, "name": name, **facts}).encode(), np.uint8)
+    content: dict[str, Any] = {"facts": body, **arrays}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, lambda stream: np.savez(stream, **content))
+    except OSError as error:
+        raise DataError(
+            f"{file.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
+            "with room"
+        ) from None
+
+
+def load_arrays(file: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """Return what `save_arrays` has written under this name; None if it is missing, damaged or of another version."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            facts = json.loads(stored["facts"].tobytes())
+            if facts["version"] != _VERSION or facts["name"] != name:
+                return None
+            arrays = {key: stored[key] for key in stored.files if key != "facts"}
+        if not all(isinstance(each, np.ndarray) for each in arrays.values()):
+            raise ValueError("it contains something else than arrays")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
+        logger.warning("%s: damaged index of %s is made again (%s)", file, name, error)
+        return None
+    return facts, arrays
+
+
+def checksum(*parts: bytes) -> str:
+    """Return the SHA-256 of some bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,443 @@
+"""Base of sources whose samples are image files, listed by a table.
+
+make the table (one rank of each cache) -> index its files, in parts (all ranks) -> read any sample
+
+An index holds size, modification time and SHA-256 of every file. A file that differs from its index is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vqclip.data.remote import display_url, local_path, protocol_of
+from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.base import RawSample, SourceConfigBase
+from vqclip.data.sources.captions import captions_in_json, captions_in_text, require_usable
+from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, load_table, save_arrays
+from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
+from vqclip.errors import ConfigError, DataError, printable
+from vqclip.io.cache import cache_folder
+from vqclip.io.files import open_regular
+from vqclip.process import progress
+
+__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "local_file", "skip_next_check"]
+
+logger = logging.getLogger("vqclip.data")
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+PART_SIZE = 5000
+"""Files of a part: one part is indexed by one rank, and becomes one token shard."""
+_HEARTBEAT = 200
+"""Files between two signs of life."""
+_MISSING = -1
+_SHOWN = 200
+"""Characters of a path in messages."""
+
+_checked: set[Path] = set()
+"""Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
+
+
+def skip_next_check(parts: Iterable[object]) -> None:
+    """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
+    _checked.update(part.file for part in parts if isinstance(part, FilePart))
+
+
+class FileSourceConfig(SourceConfigBase):
+    """Configuration of a source of image files; a kind implements `table`, `listing` and `root`."""
+
+    def table(self) -> FileTable:
+        """List the images.
+
+        Raises:
+            DataError: there are none, or the list cannot be read.
+        """
+        raise NotImplementedError
+
+    @property
+    def listing(self) -> Path:
+        """The file or folder that lists the images; absolute."""
+        raise NotImplementedError
+
+    @property
+    def root(self) -> Path:
+        """The folder that relative paths of images refer to; absolute."""
+        raise NotImplementedError
+
+    @property
+    def row_word(self) -> str:
+        """Word for a row in messages, such as "row"; "" if the path of an image says enough."""
+        return ""
+
+    def caption_files(self, table: FileTable) -> CaptionFiles | None:
+        """Return the captions in files beside the images; None if they are in the table or are prompts."""
+        return None
+
+    def load_table(self, cache: Path | None = None) -> FileTable:
+        """Return the table, from the cache where it is up to date."""
+        return load_table(self._stem(cache).with_suffix(".table.npz"), str(self.listing), self.table)
+
+    def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
+        """Divide the table into parts for indexing."""
+        stem, second = self._stem(cache), self.caption_files(table)
+        return [
+            FilePart(
+                table=table,
+                root=self.root,
+                second="" if second is None else second.ending,
+                start=start,
+                stop=min(start + PART_SIZE, len(table)),
+                name=str(self.listing),
+                file=stem.with_suffix(f".{start // PART_SIZE:05d}.npz"),
+            )
+            for start in range(0, len(table), PART_SIZE)
+        ]
+
+    def shards(self) -> Sequence[Shard | Part]:
+        """Return the parts, after making the table; for `vqclip.data.prepare_sources`.
+
+        Raises:
+            DataError: see `table`.
+        """
+        return self.parts(self.load_table())
+
+    def build(self, cache: Path | None = None) -> FileSource:
+        """Open the images, after indexing those without an index."""
+        return FileSource(self, cache)
+
+    def _stem(self, cache: Path | None) -> Path:
+        keys = self.model_dump(mode="json", exclude={"weight", "path"})
+        text = json.dumps([os.fspath(self.listing), keys], sort_keys=True)  # ASCII
+        return (cache or cache_folder()) / "index" / checksum(text.encode())[:24]
+
+
+@dataclass(frozen=True)
+class CaptionFiles:
+    """Captions in files beside the images, as in shards."""
+
+    mode: Literal["txt", "txt_lines", "json"]
+    json_keys: tuple[str, ...] = ()
+
+    @property
+    def ending(self) -> str:
+        """Ending of their names."""
+        return ".json" if self.mode == "json" else ".txt"
+
+    def parse(self, text: str, name: str) -> tuple[str, ...]:
+        """Return the captions in the content of a file; raises DataError if there are none."""
+        if self.mode == "json":
+            return captions_in_json(text, self.json_keys, name)
+        return captions_in_text(text, self.mode == "txt_lines", name)
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Some rows of a table, whose files are indexed together."""
+
+    table: FileTable
+    root: Path
+    second: str
+    """Ending of the caption file beside each image; "" without one."""
+    start: int
+    stop: int
+    name: str
+    file: Path
+    """Its index in the cache."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: images {self.start} to {self.stop}"
+
+    def prepare(self, cache: Path | None = None) -> None:
+        """Index the files unless they are indexed and unchanged."""
+        self.load()
+
+    def load(self) -> PartIndex:
+        """Return the index of the files, after indexing those that have changed since.
+
+        Raises:
+            DataError: a file is written to while it is read, or the cache cannot be written.
+        """
+        paths = checksum(self.table.paths.span(self.start, self.stop), self.second.encode())
+        found = self._read(paths)
+        fresh = found is not None and self.file in _checked
+        _checked.discard(self.file)
+        if fresh and found is not None:
+            return found
+        index = found or PartIndex.empty(self.stop - self.start, 2 if self.second else 1)
+        changed = index.update(self)
+        if changed or found is None:
+            arrays = {"sizes": index.sizes, "modified_ns": index.modified_ns, "digests": index.digests}
+            save_arrays(self.file, self.name, {"paths": paths}, arrays)
+            logger.info("indexed %s: files of %d images, %d to %d", self.name, changed, self.start, self.stop)
+        return index
+
+    def _read(self, paths: str) -> PartIndex | None:
+        stored = load_arrays(self.file, self.name)
+        if stored is None or stored[0].get("paths") != paths:
+            return None
+        shape = (self.stop - self.start, 2 if self.second else 1)
+        expected = {"sizes": (np.int64, shape), "modified_ns": (np.int64, shape), "digests": (np.uint8, (*shape, 32))}
+        arrays = stored[1]
+        if arrays.keys() != expected.keys() or any(
+            arrays[key].dtype != kind or arrays[key].shape != size for key, (kind, size) in expected.items()
+        ):
+            logger.warning("%s: damaged index of %s is made again", self.file, self.name)
+            return None
+        return PartIndex(**arrays)
+
+    def files(self, index: int) -> list[Path]:
+        """Return the files of a row: the image, and that of the captions if there is one.
+
+        Raises:
+            DataError: the row's path is not allowed.
+        """
+        return _files(self.table.paths[index], self.root, self.second)
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """Size, modification time and checksum of the files of some rows."""
+
+    sizes: np.ndarray
+    """``(rows, files)`` int64: bytes; -1 for a file that could not be read."""
+    modified_ns: np.ndarray
+    """``(rows, files)`` int64."""
+    digests: np.ndarray
+    """``(rows, files, 32)`` uint8: SHA-256."""
+
+    @classmethod
+    def empty(cls, rows: int, files: int) -> PartIndex:
+        """Return an index of files that have not been read yet."""
+        shape = (rows, files)
+        unknown = np.full(shape, _MISSING - 1, np.int64)
+        return cls(unknown, unknown.copy(), np.zeros((*shape, 32), np.uint8))
+
+    def update(self, part: FilePart) -> int:
+        """Read the files whose size or time differs from the index; return the number of their rows."""
+        changed = 0
+        for row in range(len(self.sizes)):
+            if row % _HEARTBEAT == 0:
+                progress.heartbeat()
+            try:
+                files: Sequence[Path | None] = part.files(part.start + row)
+            except DataError:  # it is reported when the sample is read
+                files = [None] * self.sizes.shape[1]
+            before = changed
+            for column, file in enumerate(files):
+                size, modified = _MISSING, 0
+                if file is not None:
+                    size, modified = _stat(file)
+                if (size, modified) != (self.sizes[row, column], self.modified_ns[row, column]):
+                    changed = before + 1
+                    size, modified, digest = _hash(file) if file is not None and size >= 0 else (size, modified, b"")
+                    self.sizes[row, column], self.modified_ns[row, column] = size, modified
+                    self.digests[row, column] = np.frombuffer(digest or bytes(32), np.uint8)
+        return changed
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return _MISSING, 0
+    return status.st_size, status.st_mtime_ns
+
+
+def _hash(path: Path) -> tuple[int, int, bytes]:
+    """Return size, time and SHA-256 of a file; a file that is too large to be used is not read."""
+    try:
+        with open_regular(path) as file:
+            before = os.fstat(file.fileno())
+            digest = hashlib.sha256(file.read() if before.st_size <= MAX_IMAGE_BYTES else b"")
+            after = os.fstat(file.fileno())
+    except (OSError, ValueError):
+        return _MISSING, 0, b""
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
+    return before.st_size, before.st_mtime_ns, digest.digest()
+
+
+def _files(text: str, root: Path, second: str) -> list[Path]:
+    if not text:
+        raise DataError("the path of the image is empty", "missing member")
+    protocol = protocol_of(text)
+    if protocol not in (None, "file"):
+        raise DataError(
+            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs)", "URL"
+        )
+    path = os.path.normpath(text if protocol is None else local_path(text))
+    if path.split(os.sep)[0] == os.pardir:
+        raise DataError(
+            f"{_cut_path(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or "
+            "set images to another folder",
+            "path outside",
+        )
+    image = root / path
+    return [image, image.with_suffix(second)] if second else [image]
+
+
+def _cut_path(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+class FileSource:
+    """A `Source` of image files that a table lists.
+
+    Args:
+        config: makes the table.
+        cache: folder of the table and the indexes; default `vqclip.io.cache.cache_folder()`.
+
+    Raises:
+        DataError: see `FileSourceConfig.table`; or none of the files can be read.
+    """
+
+    def __init__(self, config: FileSourceConfig, cache: Path | None = None):
+        self.config = config
+        self._table = table = config.load_table(cache)
+        self._root, self._captions = config.root, config.caption_files(table)
+        self.classnames, self.templates = table.classnames, table.templates
+        self.notes: list[str] = list(table.facts.get("notes", ()))
+        """Remarks on files that are left out."""
+        self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
+        sizes, times = [], []
+        self._shards: list[dict[str, str | int]] = []
+        for part in config.parts(table, cache):
+            index = part.load()
+            sizes.append(index.sizes)
+            times.append(index.modified_ns)
+            total = int(np.maximum(index.sizes, 0).sum())
+            name = f"{config.listing.stem}-{part.start // PART_SIZE:05d}"
+            sha256 = checksum(index.digests.tobytes())
+            self._shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
+        self._sizes = np.concatenate(sizes) if sizes else np.zeros((0, 1), np.int64)
+        self._modified_ns = np.concatenate(times) if times else np.zeros((0, 1), np.int64)
+        self._require_some()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, index: int) -> RawSample:
+        """Return image, captions and label of one sample; see `Source.read`."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        label = int(self._table.labels[index])
+        if self.templates:
+            captions = self._prompts[label]
+        elif self._captions is not None:
+            captions = self._captions.parse(self._read_text(index), self.name(index))
+        else:
+            captions = tuple(text for each in self._table.row_captions(index) if (text := each.strip()))
+            if not captions:
+                raise DataError(f"{self.name(index)}: the caption is empty", "no caption")
+            captions = require_usable(captions, self.name(index))
+        return RawSample(self._read_file(index, 0), captions, label)
+
+    def name(self, index: int) -> str:
+        """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
+        path, row = _cut_path(self._table.paths[index]), int(self._table.rows[index])
+        text = f"{self.config.listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
+        return printable(text, one_line=True)
+
+    def key(self, index: int) -> str:
+        """Return the number of the sample; see `ShardedSource.key`."""
+        return f"{index:09d}"
+
+    def place(self, index: int) -> str:
+        """Return the path of the file, and its row; see `vqclip.data.images.ImageSource.place`."""
+        path, row = self._table.paths[index], int(self._table.rows[index])
+        return f"{path} ({self.config.row_word} {row})" if row >= 0 else path
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """Parts of the table; see `ShardedSource.shards`."""
+        return self._shards
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`; contents, captions and labels count, names and folders do not."""
+        table, files = self._table, self._captions
+        texts = [table.captions.span(0, len(table.captions.ends)), table.caption_ends.tobytes(), table.labels.tobytes()]
+        prompts = "\n".join(prompt for prompts in self._prompts for prompt in prompts)
+        return {
+            "kind": "files",
+            "samples": len(self),
+            "sha256": checksum("".join(str(shard["sha256"]) for shard in self._shards).encode()),
+            "captions_sha256": checksum(*texts),
+            "prompts_sha256": checksum(prompts.encode()),
+            "captions": "table" if files is None else files.mode,
+            "json_keys": list(files.json_keys) if files is not None and files.mode == "json" else [],
+        }
+
+    def _require_some(self) -> None:
+        """Raise DataError if no image can be read: then the paths are wrong, not a single file."""
+        if (self._sizes[:, 0] >= 0).any():
+            return
+        try:
+            self._read_file(0, 0)
+        except DataError as error:
+            raise DataError(
+                f"{self.config.listing}: none of the {len(self)} images can be read; the first: {error}. Relative "
+                f"paths refer to {self._root}"
+            ) from None
+
+    def _read_text(self, index: int) -> str:
+        data = self._read_file(index, 1)
+        try:
+            return data.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.name(index)}: the file of its caption is not UTF-8: {error.reason} at byte {error.start}",
+                "not UTF-8",
+            ) from None
+
+    def _read_file(self, index: int, column: int) -> bytes:
+        """Read the image (column 0) or the file of its captions (1)."""
+        name, second = self.name(index), "" if self._captions is None else self._captions.ending
+        what, most = ("image", MAX_IMAGE_BYTES) if column == 0 else (second, MAX_BYTES[second.removeprefix(".")])
+        try:
+            file = _files(self._table.paths[index], self._root, second)[column]
+        except DataError as error:
+            raise DataError(f"{name}: {error}", error.kind) from None
+        size, modified = int(self._sizes[index, column]), int(self._modified_ns[index, column])
+        if size > most:
+            raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
+        try:
+            with open_regular(file) as stream:
+                status = os.fstat(stream.fileno())
+                if (status.st_size, status.st_mtime_ns) != (size, modified):
+                    raise DataError(
+                        f"{name}: {what} has changed since it was indexed; start the run again", "changed file"
+                    )
+                data = stream.read(size)
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            if column == 1 and isinstance(error, FileNotFoundError):
+                raise DataError(f"{name}: has no {second} beside it", "missing member") from None
+            raise DataError(f"{name}: cannot be read: {reason}", "unreadable file") from None
+        if len(data) != size:
+            raise DataError(f"{name}: {what} became shorter while it was read", "changed file")
+        return data
+
+
+def local_file(path: str | Path, kind: str) -> Path:
+    """Return the absolute form of a path on this machine.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    protocol = protocol_of(str(path))
+    if protocol not in (None, "file"):
+        raise ConfigError(
+            f"path: got {display_url(str(path))}; kind: {kind} reads files on this machine (shards may be at URLs)"
+        )
+    return Path(path if protocol is None else local_path(str(path))).expanduser().absolute()
