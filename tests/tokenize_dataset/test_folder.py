@@ -30,7 +30,7 @@ def test_of_two_settings_at_once_one_is_refused(tmp_path: Path) -> None:
             both.wait()
             ends.append(str(error))
 
-    with mock.patch("vqclip.tokenize_dataset.folder._require_no_shards", meet):
+    with mock.patch.object(TokenFolder, "_require_no_shards", meet):
         threads = [threading.Thread(target=begin, args=(size,)) for size in (8, 9)]
         for each in threads:
             each.start()
@@ -45,11 +45,11 @@ def test_two_settings_published_one_after_the_other(tmp_path: Path) -> None:
     """The second command looked before the first published, and publishes after it has been accepted."""
 
     def first(folder: Path) -> None:
-        with mock.patch("vqclip.tokenize_dataset.folder._require_no_shards"):
+        with mock.patch.object(TokenFolder, "_require_no_shards"):
             TokenFolder(tmp_path, settings())
 
     with (
-        mock.patch("vqclip.tokenize_dataset.folder._require_no_shards", first),
+        mock.patch.object(TokenFolder, "_require_no_shards", first),
         pytest.raises(ConfigError, match="batch_size: 8 there, 9 now"),
     ):
         TokenFolder(tmp_path, settings().model_copy(update={"batch_size": 9}))
@@ -64,7 +64,7 @@ def test_a_rank_ahead_is_no_foreign_folder(tmp_path: Path) -> None:
         found = exists(path, **options)
         if path.name == "settings.json" and not ahead:
             ahead.append(path)
-            TokenFolder(tmp_path, settings()).write(0, records(0, 2), 2, [], {})
+            TokenFolder(tmp_path, settings()).write(0, records(0, 2), 2, [])
         return found
 
     with mock.patch.object(Path, "exists", late):
@@ -74,7 +74,7 @@ def test_a_rank_ahead_is_no_foreign_folder(tmp_path: Path) -> None:
 
 def test_a_record_that_names_another_file_is_made_anew(tmp_path: Path) -> None:
     folder = TokenFolder(tmp_path, settings())
-    folder.write(0, records(0, 2), 2, [], {})
+    folder.write(0, records(0, 2), 2, [])
     assert folder.find_finished(0) is not None
     (tmp_path / "records" / "00001.json").write_bytes((tmp_path / "records" / "00000.json").read_bytes())
     assert folder.find_finished(1) is None

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vqclip.data import BadSample, ShardedSource
 from vqclip.data.decode import decode_image
+from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.tokens.layout import require_key
 from vqclip.errors import DataError, StorageError
 
@@ -69,16 +69,13 @@ class ShardBatches:
         max_pixels: int,
     ):
         sizes = [int(shard["samples"]) for shard in source.shards]
-        self._starts = np.cumsum([0, *sizes])
+        self._slices = ShardSlices(sizes, shards, batch_size)
         self._source, self._batch_size = source, batch_size
         self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
-        self._shards = tuple(shards)
-        # An empty shard is one batch without samples, so that it is written like the others.
-        self._ends = np.cumsum([max(1, -(-sizes[shard] // batch_size)) for shard in shards], dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of batches in all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return len(self._slices)
 
     def __call__(self, number: int) -> DecodedBatch:
         """Return batch `number`, counted over the shards.
@@ -86,10 +83,7 @@ class ShardBatches:
         Raises:
             StorageError: the shard cannot be fetched.
         """
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        shard, batch = self._shards[place], number - (int(self._ends[place - 1]) if place else 0)
-        first = int(self._starts[shard]) + batch * self._batch_size
-        indices = range(first, min(first + self._batch_size, int(self._starts[shard + 1])))
+        shard, indices = self._slices[number]
         images = None
         if self._transform is not None:
             images = torch.zeros(self._batch_size, 3, self._image_size, self._image_size, dtype=torch.uint8)

@@ -89,11 +89,6 @@ class EncodedShard:
     def __len__(self) -> int:
         return len(self._samples)
 
-    @property
-    def bad_by_kind(self) -> dict[str, int]:
-        """Kind → number of samples that are left out."""
-        return dict(sorted(Counter(str(bad["kind"]) for bad in self.bad).items()))
-
     def records(self) -> Iterator[TokenRecord]:
         """Yield the samples in order. Captions are encoded now, each distinct one once."""
         texts: dict[str, np.ndarray] | None = None

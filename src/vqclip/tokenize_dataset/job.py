@@ -17,6 +17,7 @@ from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ShardedSource, prepare_sources
 from vqclip.data.arrow import require_pyarrow
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.shard_folder import require_few_bad
 from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo
 from vqclip.data.workers import explain_worker_deaths, ordered_map
@@ -27,7 +28,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
 from vqclip.tokenize_dataset.batches import DecodedBatch, ShardBatches
 from vqclip.tokenize_dataset.encode import EncodedShard, Encoders
-from vqclip.tokenize_dataset.folder import TokenFolder, require_few_bad
+from vqclip.tokenize_dataset.folder import TokenFolder
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
@@ -141,12 +142,13 @@ def _tokenize(
             collected = EncodedShard(encoders)
             for batch in parts:
                 collected.add(batch)
-                require_few_bad((str(each["reason"]) for each in collected.bad), bad + len(collected.bad), allowed)
+                reasons = (str(each["reason"]) for each in collected.bad)
+                require_few_bad(reasons, bad + len(collected.bad), allowed, folder.bad_option)
                 bar.advance(batch.size)
                 bar.show()
                 seen += batch.size
             bad += len(collected.bad)
-            folder.write(shard, collected.records(), len(collected), collected.bad, collected.bad_by_kind)
+            folder.write(shard, collected.records(), len(collected), collected.bad)
     manifest = folder.finish(allowed)
     told = encoders.text and encoders.lengths.describe_cuts(
         encoders.text.preprocess.context_length, "the text tower's context_length"

@@ -20,6 +20,7 @@ __all__ = [
     "RECORDS",
     "SETTINGS_FILE",
     "SUFFIXES",
+    "VERSIONS",
     "Manifest",
     "Settings",
     "ShardInfo",
@@ -37,8 +38,9 @@ RECORDS = "records"
 """Subfolder with a file for every finished shard."""
 SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
 """Format → ending of its shards' names."""
-_VERSIONS = {"format": "vqclip tokens", "format_version": 2}
-_SHARD_NAME = r"^[0-9]{5,9}\.(tar|parquet)$"
+VERSIONS = {"format": "vqclip tokens", "format_version": 2}
+"""Format and version of the JSON files."""
+_SHARD_NAME = r"^[0-9]{1,9}\.(tar|parquet)$"
 
 _Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -102,7 +104,7 @@ class Settings(Config):
 
 
 class ShardInfo(Config):
-    """A finished token shard."""
+    """A finished shard."""
 
     name: str = Field(pattern=_SHARD_NAME)
     """File name: a number and the format's ending, so that it cannot leave the folder."""
@@ -142,7 +144,7 @@ class Manifest(Config):
 
 def json_file_bytes(facts: Config, **more: Any) -> bytes:
     """Return a JSON file with format version and checksum."""
-    return add_checksum({**_VERSIONS, **facts.model_dump(mode="json"), **more})
+    return add_checksum({**VERSIONS, **facts.model_dump(mode="json"), **more})
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        return read_versioned(path, _VERSIONS, "tokenize again, or use the vqclip that wrote it")
+        return read_versioned(path, VERSIONS, "tokenize again, or use the vqclip that wrote it")
     except CheckpointError as error:
         raise DataError(str(error)) from None
 
