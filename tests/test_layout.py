@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation", "export", "search"),
     ("runlog",),
     ("tokenize_dataset", "train"),
-    ("integrations",),
+    ("integrations", "data_tools"),
     ("cli",),
     ("__main__",),
 )

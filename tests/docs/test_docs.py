@@ -113,7 +113,7 @@ BROKEN = {
     "under torchrun": (fence("bash", "torchrun --standalone -m vqclip.train --config configs/base.yaml a=1"), "a: unk"),
     "script": (fence("bash", "python scripts/zero_shot.py runs/base --kinds scenes"), "--kinds"),
     "no script": (fence("bash", "python scripts/one_shot.py runs/base"), "no such file"),
-    "module": (fence("bash", "vqclip data --sheet x.png"), "--sheet"),
+    "module": (fence("bash", "vqclip data draw --sheet x.png"), "--sheet"),
     "run": (fence("bash", "python scripts/zero_shot.py runs/none --kind scenes", "<!-- run -->"), "runs/none"),
     "target": (fence("bash", "make trian"), "trian"),
     "through make": (fence("bash", "make train ARGS=run.sed=1"), "run.sed: unknown key"),

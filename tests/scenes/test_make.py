@@ -173,7 +173,9 @@ def test_config_refuses_nonsense() -> None:
 def test_a_sheet_in_no_folder_is_refused_before_anything_is_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--out", str(tmp_path / "cache"), "--contact-sheet", str(tmp_path / "none" / "sheet.png")]) == 2
+    assert (
+        main(["draw", "--out", str(tmp_path / "cache"), "--contact-sheet", str(tmp_path / "none" / "sheet.png")]) == 2
+    )
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
@@ -183,8 +185,8 @@ def test_command_draws_and_makes_a_contact_sheet(
 ) -> None:
     overrides = [f"{key}={value}" for key, value in SMALL.model_dump().items()]
     sheet = tmp_path / "sheet.png"
-    assert main(["--out", str(cache), "--contact-sheet", str(sheet), *overrides]) == 0
+    assert main(["draw", "--out", str(cache), "--contact-sheet", str(sheet), *overrides]) == 0
     assert str(paths.train) in capsys.readouterr().out
     assert Image.open(sheet).size[0] > 1000
-    assert main(["--out", str(cache), "train=0"]) == 2
+    assert main(["draw", "--out", str(cache), "train=0"]) == 2
     assert "train" in capsys.readouterr().err

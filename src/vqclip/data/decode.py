@@ -29,7 +29,7 @@ from vqclip.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "pil_to_uint8"]
+__all__ = ["MAX_PIXELS", "MAX_SCANS", "decode_image", "image_format", "pil_to_uint8"]
 
 MAX_PIXELS = 50_000_000
 """Default limit, 150 MB as RGB; larger images are not decoded."""
@@ -86,17 +86,31 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
 
 def _read_header(data: bytes) -> tuple[str, int, int, bytes]:
     """Return the format ("jpeg", "png" or "webp"), height, width, and the bytes for the decoder."""
+    kind = image_format(data)
     try:
-        if data[:3] == b"\xff\xd8\xff":
+        if kind == "jpeg":
             data = _move_frame_first(data)
-            return "jpeg", *struct.unpack_from(">HH", data, 7), data
-        if data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR":
+            return kind, *struct.unpack_from(">HH", data, 7), data
+        if kind == "png":
             width, height = struct.unpack_from(">II", data, 16)
-            return "png", height, width, data
-        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            return "webp", *_webp_size(data), data
+            return kind, height, width, data
+        return kind, *_webp_size(data), data
     except (IndexError, struct.error):
         raise DataError("image ends inside its header", "damaged image") from None
+
+
+def image_format(data: bytes) -> str:
+    """Return "jpeg", "png" or "webp", from the first bytes of a file.
+
+    Raises:
+        DataError: it is of another format.
+    """
+    if data[:3] == b"\xff\xd8\xff":
+        return "jpeg"
+    if data[:8] == b"\x89PNG\r\n\x1a\n" and data[12:16] == b"IHDR":
+        return "png"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
     got = f"begins with {bytes(data[:8])!r} ({len(data)} bytes)"
     raise DataError(f"not a JPEG, PNG or WebP image: {got}", "image format")
 

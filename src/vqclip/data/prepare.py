@@ -41,7 +41,7 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
     Indexing reads every byte of the shards, and downloads those at URLs. Ranks with the same cache folder divide the
     shards among themselves, so every shard is read once for each cache, whether all nodes share one or each has its
     own. All ranks meet every few seconds, so that only a shard that stalls can exceed the timeout of the job, even for
-    huge data. Drawing is a single wait: draw hundreds of thousands of scenes in advance (``vqclip data``).
+    huge data. Drawing is a single wait: draw hundreds of thousands of scenes in advance (``vqclip data draw``).
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.

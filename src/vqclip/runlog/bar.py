@@ -80,6 +80,8 @@ class ProgressBar:
         if "images_per_second" in figures:
             texts["img/s"] = f"{figures['images_per_second']:.0f}"
             texts["data"] = f"{figures['data_wait']:.0%}"
+        if "bytes" in figures:
+            texts["size"] = f"{tqdm.format_sizeof(figures['bytes'], 'B')}"
         return texts
 
     def last_line(self, text: str) -> None:

@@ -1,0 +1,43 @@
+"""``vqclip data draw``: draw the scenes data set.
+
+Splits: train, val: captioned; test, heldout: labelled, for zero-shot.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from vqclip.cli import arguments as types
+from vqclip.config import load_config
+from vqclip.errors import ConfigError
+from vqclip.scenes.contact_sheet import contact_sheet
+from vqclip.scenes.make import ScenesConfig, make_scenes
+
+__all__ = ["configure", "run"]
+
+EXAMPLES = """\
+examples:
+  vqclip data draw --contact-sheet sheet.png train=500 image_size=128
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("--out", type=types.path, help="folder to draw into (default: $VQCLIP_CACHE or ~/.cache/vqclip)")
+    add("--contact-sheet", type=types.path, metavar="FILE", help="also write images with their captions as a PNG")
+    add("--split", choices=("train", "val"), default="train", help="captioned split on the contact sheet (%(default)s)")
+    add("overrides", nargs="*", metavar="key=value", help="e.g. image_size=224 train=500 seed=1")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draw the data set, and the sheet."""
+    sheet = options.contact_sheet
+    if sheet and not sheet.absolute().parent.is_dir():  # checked before the long work
+        raise ConfigError(f"--contact-sheet: got {sheet}, but there is no folder {sheet.absolute().parent}")
+    paths = make_scenes(options.out, load_config(ScenesConfig, None, options.overrides))
+    for split in ("train", "val", "test", "heldout"):
+        print(f"{split:8} {getattr(paths, split)}")
+    if sheet:
+        contact_sheet(getattr(paths, options.split)).save(sheet, format="PNG")
+        print(f"sheet    {sheet}")

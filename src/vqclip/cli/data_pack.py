@@ -1,0 +1,109 @@
+"""``vqclip data pack``: write data of any kind as WebDataset shards with their index.
+
+Captioned images become OUT/00000.tar, ... as img2dataset writes them; labelled ones OUT/SPLIT/0.tar, ... beside the
+class names and prompts, as clip_benchmark does. Images keep their bytes, and samples their order. Run the same command
+again to continue after a stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from vqclip.cli import arguments as types
+from vqclip.data import parse_source
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data_tools.pack import Options, PackResult, pack
+
+__all__ = ["OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
+
+EXAMPLES = """\
+examples:
+  vqclip data pack photos.csv shards/photos
+  vqclip data pack /datasets/flowers shards/flowers --split train --workers 8
+  vqclip data pack annotations.json shards/coco --part 1/4     # on the first of four machines
+"""
+SOURCE_HELP = "file, folder, pattern or URL of the data"
+"""Help of ``SOURCE``."""
+OVERRIDES_HELP = "keys of the source, such as kind=csv caption_key=title; see docs/data.md"
+"""Help of ``key=value``."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("source", type=types.text, metavar="SOURCE", help=SOURCE_HELP)
+    add("out", type=types.path, metavar="OUT", help="folder to write to: a new one, or one that was begun")
+    add("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    add("--shard-size", type=types.whole(1, 1_000_000), default=10_000, help="samples in a shard (%(default)s)")
+    add("--split", type=_split, default="train", help="folder of the shards of labelled data (%(default)s)")
+    add(
+        "--workers",
+        type=types.workers,
+        default=1,
+        help="processes that read and verify; any number writes the same bytes (%(default)s)",
+    )
+    add(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="I/N",
+        help="write every N-th shard only, from the I-th on, where N machines share one OUT (1/1)",
+    )
+    add(
+        "--bad-fraction",
+        type=types.share,
+        default=0.01,
+        help="largest share of samples that cannot be used and are "
+        "left out; bad_samples.jsonl names them (%(default)s)",
+    )
+    add("--max-pixels", type=types.count, default=MAX_PIXELS, help="larger images cannot be used (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Pack the source, and print where it is and how it is read."""
+    source = parse_source(options.source, options.overrides).build()
+    out = options.out.expanduser().absolute()
+    done = pack(
+        source,
+        Options(
+            out=out,
+            shard_size=options.shard_size,
+            split=options.split,
+            workers=options.workers,
+            part=options.part,
+            bad_fraction=options.bad_fraction,
+            max_pixels=options.max_pixels,
+        ),
+    )
+    print(_summary(done, options, str(out)), flush=True)
+
+
+def _summary(done: PackResult, options: argparse.Namespace, out: str) -> str:
+    rate = f"; {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
+    text = f"shards: {done.made} written, {done.found} already finished{rate}"
+    manifest = done.manifest
+    if manifest is None:
+        return f"{text}\n{done.missing} shards are left to other parts, or to the same command run again"
+    size, left_out = sum(shard.size for shard in manifest.shards), sum(manifest.bad.values())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
+    bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""
+    shards = len(manifest.shards)
+    text += f"\n{out}: {manifest.samples:,} samples in {shards} shards, {size / 1e6:,.1f} MB{bad}\nread them with "
+    if manifest.settings.layout == "classes":
+        return f"{text}{{kind: classes, path: {out}, split: {options.split}}}"
+    several = ", captions: json" if manifest.captions > manifest.samples else ""
+    return f"{text}{{kind: shards, path: {out}{several}}}"
+
+
+def _part(given: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected I/N, such as 1/4 to 4/4 on four machines")
+    return int(match[1]), int(match[2])
+
+
+def _split(given: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given) is None:
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected the name of a folder, such as train")
+    return given

@@ -1,0 +1,159 @@
+"""Read every sample of a source in workers, and note everything that a report needs of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from PIL import Image
+from torch import Tensor
+
+from vqclip.data import Source
+from vqclip.data.decode import decode_image, image_format
+from vqclip.data.loader import Tokenize
+from vqclip.data.shard_folder import ShardSlices
+from vqclip.data.workers import explain_worker_deaths, ordered_map
+from vqclip.errors import DataError
+from vqclip.runlog.bar import ProgressBar
+
+__all__ = ["ScannedSample", "scan"]
+
+_BATCH = 16
+_LONG_SIDE = 4.0
+"""Largest ratio of the sides that is not remarkable."""
+_ORIENTATION = 0x0112
+
+
+@dataclass
+class ScannedSample:
+    """Properties of a sample."""
+
+    index: int
+    problem: tuple[str, str] | None = None
+    """Kind and description of the problem of a bad sample."""
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+    """Kinds and descriptions of unusual properties."""
+    label: int = -1
+    size: int = 0
+    """Bytes of the image."""
+    file_digest: bytes = b""
+    """Of the image's bytes."""
+    pixel_digest: bytes = b""
+    """Of its decoded pixels; empty for a bad sample."""
+    captions: list[bytes] = field(default_factory=list)
+    """Digest of each caption."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each caption before it is cut."""
+
+
+class _Scanner:
+    """Scans batches of a source; runs in the workers.
+
+    Args:
+        source: the samples.
+        slices: samples of every batch.
+        tokenize: captions → tokens and lengths; None does not count tokens.
+        max_pixels: larger images are bad samples.
+        min_side: images with a shorter side are remarkable.
+    """
+
+    def __init__(self, source: Source, slices: ShardSlices, tokenize: Tokenize | None, max_pixels: int, min_side: int):
+        self._source, self._slices, self._tokenize = source, slices, tokenize
+        self._max_pixels, self._min_side = max_pixels, min_side
+
+    def __call__(self, number: int) -> list[ScannedSample]:
+        _, indices = self._slices[number]
+        return [self.scan(index) for index in indices]
+
+    def scan(self, index: int) -> ScannedSample:
+        found, data = ScannedSample(index), b""
+        try:
+            sample = self._source.read(index)
+            data = sample.image
+            found.label, found.size, found.file_digest = sample.label, len(data), _digest(data)
+            found.captions = [_digest(caption.encode()) for caption in sample.captions]
+            if self._tokenize is not None:
+                found.lengths = [*self._tokenize([*sample.captions])[1]]
+            image = decode_image(data, self._max_pixels)
+            found.pixel_digest = _pixel_digest(image)
+            found.remarks = [*self._remarks(data, image)]
+            if self._source.classnames and not 0 <= found.label < len(self._source.classnames):
+                last = len(self._source.classnames) - 1
+                raise DataError(f"class {found.label}; expected a class number, 0 to {last}", "class number")
+        except UnicodeEncodeError as error:
+            found.problem = "not UTF-8", f"caption with a lone surrogate at character {error.start}"
+        except DataError as error:
+            kind = "truncated image" if error.kind == "damaged image" and _is_truncated(data) else error.kind
+            found.problem = kind, str(error).removeprefix(f"{self._source.name(index)}: ")
+        return found
+
+    def _remarks(self, data: bytes, image: Tensor) -> Iterator[tuple[str, str]]:
+        height, width = image.shape[1:]
+        if min(height, width) < self._min_side:
+            yield "small image", f"{width}x{height} pixels"
+        if max(height, width) > _LONG_SIDE * min(height, width):
+            yield "long image", f"{width}x{height} pixels"
+        try:
+            with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as header:
+                mode, transparent = header.mode, header.has_transparency_data
+                orientation = header.getexif().get(_ORIENTATION, 1)
+        except Exception:  # it was decoded, so that nothing but metadata can be wrong
+            return
+        if mode in ("1", "L", "LA", "I") or mode.startswith("I;16"):
+            yield "grey image", f"mode {mode}"
+        if transparent:
+            yield "transparent image", f"mode {mode}; it is composited on white"
+        if orientation in range(2, 9):
+            yield "EXIF orientation", f"orientation {orientation}; the image is rotated or flipped upright"
+
+
+def scan(
+    source: Source,
+    tokenize: Tokenize | None,
+    max_pixels: int,
+    min_side: int,
+    workers: int,
+    name: str = "check",
+    timeout_s: float = 240.0,
+) -> Iterator[ScannedSample]:
+    """Yield every sample of a source in order, and show progress.
+
+    Args:
+        source: the samples.
+        tokenize: captions → tokens and lengths; None does not count tokens.
+        max_pixels: larger images are bad samples.
+        min_side: images with a shorter side are remarkable.
+        workers: processes that read and decode; 0: this one.
+        name: of the progress bar.
+        timeout_s: longest wait for a worker.
+    """
+    slices = ShardSlices([len(source)], [0], _BATCH)
+    scanner = _Scanner(source, slices, tokenize, max_pixels, min_side)
+    with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
+        batches = ordered_map(scanner, range(len(slices)), workers, timeout_s=timeout_s, section="check")
+        for batch in batches:
+            yield from batch
+            bar.advance(len(batch))
+            bar.show()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _pixel_digest(image: Tensor) -> bytes:
+    digest = hashlib.blake2b(str(tuple(image.shape)).encode(), digest_size=16)
+    digest.update(image.contiguous().numpy().data)
+    return digest.digest()
+
+
+def _is_truncated(data: bytes) -> bool:
+    """Return whether a damaged image lacks its end."""
+    kind = image_format(data)
+    if kind == "webp":
+        return int.from_bytes(data[4:8], "little") + 8 > len(data)
+    if kind == "png":
+        return b"IEND" not in data
+    return data.rfind(b"\xff\xd9") <= data.rfind(b"\xff\xda")  # the mark of the end, and that of the pixels

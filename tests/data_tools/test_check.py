@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from vqclip.cli.data import main
+from vqclip.data import CaptionShardsData, ClassShardsData
+from vqclip.data_tools.check import CheckOptions, check_source, format_report
+from vqclip.towers.bpe import BPE
+
+CONTEXT = 12
+KINDS = {
+    "image format": "begins with b'GIF89a",
+    "truncated image": "truncated",
+    "damaged image": "wrong checksum",
+    "image size": "at most 50000000 pixels",
+    "animated image": "animated",
+    "missing member": "has no image",
+    "no caption": ".txt) is empty",
+    "not UTF-8": "not UTF-8",
+    "same image file": "same as",
+    "cut caption": "tokens; 12 are read",
+}
+"""Kind → part of its description."""
+
+
+def huge_png() -> bytes:
+    """A valid header that claims 900 million pixels."""
+    data = bytearray(encode(pixels(1), "PNG"))
+    data[16:24] = struct.pack(">II", 30_000, 30_000)
+    data[29:33] = struct.pack(">I", zlib.crc32(bytes(data[12:29])))
+    return bytes(data)
+
+
+def damaged_png(number: int) -> bytes:
+    data = bytearray(encode(pixels(number), "PNG"))
+    data[60] ^= 1
+    return bytes(data)
+
+
+def animated(number: int) -> bytes:
+    frames, stream = [Image.fromarray(pixels(number + n)) for n in range(2)], io.BytesIO()
+    frames[0].save(stream, "WEBP", save_all=True, append_images=frames[1:])
+    return stream.getvalue()
+
+
+def plant(folder: Path) -> dict[str, set[str]]:
+    """Three tars of 100 samples with a fault of each kind in each; return the samples that a report must name."""
+    planted: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for shard in range(3):
+        members = caption_members(100 * shard, 100)
+        keys = [f"{100 * shard + 3 + 7 * number:09d}" for number in range(len(KINDS))]
+        for number, (kind, key) in enumerate(zip(KINDS, keys, strict=True)):
+            seed = 1000 * (shard + 1) + number
+            image = f"{key}.jpg"
+            if kind == "image format":
+                members[image] = encode(pixels(seed), "GIF")
+            elif kind == "truncated image":
+                kind_of_file = ("JPEG", "PNG", "WEBP")[shard]
+                members[image] = encode(pixels(seed), kind_of_file)[:-9]
+            elif kind == "damaged image":
+                members[image] = damaged_png(seed)
+            elif kind == "image size":
+                members[image] = huge_png()
+            elif kind == "animated image":
+                members[image] = animated(seed)
+            elif kind == "missing member":
+                del members[image]
+            elif kind == "no caption":
+                members[f"{key}.txt"] = b" \n"
+            elif kind == "not UTF-8":
+                members[f"{key}.txt"] = "café".encode("latin-1")
+            elif kind == "same image file":
+                members[image] = members[f"{100 * shard:09d}.jpg"]
+            else:
+                members[f"{key}.txt"] = b"a caption of many more words than the text tower reads in one go"
+            planted[kind].add(f"{folder}/{shard:05d}.tar: sample {key}")
+        write_tar(folder / f"{shard:05d}.tar", members)
+    return planted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_planted_faults_are_found_and_named(
+    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, out = plant(tmp_path / "in"), tmp_path / "report.json"
+    options = ["--context-length", str(CONTEXT), "--workers", str(workers), "--json", str(out), "--min-side", "8"]
+    assert main(["check", str(tmp_path / "in"), *options]) == 1
+    report = json.loads(out.read_text())
+    found = report["bad"] | report["warnings"]
+    assert {kind: {each["sample"] for each in samples} for kind, samples in found.items()} == planted
+    for kind, text in KINDS.items():
+        assert all(text in each["detail"] for each in found[kind])
+    assert report["bad_samples"] == 24
+    shown = capsys.readouterr().out
+    assert all(name in shown for names in planted.values() for name in names)
+    assert "8.00 % of the samples are bad" in shown
+    assert main(["check", str(tmp_path / "in"), *options, "--bad-fraction", "0.08"]) == 0
+
+
+def check(path: Path, **options: object):
+    return check_source(CaptionShardsData(path=str(path)).build(), CheckOptions(min_side=8, **options))
+
+
+def test_duplicates(tmp_path: Path) -> None:
+    """Sample 3 has the file of sample 0; sample 4 its pixels in another file; 5 and 6 its caption."""
+    members = caption_members(0, 8)
+    png = encode(pixels(0), "PNG")
+    members["000000000.jpg"] = members["000000003.jpg"] = png
+    members["000000004.jpg"] = encode(pixels(0), "PNG", compress_level=1)
+    for key in ("000000005.txt", "000000006.txt"):
+        members[key] = members["000000000.txt"]
+    report = check(write_tar(tmp_path / "0.tar", members))
+    names = {kind: [each.sample[-9:] for each in found] for kind, found in report.warnings.items()}
+    assert names == {
+        "same image file": ["000000003"],
+        "same pixels": ["000000004"],
+        "repeated caption": ["000000000"],
+    }
+    assert report.warnings["repeated caption"][0].detail == "3 images have 'caption 0'"
+    assert "captions of several images: 1, on 3 images (37.50 %)" in format_report(report)
+
+
+def test_unusual_images(tmp_path: Path) -> None:
+    members = caption_members(0, 6)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    members["000000000.jpg"] = encode(pixels(0, channels=1), "PNG")
+    members["000000001.jpg"] = encode(pixels(1, channels=4), "PNG")
+    members["000000002.jpg"] = encode(pixels(2), "JPEG", exif=exif)
+    members["000000003.jpg"] = encode(pixels(3, 8, 40), "PNG")
+    members["000000004.jpg"] = encode(pixels(4, 7, 9), "PNG")
+    report = check(write_tar(tmp_path / "0.tar", members))
+    assert {kind: [each.sample[-9:] for each in found] for kind, found in report.warnings.items()} == {
+        "grey image": ["000000000"],
+        "transparent image": ["000000001"],
+        "EXIF orientation": ["000000002"],
+        "long image": ["000000003"],
+        "small image": ["000000004"],
+    }
+    assert not report.bad
+
+
+def test_labels_and_classes(tmp_path: Path) -> None:
+    folder = class_folder(tmp_path / "in", 6)
+    members = {f"s{n}.jpg": encode(pixels(n)) for n in range(4)} | {"s0.cls": b"0", "s1.cls": b"3", "s2.cls": b"cat"}
+    write_tar(folder / "train" / "0.tar", members)
+    report = check_source(ClassShardsData(path=str(folder)).build(), CheckOptions(min_side=8))
+    assert {kind: len(found) for kind, found in report.bad.items()} == {"class number": 2, "missing member": 1}
+    assert [each.sample for each in report.warnings["class without images"]] == ["dog", "red panda"]
+    assert report.classes == {"cat": 1, "dog": 0, "red panda": 0}
+    assert "repeated caption" not in report.warnings
+
+
+def test_overlap_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = caption_members(0, 6), caption_members(10, 6)
+    there["000000012.jpg"] = here["000000001.jpg"]
+    there["000000013.jpg"], here["000000002.jpg"] = encode(pixels(50), "PNG"), encode(pixels(50), "WEBP", lossless=True)
+    for name, members in (("here", here), ("there", there)):
+        write_tar(tmp_path / name / "0.tar", members)
+    assert main(["check", str(tmp_path / "here"), "--against", str(tmp_path / "there"), "--min-side", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert f"sample 000000001: same file as {tmp_path}/there/0.tar: sample 000000012" in shown
+    assert f"sample 000000002: same pixels as {tmp_path}/there/0.tar: sample 000000013" in shown
+
+
+def test_lengths_of_captions(tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "0.tar", caption_members(0, 4))
+    report = check(shard, tokenize=BPE(77).with_lengths)
+    assert report.captions["captions"] == 4
+    assert report.captions["longest"] == 4
+    assert "cut" not in report.captions
+    assert "the longest 4" in format_report(report)
+
+
+def test_a_damaged_shard_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for shard in range(3):
+        path = write_tar(tmp_path / "in" / f"{shard}.tar", caption_members(10 * shard, 4))
+    path.write_bytes(path.read_bytes()[:3000])
+    assert main(["check", str(tmp_path / "in"), "--min-side", "8"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{path}: truncated: member" in shown
+    assert "8 samples" in shown
+    assert "1 damaged shards" in shown
+
+
+def test_mistakes_of_a_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / "none")]) != 0
+    assert f"{tmp_path}/none" in capsys.readouterr().err
+    shard = str(write_tar(tmp_path / "0.tar", caption_members(0, 2)))
+    assert main(["check", shard, "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert main(["check", shard, "--config", "configs/base.yaml", "--context-length", "9"]) == 2
+    assert main(["check", shard, "caption=txt"]) == 2
+    assert "caption" in capsys.readouterr().err

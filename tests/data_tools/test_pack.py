@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from vqclip.data import CaptionShardsData, ClassShardsData, RawSample, Source
+from vqclip.data.index import load_index
+from vqclip.data_tools.pack import Options, pack
+from vqclip.errors import ConfigError, DataError
+
+COUNT = 13
+SHARD = 5
+
+
+class Made:
+    """Samples with one to three captions, one of them with a line break; jpeg, png and webp."""
+
+    classnames: tuple[str, ...] = ()
+    templates: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def read(self, index: int) -> RawSample:
+        captions = tuple(f"caption {index}\nversion {n} é 🙂" for n in range(1 + index % 3))
+        return RawSample(encode(pixels(index), ("JPEG", "PNG", "WEBP")[index % 3]), captions)
+
+    def name(self, index: int) -> str:
+        return f"made: sample {index}"
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "made", "samples": COUNT}
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def options(out: Path, **changes: Any) -> Options:
+    return Options(out, shard_size=SHARD, **changes)
+
+
+def assert_same_samples(first: Source, second: Source) -> None:
+    assert len(first) == len(second)
+    assert all(first.read(index) == second.read(index) for index in range(len(first)))
+
+
+def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
+    done = pack(Made(), options(tmp_path / "out"))
+    assert done.manifest is not None
+    assert (done.made, done.samples, done.manifest.samples, done.manifest.captions) == (3, COUNT, COUNT, 25)
+    packed = CaptionShardsData(path=str(tmp_path / "out"), captions="json").build()
+    assert_same_samples(Made(), packed)
+    assert [packed.key(index) for index in (0, 4, 5, 12)] == ["000000000", "000000004", "000010000", "000020002"]
+    first = CaptionShardsData(path=str(tmp_path / "out")).build()
+    assert first.read(2).captions == Made().read(2).captions[:1]
+    assert json.loads((tmp_path / "out" / "00002_stats.json").read_text())["successes"] == 3
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_the_bytes_depend_neither_on_workers_nor_on_the_time_nor_on_parts(tmp_path: Path, labelled: bool) -> None:
+    source = ClassShardsData(path=str(class_folder(tmp_path / "in", COUNT))).build() if labelled else Made()
+    for name, workers in (("one", 0), ("two", 2)):
+        pack(source, options(tmp_path / name, workers=workers))
+    for part in (2, 1, 1):
+        done = pack(source, options(tmp_path / "parts", part=(part, 2)))
+    assert (done.made, done.found, done.missing) == (0, 2, 0)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "parts")
+
+
+def test_labels_and_prompts_come_back(tmp_path: Path) -> None:
+    source = ClassShardsData(path=str(class_folder(tmp_path / "in", COUNT))).build()
+    pack(source, options(tmp_path / "out", split="test"))
+    packed = ClassShardsData(path=str(tmp_path / "out"), split="test").build()
+    assert_same_samples(source, packed)
+    assert (packed.classnames, packed.templates) == (source.classnames, source.templates)
+    assert (tmp_path / "out" / "test" / "nshards.txt").read_text() == "3\n"
+    pack(source, options(tmp_path / "out", split="train"))
+    (tmp_path / "in" / "classnames.txt").write_text("cat\ndog\nfox\n")
+    other = ClassShardsData(path=str(tmp_path / "in")).build()
+    with pytest.raises(ConfigError, match=r"classnames\.txt: belongs to data with other classes"):
+        pack(other, options(tmp_path / "out", split="val"))
+
+
+def test_labels_and_own_captions_come_back(tmp_path: Path) -> None:
+    class Labelled(Made):
+        classnames = ("cat", "dog")
+
+        def read(self, index: int) -> RawSample:
+            return super().read(index)._replace(label=index % 2)
+
+    pack(Labelled(), options(tmp_path / "out"))
+    captioned = CaptionShardsData(path=str(tmp_path / "out" / "train"), captions="json").build()
+    assert_same_samples(Made(), captioned)
+    labels = ClassShardsData(path=str(tmp_path / "out")).build()
+    assert [labels.read(index).label for index in range(4)] == [0, 1, 0, 1]
+
+
+def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> None:
+    class Dying(Made):
+        def read(self, index: int) -> RawSample:
+            if index == 12:  # in the last of three shards, which is begun before the second is written
+                raise KeyboardInterrupt
+            return super().read(index)
+
+    pack(Made(), options(tmp_path / "whole"))
+    with mock.patch("vqclip.data_tools.pack._require_room"), pytest.raises(KeyboardInterrupt):
+        pack(Dying(), options(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["00000.tar"]
+    (tmp_path / "out" / ".tmp-00001.tar-killed").write_bytes(b"half")
+    done = pack(Made(), options(tmp_path / "out"))
+    assert (done.made, done.found) == (2, 1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
+    pack(Made(), options(tmp_path / "out"))
+    before = files_of(tmp_path / "out")
+    shard = tmp_path / "out" / "00001.tar"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert pack(Made(), options(tmp_path / "out")).made == 1
+    assert files_of(tmp_path / "out") == before
+
+
+def test_training_need_not_index(tmp_path: Path) -> None:
+    pack(Made(), options(tmp_path / "out"))
+    with mock.patch("vqclip.data.index._index", side_effect=AssertionError("indexed again")):
+        for shard in sorted((tmp_path / "out").glob("*.tar")):
+            assert len(load_index(shard)) in (3, SHARD)
+
+
+def shards_with_damage(folder: Path, bad: int) -> CaptionShardsData:
+    members = caption_members(0, 10)
+    for number in range(bad):
+        members[f"{number:09d}.jpg"] = b"no image"
+    write_tar(folder / "0.tar", members)
+    return CaptionShardsData(path=str(folder))
+
+
+def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> None:
+    source = shards_with_damage(tmp_path / "in", 2).build()
+    with pytest.raises(
+        DataError, match=r"2 samples cannot be used; --bad-fraction allows 1.*\n.*sample 000000000: not"
+    ):
+        pack(source, options(tmp_path / "out", bad_fraction=0.1))
+    assert not [*(tmp_path / "out").glob("*.tar")]
+    done = pack(source, options(tmp_path / "out", bad_fraction=0.2))
+    assert done.manifest is not None
+    assert (done.manifest.samples, done.manifest.bad) == (8, {"image format": 2})
+    lines = (tmp_path / "out" / "bad_samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["key"] for line in lines] == ["000000000", "000000001"]
+    assert CaptionShardsData(path=str(tmp_path / "out")).build().key(0) == "000000002"
+
+
+def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=9_000)
+    with (
+        mock.patch("shutil.disk_usage", return_value=free),
+        pytest.raises(ConfigError, match=r"has room for 0\.0 GB, but 13 samples need"),
+    ):
+        pack(Made(), options(tmp_path / "out"))
+    assert not [*(tmp_path / "out").glob("*.tar")]
+
+
+def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
+    pack(Made(), options(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="shard_size: 5 there, 6 now"):
+        pack(Made(), Options(tmp_path / "out", shard_size=6))
+    write_tar(tmp_path / "foreign" / "0.tar", caption_members(0, 1))
+    with pytest.raises(ConfigError, match=r"contains 0\.tar; expected an empty folder or one that `vqclip data pack`"):
+        pack(Made(), options(tmp_path / "foreign"))
+    with mock.patch.dict("sys.modules", webdataset=None), pytest.raises(ConfigError, match=r"vqclip\[pack\]"):
+        pack(Made(), options(tmp_path / "new"))
+
+
+def test_headers_hold_neither_time_nor_user(tmp_path: Path) -> None:
+    pack(Made(), options(tmp_path / "out"))
+    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
+        assert {(each.mtime, each.uname, each.gname, each.uid) for each in tar} == {(0, "", "", 0)}
+    assert os.listdir(tmp_path / "out" / "records") != []
