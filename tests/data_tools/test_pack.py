@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
-from vqclip.data import CaptionShardsData, ClassShardsData, RawSample, Source
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
 from vqclip.data.index import load_index
 from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError, DataError
@@ -60,17 +60,17 @@ def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
     done = pack(Made(), options(tmp_path / "out"))
     assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples, done.manifest.captions) == (3, COUNT, COUNT, 25)
-    packed = CaptionShardsData(path=str(tmp_path / "out"), captions="json").build()
+    packed = CaptionShardsConfig(path=str(tmp_path / "out"), captions="json").build()
     assert_same_samples(Made(), packed)
     assert [packed.key(index) for index in (0, 4, 5, 12)] == ["000000000", "000000004", "000010000", "000020002"]
-    first = CaptionShardsData(path=str(tmp_path / "out")).build()
+    first = CaptionShardsConfig(path=str(tmp_path / "out")).build()
     assert first.read(2).captions == Made().read(2).captions[:1]
     assert json.loads((tmp_path / "out" / "00002_stats.json").read_text())["successes"] == 3
 
 
 @pytest.mark.parametrize("labelled", [False, True])
 def test_the_bytes_depend_neither_on_workers_nor_on_the_time_nor_on_parts(tmp_path: Path, labelled: bool) -> None:
-    source = ClassShardsData(path=str(class_folder(tmp_path / "in", COUNT))).build() if labelled else Made()
+    source = ClassShardsConfig(path=str(class_folder(tmp_path / "in", COUNT))).build() if labelled else Made()
     for name, workers in (("one", 0), ("two", 2)):
         pack(source, options(tmp_path / name, workers=workers))
     for part in (2, 1, 1):
@@ -80,15 +80,15 @@ def test_the_bytes_depend_neither_on_workers_nor_on_the_time_nor_on_parts(tmp_pa
 
 
 def test_labels_and_prompts_come_back(tmp_path: Path) -> None:
-    source = ClassShardsData(path=str(class_folder(tmp_path / "in", COUNT))).build()
+    source = ClassShardsConfig(path=str(class_folder(tmp_path / "in", COUNT))).build()
     pack(source, options(tmp_path / "out", split="test"))
-    packed = ClassShardsData(path=str(tmp_path / "out"), split="test").build()
+    packed = ClassShardsConfig(path=str(tmp_path / "out"), split="test").build()
     assert_same_samples(source, packed)
     assert (packed.classnames, packed.templates) == (source.classnames, source.templates)
     assert (tmp_path / "out" / "test" / "nshards.txt").read_text() == "3\n"
     pack(source, options(tmp_path / "out", split="train"))
     (tmp_path / "in" / "classnames.txt").write_text("cat\ndog\nfox\n")
-    other = ClassShardsData(path=str(tmp_path / "in")).build()
+    other = ClassShardsConfig(path=str(tmp_path / "in")).build()
     with pytest.raises(ConfigError, match=r"classnames\.txt: belongs to data with other classes"):
         pack(other, options(tmp_path / "out", split="val"))
 
@@ -101,9 +101,9 @@ def test_labels_and_own_captions_come_back(tmp_path: Path) -> None:
             return super().read(index)._replace(label=index % 2)
 
     pack(Labelled(), options(tmp_path / "out"))
-    captioned = CaptionShardsData(path=str(tmp_path / "out" / "train"), captions="json").build()
+    captioned = CaptionShardsConfig(path=str(tmp_path / "out" / "train"), captions="json").build()
     assert_same_samples(Made(), captioned)
-    labels = ClassShardsData(path=str(tmp_path / "out")).build()
+    labels = ClassShardsConfig(path=str(tmp_path / "out")).build()
     assert [labels.read(index).label for index in range(4)] == [0, 1, 0, 1]
 
 
@@ -140,12 +140,12 @@ def test_training_need_not_index(tmp_path: Path) -> None:
             assert len(load_index(shard)) in (3, SHARD)
 
 
-def shards_with_damage(folder: Path, bad: int) -> CaptionShardsData:
+def shards_with_damage(folder: Path, bad: int) -> CaptionShardsConfig:
     members = caption_members(0, 10)
     for number in range(bad):
         members[f"{number:09d}.jpg"] = b"no image"
     write_tar(folder / "0.tar", members)
-    return CaptionShardsData(path=str(folder))
+    return CaptionShardsConfig(path=str(folder))
 
 
 def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> Non
     assert (done.manifest.samples, done.manifest.bad) == (8, {"image format": 2})
     lines = (tmp_path / "out" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in lines] == ["000000000", "000000001"]
-    assert CaptionShardsData(path=str(tmp_path / "out")).build().key(0) == "000000002"
+    assert CaptionShardsConfig(path=str(tmp_path / "out")).build().key(0) == "000000002"
 
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
 
-from vqclip.cli import data_check, data_draw, data_pack
 from vqclip.cli.command import command
 from vqclip.data import mask_credentials
 from vqclip.runlog.console import log_to_stderr
 
 __all__ = ["main"]
 
-_COMMANDS = {"draw": data_draw, "pack": data_pack, "check": data_check}
-"""Name → module with a docstring and EXAMPLES, `configure` for its parser, and `run`."""
+COMMANDS = {
+    "draw": "draw the scenes data set",
+    "pack": "write data of any kind as WebDataset shards with their index",
+    "check": "read every sample, and report what is bad, duplicated or unusual",
+}
+"""Name → description in one line; the module ``vqclip.cli.data_<name>`` has `configure` for its parser, and `run`."""
 
 
 @command("vqclip data", failure=1, after_interrupt="run the same command again")
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command; the exit status is 1 for data that cannot be used, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(prog="vqclip data", description=__doc__)
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    parser = argparse.ArgumentParser(prog="vqclip data", description="Draw, pack, check and show data.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in _COMMANDS.items():
-        text = (module.__doc__ or "").partition(": ")[2]
-        made = commands.add_parser(
-            name,
-            help=text.splitlines()[0].removesuffix("."),
-            description=text[0].upper() + text[1:],
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.configure(made)
-    options = parser.parse_args(arguments)
+    for name, summary in COMMANDS.items():
+        made = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if given[:1] == [name]:  # only the chosen command's module is imported
+            module = importlib.import_module(f"vqclip.cli.data_{name}")
+            made.description, made.epilog = module.__doc__.partition(": ")[2], module.EXAMPLES
+            module.configure(made)
+    options = parser.parse_args(given)
     log_to_stderr(mask_credentials)
-    status: int | None = _COMMANDS[options.command].run(options)
+    status: int | None = module.run(options)
     return status

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
-from vqclip.data import CaptionShardsData, Source, load_index, parse_source
+from vqclip.data import CaptionShardsConfig, Source, load_index, parse_source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
 from vqclip.runlog.console import print_output
 from vqclip.towers.bpe import BPE
-from vqclip.towers.vocabulary import MAX_CONTEXT
+from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
 
 __all__ = ["EXAMPLES", "configure", "run"]
 
@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _limits(options: argparse.Namespace) -> CheckOptions:
-    vocabulary, min_side, max_pixels = BPE(options.context_length or MAX_CONTEXT), 32, MAX_PIXELS
+    vocabulary: Vocabulary = BPE(options.context_length or MAX_CONTEXT)
+    min_side, max_pixels = 32, MAX_PIXELS
     context_length = options.context_length
     if options.config is not None:
         if context_length is not None:
@@ -136,7 +137,7 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
             damaged.append(Finding(str(shard), str(error).removeprefix(f"{shard}: ")))
     if not damaged:
         return config.build(), []
-    if not whole or not isinstance(config, CaptionShardsData):
+    if not whole or not isinstance(config, CaptionShardsConfig):
         lines = "".join(f"\n  {shard}: {detail}" for shard, detail in damaged)
         raise DataError(f"{path}: {len(damaged)} damaged shards, without which it cannot be read:{lines}")
     return config.model_copy(update={"path": tuple(whole)}).build(), damaged

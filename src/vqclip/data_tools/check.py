@@ -108,8 +108,8 @@ class _Digests:
         """Yield the samples of each digest that several samples have, in the order of the first ones."""
         order = np.argsort(self.values, kind="stable")
         values = self.values[order]
-        starts = np.flatnonzero(np.concatenate(([True], values[1:] != values[:-1]))) if len(values) else []
-        parts = (np.unique(part) for part in np.split(self.samples[order], starts[1:]))
+        starts = 1 + np.flatnonzero(values[1:] != values[:-1])
+        parts = (np.unique(part) for part in np.split(self.samples[order], starts))
         yield from sorted(part.tolist() for part in parts if len(part) > 1)
 
 
@@ -216,11 +216,11 @@ def _add_overlap(
     for here, there, detail in ((files, other_files, "same file"), (pixels, other_pixels, "same pixels")):
         values, first = np.unique(there.values, return_index=True)
         for row in np.flatnonzero(np.isin(here.values, values)):
-            sample = int(here.samples[row])
+            index = int(here.samples[row])
             other = int(there.samples[first[np.searchsorted(values, here.values[row])]])
-            if sample not in seen:
-                seen.add(sample)
-                found.append(Finding(source.name(sample), f"{detail} as {against.name(other)}"))
+            if index not in seen:
+                seen.add(index)
+                found.append(Finding(source.name(index), f"{detail} as {against.name(other)}"))
 
 
 def format_report(report: CheckReport, examples: int = 3) -> str:

@@ -85,8 +85,10 @@ class _Scanner:
         except UnicodeEncodeError as error:
             found.problem = "not UTF-8", f"caption with a lone surrogate at character {error.start}"
         except DataError as error:
-            kind = "truncated image" if error.kind == "damaged image" and _is_truncated(data) else error.kind
-            found.problem = kind, str(error).removeprefix(f"{self._source.name(index)}: ")
+            kind, detail = error.kind, str(error).removeprefix(f"{self._source.name(index)}: ")
+            if kind == "damaged image" and _is_truncated(data):
+                kind, detail = "truncated image", f"{detail}; the file ends early"
+            found.problem = kind, detail
         return found
 
     def _remarks(self, data: bytes, image: Tensor) -> Iterator[tuple[str, str]]:
