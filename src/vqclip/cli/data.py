@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         made = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if given[:1] == [name]:  # only the chosen command's module is imported
             module = importlib.import_module(f"vqclip.cli.data_{name}")
-            made.description, made.epilog = module.__doc__.partition(": ")[2], module.EXAMPLES
+            made.description, made.epilog = str(module.__doc__).partition(": ")[2], module.EXAMPLES
             module.configure(made)
     options = parser.parse_args(given)
     log_to_stderr(mask_credentials)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
-from vqclip.data import CaptionShardsConfig, Source, load_index, parse_source
+from vqclip.data import Source, parse_source
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.prepare import prepare_shard
 from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
@@ -31,6 +32,9 @@ examples:
 """
 
 logger = logging.getLogger(__name__)
+
+_OF_FILES = ("shards", "parquet")
+"""Kinds whose path may be a list of files, so that damaged ones can be left out."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--against",
         type=types.text,
-        metavar="OTHER",
-        help="other data, such as those of an evaluation, whose images should not be in SOURCE",
+        nargs="+",
+        metavar=("OTHER", "key=value"),
+        help="other data, such as those of an evaluation, whose images should not be in SOURCE; its keys may follow",
     )
     add("--workers", type=types.workers, default=1, help="processes that read and decode (%(default)s)")
     add(
@@ -84,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--json: got {options.json}, but there is no folder {options.json.absolute().parent}")
     limits = _limits(options)
     source, damaged = _open(options.source, options.overrides)
-    against = None if options.against is None else parse_source(options.against).build()
+    against = None if options.against is None else parse_source(options.against[0], options.against[1:]).build()
     report = check_source(source, limits, against)
     if damaged:
         report.bad = {"damaged shard": damaged, **report.bad}
@@ -130,14 +135,14 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     whole, damaged = [], []
     for shard in config.shards():
         try:
-            load_index(shard)
+            prepare_shard(shard)
             whole.append(str(shard))
         except DataError as error:
             logger.warning("%s", error)
             damaged.append(Finding(str(shard), str(error).removeprefix(f"{shard}: ")))
     if not damaged:
         return config.build(), []
-    if not whole or not isinstance(config, CaptionShardsConfig):
+    if not whole or config.kind not in _OF_FILES:
         lines = "".join(f"\n  {shard}: {detail}" for shard, detail in damaged)
         raise DataError(f"{path}: {len(damaged)} damaged shards, without which it cannot be read:{lines}")
     return config.model_copy(update={"path": tuple(whole)}).build(), damaged

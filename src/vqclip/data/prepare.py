@@ -21,7 +21,7 @@ from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
 
-__all__ = ["HasShards", "prepare_sources"]
+__all__ = ["HasShards", "prepare_shard", "prepare_sources"]
 
 _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
@@ -74,12 +74,21 @@ def _index_for_a_while(left: list[Shard | Part]) -> None:
     while left:
         progress.heartbeat()
         shard = left.pop()
-        try:
-            shard.prepare() if isinstance(shard, Part) else load_index(shard)
-        except OSError as error:
-            raise DataError(f"{shard}: cannot be indexed: {error}") from error
+        prepare_shard(shard)
         if time.monotonic() >= end:
             break
+
+
+def prepare_shard(shard: Shard | Part) -> None:
+    """Index one shard if its index is missing or outdated.
+
+    Raises:
+        DataError: it is damaged, or cannot be read.
+    """
+    try:
+        shard.prepare() if isinstance(shard, Part) else load_index(shard)
+    except OSError as error:
+        raise DataError(f"{shard}: cannot be indexed: {error}") from error
 
 
 def _ranks_with_this_cache() -> list[int]:

@@ -26,7 +26,7 @@ from pydantic import Field
 from vqclip.config import Config
 from vqclip.data.tokens.manifest import BAD_FILE, MANIFEST_FILE, RECORDS, SETTINGS_FILE, ShardInfo
 from vqclip.errors import CheckpointError, ConfigError, DataError
-from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
+from vqclip.io import atomic
 from vqclip.io.differences import describe_differences
 from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.json_files import add_checksum, read_versioned
@@ -93,7 +93,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         path = folder / SETTINGS_FILE
         if not path.exists():
             self._require_no_shards()
-            write_file_once(path, self._json(settings))
+            atomic.write_file_once(path, self._json(settings))
         # Read in any case: another job may have written it first.
         self._require_same(self._read(path), settings.model_dump(mode="json"))
 
@@ -127,16 +127,16 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
             return None
         return record.facts
 
-    def put(self, shard: int, content: Callable[[BinaryIO], object]) -> FileDigest:
+    def write_file(self, shard: int, content: Callable[[BinaryIO], object]) -> FileDigest:
         """Write the file of a shard; it counts as finished after `add_record`."""
-        return write_file(self.folder / self.name(shard), content)
+        return atomic.write_file(self.folder / self.name(shard), content)
 
     def add_record(self, shard: int, file: FileDigest, samples: int, bad: Iterable[Any], **more: object) -> None:
         """Record a finished shard.
 
         Args:
             shard: its number.
-            file: its digest, from `put`.
+            file: its digest, from `write_file`.
             samples: number of samples in it.
             bad: samples that are left out, with the keys of `BadRecord`.
             more: further fields of the record.
@@ -145,7 +145,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         kinds = dict(sorted(Counter(each.kind for each in left_out).items()))
         facts = ShardInfo(name=self.name(shard), size=file.size, sha256=file.sha256, samples=samples, bad=kinds)
         record = self.record_type.model_validate({"facts": facts, "bad": left_out, **more})
-        write_file(self._record_file(shard), self._json(record))
+        atomic.write_file(self._record_file(shard), self._json(record))
 
     def finish(self, allowed: int) -> ManifestT | None:
         """Write the manifest if every shard is finished.
@@ -174,7 +174,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         self._put_if_new(BAD_FILE, lines.encode())
         self._put_if_new(MANIFEST_FILE, self._json(manifest))
         for folder in (self.folder, self._records):
-            remove_leftovers(folder)
+            atomic.remove_leftovers(folder)
         return manifest
 
     def missing(self) -> int:
@@ -184,7 +184,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
     def _put_if_new(self, name: str, data: bytes) -> None:
         path = self.folder / name
         if not path.exists() or path.read_bytes() != data:
-            write_file(path, data)
+            atomic.write_file(path, data)
 
     def _json(self, facts: Config) -> bytes:
         return add_checksum({**self.versions, **facts.model_dump(mode="json")})

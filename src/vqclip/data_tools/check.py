@@ -154,7 +154,7 @@ def check_source(source: Source, options: CheckOptions, against: Source | None =
             warnings["class without images"].append(Finding(name, f"class {number}"))
     if against is not None:
         _add_overlap(warnings["also in the other data"], source, against, files, pixels, options)
-    report.bad, report.warnings = _sorted(bad), _sorted(warnings)
+    report.bad, report.warnings = _sort_kinds(bad), _sort_kinds(warnings)
     return report
 
 
@@ -162,7 +162,7 @@ def _scan(source: Source, options: CheckOptions, name: str) -> Iterator[ScannedS
     return scan(source, options.tokenize, options.max_pixels, options.min_side, options.workers, name)
 
 
-def _sorted(found: dict[str, list[Finding]]) -> dict[str, list[Finding]]:
+def _sort_kinds(found: dict[str, list[Finding]]) -> dict[str, list[Finding]]:
     return {kind: found[kind] for kind in sorted(found) if found[kind]}
 
 

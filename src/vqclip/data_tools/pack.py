@@ -147,7 +147,7 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
     def write(self, shard: int, batches: Iterable[PackedBatch]) -> None:
         """Write a shard with its statistics and its index, and then its record."""
         tally = _Tally()
-        file = self.put(shard, lambda file: _write_tar(file, tally.count(batches)))
+        file = self.write_file(shard, lambda file: _write_tar(file, tally.count(batches)))
         failed = len(tally.bad)
         stats: dict[str, Any] = {"count": tally.samples + failed, "successes": tally.samples}
         stats |= {"failed_to_download": 0, "failed_to_resize": failed}

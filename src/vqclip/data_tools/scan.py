@@ -39,9 +39,9 @@ class ScannedSample:
     size: int = 0
     """Bytes of the image."""
     file_digest: bytes = b""
-    """Of the image's bytes."""
+    """Digest of the image's bytes."""
     pixel_digest: bytes = b""
-    """Of its decoded pixels; empty for a bad sample."""
+    """Digest of its decoded pixels; empty for a bad sample."""
     captions: list[bytes] = field(default_factory=list)
     """Digest of each caption."""
     lengths: list[int] = field(default_factory=list)

@@ -40,7 +40,7 @@ class TokenFolder(ShardFolder[ShardRecord, Manifest]):
 
     def write(self, shard: int, records: Iterable[TokenRecord], count: int, bad: Iterable[Any]) -> None:
         """Write a token shard of ``count`` samples, and then its record; ``bad`` as in `add_record`."""
-        file = self.put(shard, lambda file: write_shard(file, records, self.settings))
+        file = self.write_file(shard, lambda file: write_shard(file, records, self.settings))
         self.add_record(shard, file, count, bad)
 
     def make_manifest(self, records: Sequence[ShardRecord], samples: int, bad: dict[str, int]) -> Manifest:
