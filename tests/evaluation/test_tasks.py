@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
+from tests.evaluation.test_choices import sugarcrepe, winoground
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.evaluation import (
@@ -17,6 +18,8 @@ from vqclip.evaluation import (
     KnnConfig,
     LinearProbeConfig,
     RetrievalConfig,
+    SugarCrepeConfig,
+    WinogroundConfig,
     ZeroShotConfig,
     evaluate,
     format_results,
@@ -35,6 +38,8 @@ def TASKS(folder):
         RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")),
         KnnConfig(**probe, neighbours=5),
         LinearProbeConfig(**probe, features="tokens"),
+        SugarCrepeConfig(data={"path": folder / "pairs" / "sets", "images": folder / "pairs" / "images"}),
+        WinogroundConfig(data={"path": folder / "rows" / "test.parquet"}, max_bad_fraction=0.5),
     ]
 
 
@@ -47,6 +52,8 @@ def folder(tmp_path):
         good = {f"s{i:07d}.{end}": data for i in (1, 3) for end, data in (("png", png(9 * i)), ("cls", b"1"))}
         write_tar(tmp_path / name / "test" / "00.tar", dict(sorted((damaged | good).items())))
     caption_shards(tmp_path / "captions", CAPTIONS)
+    sugarcrepe(tmp_path / "pairs", {"swap_obj": [(9 * n, n, 9 - n) for n in range(5)], "add": [(0, 1, 2)]})
+    winoground(tmp_path / "rows", [(n, 200 - n, n, n + 1) for n in range(0, 90, 18)], parquet=True)
     tiny_clip().save_pretrained(tmp_path / "model")
     return tmp_path
 

@@ -183,6 +183,7 @@ def test_templates_and_classes_are_read_from_files(tmp_path):
         ("c.json", '["a", "b"]', "got 2 classes; expected 3"),
         ("c.json", '["a", [], "b"]', r"got \[\] as names of a class"),
         ("c.json", '["a", " ", "b"]', r"none of them empty"),
+        ("c.json", '["a", "\\ud800", "b"]', "of characters that can be printed"),
         ("c.json", '["a", 3, "b"]', "expected a list with a name or a list of names for each class"),
         ("c.json", '{"0": "a", "1": "b", "x": "c"}', "missing '2'; unknown 'x'; expected the data's class names"),
         ("c.json", "[" * 10**5, "expected a list with a name"),

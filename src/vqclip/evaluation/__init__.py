@@ -1,4 +1,4 @@
-"""Zero-shot classification, retrieval and probes, in three modes. After the model; before training and the commands.
+"""Evaluations of a model, each in three modes. After the model; before training and the commands.
 
 - *continuous*: the quantizers of both towers bypassed.
 - *quantized*: the training path, in evaluation mode.
@@ -13,6 +13,7 @@ from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.results import Result, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
+from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
     EvaluationConfig,
     EvaluationOutcome,
@@ -23,6 +24,7 @@ from vqclip.evaluation.suite import (
     try_all,
 )
 from vqclip.evaluation.tables import format_line, format_results
+from vqclip.evaluation.winoground import WinogroundConfig, WinogroundData
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [
@@ -37,6 +39,10 @@ __all__ = [
     "LinearProbeConfig",
     "Result",
     "RetrievalConfig",
+    "SugarCrepeConfig",
+    "SugarCrepeData",
+    "WinogroundConfig",
+    "WinogroundData",
     "ZeroShotConfig",
     "evaluate",
     "evaluate_depths",

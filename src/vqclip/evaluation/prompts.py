@@ -72,8 +72,11 @@ def _in_order(
 
 def _names(path: Path, names: str | list[str]) -> Names:
     found = (names,) if isinstance(names, str) else tuple(names)
-    if not found or not all(name.strip() for name in found):
-        raise DataError(f"{path}: got {list(found)} as names of a class; expected at least one, and none of them empty")
+    if not found or not all(name.strip() and name.isprintable() for name in found):
+        raise DataError(
+            f"{path}: got {list(found)} as names of a class; expected at least one, none of them empty, of characters "
+            "that can be printed"
+        )
     return found
 
 

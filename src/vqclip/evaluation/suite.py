@@ -22,6 +22,8 @@ from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
+from vqclip.evaluation.sugarcrepe import SugarCrepeConfig
+from vqclip.evaluation.winoground import WinogroundConfig
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision
@@ -29,7 +31,8 @@ from vqclip.nn.precision import Precision
 logger = logging.getLogger(__name__)
 
 EvaluationConfig = Annotated[
-    ZeroShotConfig | RetrievalConfig | LinearProbeConfig | KnnConfig, Field(discriminator="kind")
+    ZeroShotConfig | RetrievalConfig | LinearProbeConfig | KnnConfig | SugarCrepeConfig | WinogroundConfig,
+    Field(discriminator="kind"),
 ]
 """Any kind of task."""
 

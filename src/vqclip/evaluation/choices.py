@@ -1,0 +1,239 @@
+"""Compositional sets: choose the caption of an image, and the image of a caption, among near misses.
+
+Shapes: n choices of I images and C captions each; the i-th image belongs to the i-th caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from vqclip.data import RawSample, Source, SourceConfigBase
+from vqclip.data.sources.captions import collect_captions
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.errors import DataError, printable
+from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.ranking import SAME
+from vqclip.evaluation.results import Result, common_modes, fill_modes
+from vqclip.io.files import read_bounded
+from vqclip.model import CLIP
+
+
+class Choice(NamedTuple):
+    """One question of a compositional set."""
+
+    images: tuple[int, ...]
+    """Numbers of its images in the source."""
+    captions: tuple[str, ...]
+    """Its captions; those after the last image's are wrong for every image."""
+    category: str = ""
+    """Category that it belongs to."""
+
+
+class Choices(ABC):
+    """A `vqclip.data.Source` of images, with the choices between them."""
+
+    classnames: tuple[str, ...] = ()
+    templates: tuple[str, ...] = ()
+    choices: Sequence[Choice]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return the name of an image, for messages."""
+
+    @abstractmethod
+    def image(self, index: int) -> bytes:
+        """Read an image file; raises DataError."""
+
+    def read(self, index: int) -> RawSample:
+        """Read an image; see `Source.read`. Captions belong to the choices."""
+        return RawSample(self.image(index), ("",))
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Checksum of all choices and of the images' names."""
+        text = repr((list(self.choices), [self.name(index) for index in range(len(self))]))
+        digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+        return {"kind": "choices", "samples": len(self), "sha256": digest}
+
+
+class FileChoices(Choices):
+    """Choices between images in files.
+
+    Args:
+        folder: contains the images.
+        names: their paths in it.
+        choices: the choices.
+        where: file that contains the names, for messages.
+        endings: of a file whose name lacks its ending.
+
+    Raises:
+        DataError: no such folder, or a path that leads out of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[str],
+        choices: Sequence[Choice],
+        where: Path,
+        endings: Sequence[str] = (),
+    ):
+        if not folder.is_dir():
+            raise DataError(f"{folder.absolute()}: no such folder; expected the images that {where} names")
+        for name in names:
+            parts = PurePosixPath(name)
+            if parts.is_absolute() or ".." in parts.parts or not name.isprintable():
+                raise DataError(f"{where}: got the image {name!r}; expected a path below {folder.absolute()}")
+        self.choices = choices
+        self._folder = folder
+        self._names = [_with_ending(folder, name, endings) for name in names]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def name(self, index: int) -> str:
+        """See `Choices.name`."""
+        return printable(str(self._folder / self._names[index]), one_line=True)
+
+    def image(self, index: int) -> bytes:
+        """See `Choices.image`."""
+        try:
+            image = read_bounded(self._folder / self._names[index], MAX_IMAGE_BYTES)
+        except OSError as error:
+            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable file") from None
+        if len(image) > MAX_IMAGE_BYTES:
+            raise DataError(f"{self.name(index)}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too large")
+        return image
+
+
+def clean_caption(text: object, name: str) -> str:
+    """Return a caption without surrounding blanks; raise DataError for what is no caption that a tower can read."""
+    if isinstance(text, list):
+        raise DataError(f"{name}: got a list, expected one caption")
+    return collect_captions({"caption": text}, ("caption",), name, "key", "damaged JSON")[0]
+
+
+def _with_ending(folder: Path, name: str, endings: Sequence[str]) -> str:
+    found = [name + ending for ending in ("", *endings) if (folder / (name + ending)).is_file()]
+    return found[0] if found else name
+
+
+class ChoicesData(SourceConfigBase):
+    """Data of a compositional set; for evaluation only, since its captions are made to confuse."""
+
+    @model_validator(mode="after")
+    def _has_no_weight(self) -> ChoicesData:
+        self.require_no_weight("evaluation")
+        return self
+
+    def build(self, cache: Path | None = None) -> Choices:
+        """Open the data; see `SourceConfigBase.build`."""
+        raise NotImplementedError
+
+
+class ChoicesConfig(ImagesConfig):
+    """A task on a compositional set."""
+
+    data: ChoicesData
+    """The set."""
+
+    @model_validator(mode="after")
+    def _uses_all(self) -> ChoicesConfig:
+        if self.limit is not None:
+            raise ValueError(f"got limit {self.limit}; expected null: this kind uses the whole set")
+        return self
+
+    def open(self, partition: RankPartition) -> Source:
+        """Open the data on every rank; raise DataError if they cannot be used."""
+        return partition.open(self.data)
+
+
+class Scores(NamedTuple):
+    """Similarities of the choices of which every image can be used."""
+
+    by_mode: dict[Mode, Tensor]
+    """Mode → ``(n, I, C)`` on the CPU."""
+    categories: list[str]
+    """Category of each of the n."""
+
+
+def score_choices(config: ChoicesConfig, model: CLIP, encoder: Encoder, name: str) -> tuple[Scores, Result]:
+    """Encode the images and captions of a set, and compare those of each choice.
+
+    Args:
+        config: configuration of the task.
+        model: in evaluation mode.
+        encoder: encoder; every rank of its partition must call this.
+        name: prefix of the names of the files of ids.
+
+    Returns:
+        The similarities, and a result without figures.
+
+    Raises:
+        DataError: the data cannot be used; raised on every rank, with the file and sample.
+    """
+    source = encoder.partition.open(config.data)
+    assert isinstance(source, Choices)
+    image, found, notes = encode_images(
+        config, source, model.image, encoder, f"{name}-image", lambda batch: batch.sample_ids.tolist()
+    )
+    rows = {number: row for row, number in enumerate(found)}
+    choices = [choice for choice in source.choices if all(number in rows for number in choice.images)]
+    if len(choices) < len(source.choices):
+        notes.append(f"{len(source.choices) - len(choices)} of {len(source.choices)} choices lack an image: left out")
+    if not choices:
+        raise DataError(f"{config.name}: no choice has all of its images")
+    captions = list(dict.fromkeys(caption for choice in choices for caption in choice.captions))
+    text = encoder.captions(model.text, captions, config.batch_size, f"{name}-text")
+    number_of = {caption: number for number, caption in enumerate(captions)}
+    left = torch.tensor([[rows[number] for number in choice.images] for choice in choices])
+    right = torch.tensor([[number_of[caption] for caption in choice.captions] for choice in choices])
+    modes, more = common_modes(image, text)
+    by_mode: dict[Mode, Tensor] = {
+        mode: image.embeddings[mode].cpu()[left] @ text.embeddings[mode].cpu()[right].mT for mode in modes
+    }
+    result = Result(
+        name=config.name,
+        kind=config.kind,
+        figures=fill_modes({}),
+        chance={},
+        samples=len(found),
+        classes=None,
+        captions=len(captions),
+        usage={"image": image.usage, "text": text.usage},
+        notes=notes + text.notes + more,
+    )
+    return Scores(by_mode, [choice.category for choice in choices]), result
+
+
+def all_before(right: Tensor, wrong: Tensor) -> Tensor:
+    """Return the probability that every right score is above every wrong one, if ties are in random order.
+
+    Args:
+        right: ``(n, a)``.
+        wrong: ``(n, b)``.
+
+    Returns:
+        ``(n,)`` float64: 1 or 0 without a tie between the lowest right score and the highest wrong one, and
+        1 / C(r + w, r) for a tie of r right and w wrong scores.
+    """
+    low, high = right.amin(1, keepdim=True), wrong.amax(1, keepdim=True)
+    r = ((right - low).abs() <= SAME).sum(1).double()
+    w = ((wrong - high).abs() <= SAME).sum(1).double()
+    orders = torch.exp(torch.lgamma(r + w + 1) - torch.lgamma(r + 1) - torch.lgamma(w + 1)).round()
+    gap = (low - high)[:, 0]
+    return torch.where(gap.abs() <= SAME, 1 / orders, (gap > 0).double())

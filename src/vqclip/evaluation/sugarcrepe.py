@@ -1,0 +1,118 @@
+"""SugarCrepe: an image, its caption, and a caption that is wrong in one detail (Hsieh et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from vqclip.errors import DataError, printable
+from vqclip.evaluation.choices import (
+    Choice,
+    ChoicesConfig,
+    ChoicesData,
+    FileChoices,
+    all_before,
+    clean_caption,
+    score_choices,
+)
+from vqclip.evaluation.encode import Encoder
+from vqclip.evaluation.results import Result, fill_modes
+from vqclip.io.files import read_bounded
+from vqclip.io.json_files import MAX_BYTES, validation_problems
+from vqclip.model import CLIP
+
+_EXPECTED = "expected an object of objects with filename, caption and negative_caption"
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    filename: str
+    caption: str
+    negative_caption: str
+
+
+_ITEMS = TypeAdapter(dict[str, _Item])
+
+
+class SugarCrepeData(ChoicesData):
+    """JSON files in SugarCrepe's layout, one for each category, and a folder of images (COCO's val2017)."""
+
+    kind: Literal["sugarcrepe"] = "sugarcrepe"
+    """SugarCrepe's layout."""
+    path: Path
+    """Folder of JSON files, whose names are the categories, or one such file."""
+    images: Path
+    """Folder of the images."""
+
+    def build(self, cache: Path | None = None) -> FileChoices:
+        """Read the JSON files; raise DataError if one is missing or has another layout."""
+        path = self.path.expanduser()
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files:
+            raise DataError(f"{path.absolute()}: no *.json in it; expected one for each category, such as add_att.json")
+        numbers: dict[str, int] = {}
+        choices = []
+        for file in files:
+            for key, item in _read(file).items():
+                number = numbers.setdefault(item.filename, len(numbers))
+                where = printable(f"{file}: {key}", one_line=True)
+                right, wrong = (clean_caption(text, where) for text in (item.caption, item.negative_caption))
+                choices.append(Choice((number,), (right, wrong), file.stem))
+        return FileChoices(self.images.expanduser(), list(numbers), choices, path)
+
+
+class SugarCrepeConfig(ChoicesConfig):
+    """Share of images whose caption is nearer than its wrong variant: of each category, and the mean of these."""
+
+    figures: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+    kind: Literal["sugarcrepe"] = "sugarcrepe"
+    name: str = "SugarCrepe"
+    """Title of the results."""
+    data: SugarCrepeData
+    """The set."""
+
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
+        return sugarcrepe(self, model, encoder, name)
+
+
+def sugarcrepe(config: SugarCrepeConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
+    """Compare every image with its two captions in each of the three modes; see `score_choices`.
+
+    Raises:
+        DataError: the data cannot be used; raised on every rank.
+    """
+    scores, result = score_choices(config, model, encoder, name)
+    categories = list(dict.fromkeys(scores.categories))
+    rows = {category: [n for n, each in enumerate(scores.categories) if each == category] for category in categories}
+    found = {}
+    for mode, each in scores.by_mode.items():
+        hits = all_before(each[:, 0, :1], each[:, 0, 1:])
+        by_category = {category: float(hits[rows[category]].mean()) for category in categories}
+        found[mode] = {"accuracy": sum(by_category.values()) / len(categories)} | by_category
+    chance = dict.fromkeys(("accuracy", *categories), 0.5)
+    return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+
+
+def _read(file: Path) -> dict[str, _Item]:
+    try:
+        data = read_bounded(file, MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); {_EXPECTED}") from None
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{file}: more than {MAX_BYTES} bytes, which are not read")
+    try:
+        items = _ITEMS.validate_python(json.loads(data))
+    except ValidationError as error:
+        raise DataError(f"{file}: {validation_problems(error)[0]}; {_EXPECTED}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not JSON: {error}; {_EXPECTED}") from None
+    if not items or file.stem == SugarCrepeConfig.figures[0]:
+        raise DataError(f"{file}: got {len(items)} items of the category {file.stem!r}; expected some, of another name")
+    return items

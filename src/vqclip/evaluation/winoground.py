@@ -1,0 +1,188 @@
+"""Winoground: two images and two captions of the same words in another order (Thrush et al. 2022)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vqclip.data.sources.folder import IMAGE_ENDINGS
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
+from vqclip.errors import DataError
+from vqclip.evaluation.choices import (
+    Choice,
+    Choices,
+    ChoicesConfig,
+    ChoicesData,
+    FileChoices,
+    all_before,
+    clean_caption,
+    score_choices,
+)
+from vqclip.evaluation.encode import Encoder
+from vqclip.evaluation.results import Result, fill_modes
+from vqclip.io.files import read_bounded
+from vqclip.io.json_files import MAX_BYTES, validation_problems
+from vqclip.model import CLIP
+
+_IMAGES, _CAPTIONS = ("image_0", "image_1"), ("caption_0", "caption_1")
+_EXPECTED = f"expected {', '.join((*_IMAGES, *_CAPTIONS))}"
+_MEMORY = 256 << 20
+"""Bytes of decoded row groups that stay in memory."""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    image_0: str
+    image_1: str
+    caption_0: str
+    caption_1: str
+
+
+class WinogroundData(ChoicesData):
+    """Winoground's files: a Parquet file with images, or lines of JSON with their names and a folder of images."""
+
+    kind: Literal["winoground"] = "winoground"
+    """Winoground's layout."""
+    path: Path
+    """The .parquet or .jsonl file. Each row has image_0, image_1, caption_0 and caption_1."""
+    images: Path | None = None
+    """Folder of the images of a .jsonl; null: `images` beside the file. A name may lack its ending."""
+
+    def shards(self) -> Sequence[ParquetPart]:
+        """Return the Parquet file, for `vqclip.data.prepare_sources`."""
+        return [ParquetPart(self._file())] if self._is_parquet() else []
+
+    def build(self, cache: Path | None = None) -> Choices:
+        """Read the file; raise DataError if it is missing or has another layout."""
+        file = self._file()
+        if self._is_parquet():
+            if self.images is not None:
+                raise DataError(f"{file}: contains its images; got images: {self.images}, expected null")
+            return ParquetChoices(file, cache)
+        lines = _read_lines(file)
+        folder = file.parent / "images" if self.images is None else self.images.expanduser()
+        names = [getattr(line, image) for line in lines for image in _IMAGES]
+        pairs = _pairs([(line.caption_0, line.caption_1, f"{file}:{n}") for n, line in enumerate(lines, 1)])
+        return FileChoices(folder, names, pairs, file, IMAGE_ENDINGS)
+
+    def _file(self) -> Path:
+        return self.path.expanduser()
+
+    def _is_parquet(self) -> bool:
+        return self.path.suffix == ".parquet"
+
+
+class ParquetChoices(Choices):
+    """Choices between the images in the rows of a Parquet file.
+
+    Args:
+        file: the file.
+        cache: folder of its index; default `vqclip.io.cache.cache_folder()`.
+
+    Raises:
+        DataError: it is missing or damaged, or has other columns.
+    """
+
+    def __init__(self, file: Path, cache: Path | None = None):
+        texts = RowGroups([file], _MEMORY, cache)
+        have = read_schema(texts.facts[0]).names
+        if not {*_IMAGES, *_CAPTIONS} <= {*have}:
+            raise DataError(f"{file}: got the columns {', '.join(have) or 'none'}; {_EXPECTED}")
+        texts.select(_CAPTIONS)
+        rows = [texts.read(index) for index in range(len(texts))]
+        self.choices = _pairs(
+            [(row["caption_0"], row["caption_1"], texts.name(index)) for index, row in enumerate(rows)]
+        )
+        self._rows = RowGroups([file], _MEMORY, cache)
+        self._rows.select(_IMAGES)
+
+    def __len__(self) -> int:
+        return 2 * len(self._rows)
+
+    def name(self, index: int) -> str:
+        """See `Choices.name`."""
+        return f"{self._rows.name(index // 2)}: {_IMAGES[index % 2]}"
+
+    def image(self, index: int) -> bytes:
+        """See `Choices.image`."""
+        value: Any = self._rows.read(index // 2)[_IMAGES[index % 2]]
+        found = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(found, bytes) or len(found) > MAX_IMAGE_BYTES:
+            raise DataError(
+                f"{self.name(index)}: expected the bytes of an image, at most {MAX_IMAGE_BYTES}", "missing member"
+            )
+        return found
+
+
+class WinogroundConfig(ChoicesConfig):
+    """Text, image and group score of Winoground.
+
+    text: both images choose their caption; image: both captions choose their image; group: both.
+    """
+
+    figures: ClassVar[tuple[str, ...]] = ("text_score", "image_score", "group_score")
+
+    kind: Literal["winoground"] = "winoground"
+    name: str = "Winoground"
+    """Title of the results."""
+    data: WinogroundData
+    """The set."""
+
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
+        return winoground(self, model, encoder, name)
+
+
+def winoground(config: WinogroundConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
+    """Compare the two images with the two captions of every row in each of the three modes; see `score_choices`.
+
+    Raises:
+        DataError: the data cannot be used; raised on every rank.
+    """
+    scores, result = score_choices(config, model, encoder, name)
+    found = {mode: winoground_scores(each) for mode, each in scores.by_mode.items()}
+    chance = dict(zip(config.figures, (1 / 4, 1 / 4, 1 / 6), strict=True))
+    return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+
+
+def winoground_scores(scores: torch.Tensor) -> dict[str, float]:
+    """Return the three scores of similarities ``(n, 2, 2)`` of images and captions; ties are in random order."""
+    right, wrong = scores.diagonal(dim1=1, dim2=2), scores.flip(2).diagonal(dim1=1, dim2=2)
+    text = all_before(right[:, :1], wrong[:, :1]) * all_before(right[:, 1:], wrong[:, 1:])
+    image = all_before(right[:, :1], wrong[:, 1:]) * all_before(right[:, 1:], wrong[:, :1])
+    rates = [float(each.mean()) for each in (text, image, all_before(right, wrong))]
+    return dict(zip(WinogroundConfig.figures, rates, strict=True))
+
+
+def _pairs(rows: Sequence[tuple[object, object, str]]) -> list[Choice]:
+    """Return the choices of rows of two captions and a name for messages."""
+    captions = [(clean_caption(first, name), clean_caption(second, name)) for first, second, name in rows]
+    return [Choice((2 * row, 2 * row + 1), pair) for row, pair in enumerate(captions)]
+
+
+def _read_lines(file: Path) -> list[_Line]:
+    try:
+        data = read_bounded(file, MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); expected a .parquet or .jsonl file") from None
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{file}: more than {MAX_BYTES} bytes, which are not read")
+    lines = []
+    for number, text in enumerate(data.splitlines(), 1):
+        try:
+            lines.append(_Line.model_validate(json.loads(text)))
+        except ValidationError as error:
+            raise DataError(f"{file}:{number}: {validation_problems(error)[0]}; {_EXPECTED}") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}:{number}: not JSON: {error}; {_EXPECTED}") from None
+    if not lines:
+        raise DataError(f"{file}: is empty; expected a line of JSON for each pair")
+    return lines
