@@ -283,7 +283,7 @@ def test_a_teacher_with_nan_is_refused(tmp_path, folders):
         model.visual.proj[0, 0] = torch.nan
     torch.save(model.state_dict(), path)
     teacher = {"kind": "open_clip", "model": "vqclip-nan", "pretrained": path}
-    assert "weights contain NaN or infinity: clip.visual.proj" in refused({"kind": "embeddings", "teacher": teacher})
+    assert "contain NaN or infinity: visual.proj" in refused({"kind": "embeddings", "teacher": teacher})
     student, step = build_step([term("embeddings", folders["same"])])
     step.distillation._embeddings["embeddings"].teacher.clip.image.pool.head.weight.data.fill_(torch.inf)
     with pytest.raises(NonFiniteError, match="outputs of the teacher of 'embeddings' contain NaN"):

@@ -26,7 +26,7 @@ from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers.frozen import chunk_size
-from vqclip.train import TrainConfig, feature_cache, feature_makers
+from vqclip.train import TrainConfig, feature_cache, feature_origin
 from vqclip.train.step import TrainStep
 
 COUNTS = (37, 30)
@@ -292,7 +292,7 @@ def test_features_are_stored_after_a_reduction_without_weights(tmp_path, shards,
     with caplog.at_level("INFO"):
         assert train_plain(tmp_path, shards, **changes) == train_stored(tmp_path, shards, **changes)[0]
     assert timeless(tmp_path / "plain") == timeless(tmp_path / "stored")
-    assert "67 samples x 2 views x 1 tokens x 16 features, fp32: 8.58 kB" in caplog.text
+    assert "67 samples x 2 views x 1 token x 16 features, fp32: 8.58 kB" in caplog.text
     assert re.search(r"image-\w+ cannot be used, .*\n +origin.reduce.kind: absent there, 'mean' now\n", caplog.text)
     images = sorted(sum(path.stat().st_size for path in each.glob("*.features")) for each in folders(tmp_path, "image"))
     assert images[0] < images[1] / 2
@@ -351,9 +351,9 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
 @pytest.mark.parametrize("package", ["vqclip", "ftfy", "tokenizers"])
 def test_versions_are_part_of_the_settings(monkeypatch, package):
     """Those of the libraries that make pixels, token numbers or features."""
-    version, before = importlib.metadata.version, feature_makers._versions()
+    version, before = importlib.metadata.version, feature_origin._versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == package else version(name))
-    assert feature_makers._versions() != before
+    assert feature_origin._versions() != before
 
 
 def test_other_ranks_never_wait_for_all_views_of_a_block(tmp_path, shards):
@@ -421,10 +421,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
     assert "expected model.image.tower.train: none or model.text.tower.train: none" in problem({}, frozen=())
     assert "at least 1 item" in problem({"modalities": []})
     assert "data.views: got null" in problem({}, data__views=None)
-    teacher = {"kind": "embeddings", "teacher": {"kind": "vqclip", "folder": "x"}}
-    tree = tree_of(tmp_path, shards, {}) | {"distillation": [teacher]}
-    with pytest.raises(ValueError, match="teacher needs images"):
-        TrainConfig.model_validate(tree)
     tree = tree_of(tmp_path, shards, {}, frozen=())
     tree["model"]["image"]["tower"]["train"] = {"from_step": 10}
     with pytest.raises(ValueError, match="towers train"):

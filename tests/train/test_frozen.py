@@ -40,11 +40,11 @@ def with_features(batch: Batch, model, modalities) -> Batch:
     """The batch as it comes from the feature cache."""
     features = {}
     if "image" in modalities:
-        features["image_features"] = model.image.tower_features(batch.images)
-        features["images"] = batch.images[:, :, :0, :0]
+        features["image"] = model.image.tower_features(batch.images)
     if "text" in modalities:
-        features["text_features"] = model.text.tower_features(batch.texts)
-    return dataclasses.replace(batch, **features)
+        features["text"] = model.text.tower_features(batch.texts)
+    images = batch.images[:, :, :0, :0] if "image" in modalities else batch.images
+    return dataclasses.replace(batch, images=images, features=features)
 
 
 def train(modalities, cached, sizes=(G,), count=3, **changes):

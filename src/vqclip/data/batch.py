@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class Batch:
     epoch: int
     """Epoch of the global batch's first position."""
     images: Tensor
-    """``(B, 3, H, W)`` uint8; ``(B, 3, 0, 0)`` if `image_features` replace them."""
+    """``(B, 3, H, W)`` uint8; ``(B, 3, 0, 0)`` if `features` of ``image`` replace them."""
     texts: Tensor
     """``(B, T)`` int64, from the tokenize function."""
     sample_ids: Tensor
@@ -48,10 +49,9 @@ class Batch:
     """Samples that were replaced."""
     lengths: tuple[int, ...] = ()
     """Number of tokens of each caption before it was cut."""
-    image_features: Tensor | None = None
-    """``(B, N, D)`` of the frozen image tower, from the feature cache, in its dtype; None without a cache."""
-    text_features: Tensor | None = None
-    """``(B, T, D)`` of the frozen text tower, from the feature cache, in its dtype; None without a cache."""
+    features: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → ``(B, N, D)`` from the feature cache, in its dtype: ``image`` and ``text`` of frozen towers, and what
+    teachers compute."""
     captions: tuple[str, ...] = ()
     """B captions, for models with another vocabulary."""
 
@@ -67,8 +67,7 @@ class Batch:
             sample_ids=self.sample_ids.pin_memory(),
             labels=self.labels.pin_memory(),
             places=self.places.pin_memory(),
-            image_features=None if self.image_features is None else self.image_features.pin_memory(),
-            text_features=None if self.text_features is None else self.text_features.pin_memory(),
+            features={name: each.pin_memory() for name, each in self.features.items()},
         )
 
 

@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
+from vqclip.data.features import FeatureReader
 from vqclip.data.order import GlobalOrder
-from vqclip.data.samples import FeatureReaders, SampleMaker
+from vqclip.data.samples import SampleMaker
 from vqclip.data.sources import Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.data.workers import ordered_map
@@ -107,18 +108,16 @@ class BatchMaker:
         slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
         count = len(slots.sample)
         stored = self._samples.features
-        side = self._image_size if stored.image is None else 0
+        side = 0 if "image" in stored else self._image_size
         images = torch.empty(count, 3, side, side, dtype=torch.uint8)
-        image_features, text_features = (None if each is None else each.empty(count) for each in stored)
+        features = {name: reader.empty(count) for name, reader in stored.items()}
         captions, ids, labels, bad = [], [], [], []
         for row, (source, index, epoch) in enumerate(zip(*(part.tolist() for part in slots), strict=True)):
             sample, replaced = self._samples.make(source, index, epoch)
             if sample.image is not None:
                 images[row] = sample.image
-            if image_features is not None and sample.image_features is not None:
-                image_features[row] = sample.image_features
-            if text_features is not None and sample.text_features is not None:
-                text_features[row] = sample.text_features
+            for name, each in sample.features.items():
+                features[name][row] = each
             captions.append(sample.caption)
             ids.append(sample.sample_id)
             labels.append(sample.label)
@@ -136,8 +135,7 @@ class BatchMaker:
             bad=tuple(bad),
             lengths=tuple(lengths[:count]),
             captions=tuple(captions),
-            image_features=image_features,
-            text_features=text_features,
+            features=features,
         )
 
 
@@ -196,8 +194,8 @@ class TrainData:
         """Maker of the samples."""
         return self._samples
 
-    def use_features(self, readers: FeatureReaders) -> None:
-        """Take stored features instead of images or beside captions, from the next call of `batches` on."""
+    def use_features(self, readers: Mapping[str, FeatureReader]) -> None:
+        """Add stored features to the batches from the next call of `batches` on; those of ``image`` replace images."""
         self._samples.features = readers
 
     @property

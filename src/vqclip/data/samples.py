@@ -10,7 +10,7 @@ The view is the epoch, or with `data.views` n one of n, each in every n-th epoch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
-__all__ = ["FeatureReaders", "Sample", "SampleMaker", "read_decoded"]
+__all__ = ["Sample", "SampleMaker", "read_decoded"]
 
 _TRIES = 32
 
@@ -39,17 +39,8 @@ class Sample(NamedTuple):
     caption: str
     sample_id: int
     label: int
-    image_features: Tensor | None = None
-    """``(N, D)`` from the feature cache."""
-    text_features: Tensor | None = None
-    """``(T, D)`` from the feature cache."""
-
-
-class FeatureReaders(NamedTuple):
-    """Stored features that replace the towers; None for a tower that runs."""
-
-    image: FeatureReader | None = None
-    text: FeatureReader | None = None
+    features: Mapping[str, Tensor]
+    """Name → ``(N, D)`` from the feature cache."""
 
 
 def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample, Tensor]:
@@ -94,7 +85,8 @@ class SampleMaker:
     ):
         self.sources = sources
         self.views = views
-        self.features = FeatureReaders()
+        self.features: Mapping[str, FeatureReader] = {}
+        """Stored features by name; those of ``image`` replace the images."""
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""
         self._transform = transform
@@ -155,20 +147,17 @@ class SampleMaker:
     def _make(self, source: int, index: int, epoch: int) -> Sample:
         sample_id, image, stored = self._id(source, index), None, self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
-        image_features = text_features = None
-        if stored.image is None:
+        if "image" not in stored:
             raw, decoded = read_decoded(self.sources[source], index, self._max_pixels)
             image = self._view(decoded, view, sample_id)
         else:
             raw = self.sources[source].read(index)
-            assert self.views is not None
-            image_features = stored.image.read(sample_id, view, self.views)
         choice = 0
         if len(raw.captions) > 1:
             choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
-        if stored.text is not None:
-            text_features = stored.text.read(sample_id, choice, len(raw.captions))
-        return Sample(image, raw.captions[choice], sample_id, raw.label, image_features, text_features)
+        entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
+        features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
+        return Sample(image, raw.captions[choice], sample_id, raw.label, features)
 
     def _view(self, image: Tensor, view: int, sample_id: int) -> Tensor:
         return self._transform(image, self._augmentation.at(view, sample_id))

@@ -20,7 +20,7 @@ from vqclip.model import CLIP, ModelConfig
 from vqclip.runlog.best import PREFIX
 from vqclip.towers.training import FromStep
 from vqclip.train.bottleneck import BottleneckConfig
-from vqclip.train.distillation import DistillationConfig
+from vqclip.train.distillation import DistillationConfig, DistillationTerm
 from vqclip.train.ema import EmaConfig
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
@@ -166,14 +166,21 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
-        needs_pixels = [term.kind for term in self.distillation if term.kind != "text_features"]
+        needs_pixels = [
+            term.kind for term in self.distillation if term.kind != "text_features" and not self.stores_teacher(term)
+        ]
         if "image" in self.cached_modalities and needs_pixels:
             raise ValueError(
-                f"distillation: got a term of kind {needs_pixels[0]}, whose teacher needs images, with a "
-                "data.feature_cache of image features, which replace them; expected data.feature_cache: null or "
-                "{modalities: [text]}"
+                f"data.feature_cache.teachers: got false with a distillation term of kind {needs_pixels[0]}, whose "
+                "teacher needs images, which stored image features replace; expected true, or modalities: [text]"
             )
         return self
+
+    def stores_teacher(self, term: DistillationTerm) -> bool:
+        """Return whether all that a term's teacher computes is stored before the first step."""
+        cache = self.data.feature_cache
+        repeats = self.data.views is not None or term.kind == "text_features"
+        return cache is not None and cache.teachers and repeats
 
     @property
     def cached_modalities(self) -> tuple[Modality, ...]:
@@ -181,7 +188,8 @@ class TrainConfig(Config):
         if self.data.feature_cache is None:
             return ()
         training: dict[Modality, object] = {"image": self.model.image.tower.train, "text": self.model.text.tower.train}
-        return self.data.feature_cache.choose(training, self.data.views)
+        alone = not any(self.stores_teacher(term) for term in self.distillation)
+        return self.data.feature_cache.choose(training, self.data.views, alone=alone)
 
     def identity(
         self,
@@ -252,6 +260,8 @@ class TrainConfig(Config):
         cache = self.data.feature_cache
         if cache is not None and (cache.dtype != "fp32" or self.train.precision == "fp64"):
             found["feature_cache"] = {"dtype": cache.dtype, "modalities": list(self.cached_modalities)}
+            if teachers := [term.kind for term in self.distillation if self.stores_teacher(term)]:
+                found["feature_cache"]["teachers"] = teachers
         return found
 
 

@@ -1,4 +1,4 @@
-"""Store the features of frozen towers before the first step, and let the loader read them.
+"""Store the features of frozen towers and teachers before the first step, and let the loader read them.
 
     one job computes at a time (lock)  ->  every rank verifies a part of the shards  ->  what is missing is divided
     compute for some seconds; meet, so that an error or a request to stop on one rank ends all; repeat
@@ -14,20 +14,23 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vqclip import dist
 from vqclip.data import TrainData
 from vqclip.data.features import FeatureFolder, FeatureReader
-from vqclip.data.samples import FeatureReaders, SampleMaker
+from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
+from vqclip.train.distillation import Distillation
 from vqclip.train.feature_jobs import FeatureJob
-from vqclip.train.feature_makers import feature_settings, tower_maker
+from vqclip.train.feature_makers import FeatureMaker, tower_maker
+from vqclip.train.feature_origin import feature_settings
 
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
@@ -45,13 +48,14 @@ _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
 
 
-def store_features(config: TrainConfig, model: CLIP, data: TrainData) -> None:
+def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillation: Distillation | None) -> None:
     """Compute the features that `data.feature_cache` asks for and that are not there yet. A collective.
 
     Args:
         config: of the run.
         model: with the weights of the run's first step.
         data: reads the features from now on.
+        distillation: its teachers are dropped where what they compute is stored.
 
     Raises:
         ConfigError: not enough space, a folder that cannot be used, or features too large for the dtype.
@@ -59,16 +63,24 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData) -> None:
         NonFiniteError: the features of a sample contain NaN or infinity.
         StopRequested: a signal asked for a stop; finished shards stay.
     """
-    readers = {}
-    for modality in config.cached_modalities:
-        maker, cache = tower_maker(getattr(model, modality)), config.data.feature_cache
-        assert cache is not None
-        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
+    cache = config.data.feature_cache
+    if cache is None:
+        return
+    makers: dict[str, FeatureMaker] = {
+        modality: tower_maker(getattr(model, modality)) for modality in config.cached_modalities
+    }
+    if distillation is not None:
+        makers |= distillation.makers(model, config.stores_teacher)
+    folders = {name: FeatureFolder(cache.path, feature_settings(config, maker, data)) for name, maker in makers.items()}
+    finished: set[Path] = set()
+    for name, folder in folders.items():
         _require_same_settings(folder)
-        job = FeatureJob(maker, config.train.precision, data.samples, folder, data.options)
-        _complete(folder, job, data.samples)
-        readers[modality] = FeatureReader(folder)
-    data.use_features(FeatureReaders(**readers))
+        if folder.path not in finished:  # two terms may have one teacher
+            _complete(folder, FeatureJob(makers[name], config.train.precision, data.samples, folder, data.options))
+        finished.add(folder.path)
+    data.use_features({name: FeatureReader(folder) for name, folder in folders.items()})
+    if distillation is not None:
+        distillation.release_teachers(config.stores_teacher)
 
 
 def _require_same_settings(folder: FeatureFolder) -> None:
@@ -81,14 +93,14 @@ def _require_same_settings(folder: FeatureFolder) -> None:
         )
 
 
-def _complete(folder: FeatureFolder, job: FeatureJob, samples: SampleMaker) -> None:
+def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
     """Verify the shards and compute those that are missing or damaged; nothing is written where all are there."""
     with dist.raise_on_all_ranks():
         folder.make()
     missing = _find_missing(folder, range(folder.settings.shards))
     with _computing_alone(folder) if missing else contextlib.nullcontext():
         missing = _find_missing(folder, missing)  # another job may have computed them by now
-        dist.run_on_main(lambda: _announce(folder, missing, samples))
+        dist.run_on_main(lambda: _announce(folder, job, missing))
         if missing:
             dist.run_on_main(folder.remove_leftovers)
             _compute(folder, job, missing)
@@ -155,8 +167,7 @@ def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
 def _compute(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
     wanted = sum(len(folder.settings.shard_range(shard)) for shard in missing)
     total = folder.settings.samples
-    name = f"{folder.settings.modality} features"
-    with ProgressBar(total, total - wanted, dist.is_main(), name, "sample") as bar:
+    with ProgressBar(total, total - wanted, dist.is_main(), job.maker.network, "sample") as bar:
         for count in _in_rounds(job.run(missing[dist.rank() :: dist.world_size()])):
             bar.advance(count)
             bar.show()
@@ -190,21 +201,22 @@ def _work_for_a_while(work: Iterator[int]) -> tuple[int, bool]:
     return done, True
 
 
-def _announce(folder: FeatureFolder, missing: list[int], samples: SampleMaker) -> None:
+def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
     """Log the size of the features, and require enough space for those that are missing."""
-    settings = folder.settings
+    settings, samples, network = folder.settings, job.samples, job.maker.network
     if settings.modality == "image":
         rows = float(samples.views or 1)
         unit = "1 view" if rows == 1 else f"{rows:,.0f} views"
     else:
         rows = _captions_per_sample(samples)
         unit = "1 caption" if rows == 1 else f"about {rows:.3g} captions"
+    tokens = "1 token" if settings.tokens == 1 else f"{settings.tokens:,} tokens"
     what = (
-        f"{settings.samples:,} samples x {unit} x {settings.tokens:,} tokens x {settings.width:,} features, "
+        f"{settings.samples:,} samples x {unit} x {tokens} x {settings.width:,} features, "
         f"{settings.dtype}: {_in_words(settings.samples * rows * settings.row_bytes)} in {folder.path}"
     )
     if not missing:
-        logger.info("feature cache (%s): %s; complete", settings.modality, what)
+        logger.info("feature cache (%s): %s; complete", network, what)
         return
     needed = sum(len(settings.shard_range(shard)) for shard in missing) * rows * settings.row_bytes
     free = shutil.disk_usage(folder.path).free
@@ -215,13 +227,13 @@ def _announce(folder: FeatureFolder, missing: list[int], samples: SampleMaker) -
         )
     there = settings.shards - len(missing)
     kept = f"; {there:,} of {settings.shards:,} shards are there" if there else ""
-    logger.info("feature cache (%s): %s%s", settings.modality, what, kept)
+    logger.info("feature cache (%s): %s%s", network, what, kept)
     if not there and (nearest := folder.describe_nearest()):
         name, *differing = nearest
         more = [f"  ... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
         logger.info(
             "feature cache (%s): %s cannot be used, as it has other settings; delete it if no other run needs it:\n%s",
-            settings.modality,
+            network,
             folder.path.with_name(name),
             "\n".join(differing[:_SHOWN] + more),
         )

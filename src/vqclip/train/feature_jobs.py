@@ -42,8 +42,8 @@ class FeatureJob:
         folder: FeatureFolder,
         options: LoaderOptions,
     ):
-        self._maker, self._precision = maker, precision
-        self._samples, self._folder, self._options = samples, folder, options
+        self.maker, self._precision = maker, precision
+        self.samples, self._folder, self._options = samples, folder, options
 
     def run(self, shards: Sequence[int]) -> Iterator[int]:
         """Compute and write shards; yield the number of samples done since the last time.
@@ -53,7 +53,7 @@ class FeatureJob:
             ConfigError: features are too large for the stored dtype.
             DataError: the samples cannot be read.
         """
-        blocks = Blocks(self._samples, self._folder.settings, shards, chunk_size(self._maker.device))
+        blocks = Blocks(self.samples, self._folder.settings, shards, chunk_size(self.maker.device))
         options = self._options
         made = ordered_map(blocks, range(len(blocks)), options.workers, options.prefetch, timeout_s=options.timeout_s)
         shard: _ShardInWork | None = None
@@ -70,7 +70,7 @@ class FeatureJob:
                 yield block.size
 
     def _begin(self) -> _ShardInWork:
-        size, tokenize = chunk_size(self._maker.device), self._maker.tokenize
+        size, tokenize = chunk_size(self.maker.device), self.maker.tokenize
         if tokenize is None:
             return _ImageShard(self._compute, size)
         return _TextShard(lambda captions: self._compute(tokenize(captions)), _CAPTION_CHUNKS * size)
@@ -78,8 +78,8 @@ class FeatureJob:
     @torch.no_grad()
     def _compute(self, inputs: Tensor) -> Tensor:
         """Return the features ``(R, N, D)`` of some rows in the stored dtype; those that are not finite stay so."""
-        with autocast(self._maker.device, self._precision):
-            features = self._maker.compute(inputs.to(self._maker.device))
+        with autocast(self.maker.device, self._precision):
+            features = self.maker.compute(inputs.to(self.maker.device))
         stored = features.to(self._folder.settings.torch_dtype)
         return torch.where(features.isfinite(), stored, torch.nan).cpu()  # infinity is then too large a number
 
@@ -89,12 +89,12 @@ class FeatureJob:
         bad_rows = (~rows.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
         if bad_rows:
             place = next(place for place, entries in enumerate(shard.entries) if bad_rows[0] in entries)
-            source, index = self._samples.locate(settings.shard_range(number)[place])
+            source, index = self.samples.locate(settings.shard_range(number)[place])
             raise self._error(source.name(index), bool(rows[bad_rows[0]].isnan().any()))
         self._folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
 
     def _error(self, name: str, is_nan: bool) -> NonFiniteError | ConfigError:
-        network, dtype = self._maker.network, self._folder.settings.dtype
+        network, dtype = self.maker.network, self._folder.settings.dtype
         if is_nan:
             return NonFiniteError(
                 f"{name}: the {network}'s features contain NaN or infinity; are its weights those that "

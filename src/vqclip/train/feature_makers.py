@@ -1,32 +1,20 @@
-"""Networks whose features are stored, and fingerprints of everything that determines the values."""
+"""Networks whose features are stored, and fingerprints of them and of their input."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vqclip.data import TrainData
-from vqclip.data.features import FeatureSettings, Modality
-from vqclip.data.features.settings import TORCH_DTYPES, choose_shard_samples
+from vqclip.data.features import Modality
 from vqclip.io.tensors import add_tensors
-from vqclip.seeds import derive_seed
 from vqclip.tokenizer import TextTokenizer, Tokenizer
-from vqclip.towers.frozen import chunk_size
 from vqclip.towers.training import TowerConfig
-
-if TYPE_CHECKING:
-    from vqclip.train.config import TrainConfig
-
-_MADE_WITH = (
-    *("vqclip", "torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers"),
-    *("tokenizers", "ftfy", "regex"),  # they decide the token numbers of a caption
-)
 
 
 @dataclass(frozen=True)
@@ -65,39 +53,18 @@ def tower_maker(tokenizer: Tokenizer) -> FeatureMaker:
     )
 
 
-def feature_settings(config: TrainConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
-    """Return the settings of stored features.
-
-    They are the same on any number of processes and of threads; the number of threads may change the last bits.
-    """
-    cache, chunk, is_image = config.data.feature_cache, chunk_size(maker.device), maker.modality == "image"
-    assert cache is not None
-    views = config.data.views or 1 if is_image else 1
-    sample_bytes = views * maker.tokens * maker.width * TORCH_DTYPES[cache.dtype].itemsize
-    return FeatureSettings(
-        modality=maker.modality,
-        samples=len(data),
-        shard_samples=choose_shard_samples(len(data), sample_bytes, chunk),
-        tokens=maker.tokens,
-        width=maker.width,
-        dtype=cache.dtype,
-        origin={
-            "data": [source.fingerprint for source in data.samples.sources],
-            "precision": config.train.precision,
-            "device": _device_name(maker.device),
-            "chunk": chunk,
-            "made_with": _versions(),
-            **(_image_origin(config) if is_image else {}),
-            **maker.origin,
-        },
-    )
-
-
 def tower_origin(tower: nn.Module, config: TowerConfig) -> dict[str, Any]:
     """Return the SHA-256 of the configuration of a tower, but for what trains, and of all its tensors."""
     digest = hashlib.sha256(f"{type(tower).__name__} {config.model_dump_json(exclude={'train'})}".encode())
     add_tensors(digest, {**dict(tower.named_parameters()), **dict(tower.named_buffers())})
     return {"tower": digest.hexdigest()}
+
+
+def teacher_origin(teacher: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
+    """Return the SHA-256 of all tensors of a teacher of embeddings, and of what else determines its embeddings."""
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    add_tensors(digest, {**dict(teacher.named_parameters()), **dict(teacher.named_buffers())})
+    return {"teacher": digest.hexdigest()}
 
 
 def vocabulary_origin(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -111,26 +78,3 @@ def vocabulary_origin(tokenizer: Tokenizer) -> dict[str, Any]:
         "vocabulary_files": files,
         "context_length": vocabulary.context_length,
     }
-
-
-def _image_origin(config: TrainConfig) -> dict[str, Any]:
-    return {
-        "transform": config.data.transform.model_dump(mode="json"),
-        "views": config.data.views,
-        "augmentation_seed": derive_seed(config.run.seed, "data", "augmentation"),
-        "max_pixels": config.data.max_pixels,
-    }
-
-
-def _device_name(device: torch.device) -> str:
-    return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _MADE_WITH:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # an extra
-            continue
-    return found

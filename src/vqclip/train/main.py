@@ -123,7 +123,7 @@ def _run(
     _leave_if_requested(stop)
     _write_config(config)
     if resumed.step < config.train.steps:
-        store_features(config, model, data)
+        store_features(config, model, data, step.distillation)
 
     limits, ends_process = (config.run.step_timeout_s, config.run.timeout_s), owns_process or dist.is_distributed()
     with (

@@ -27,19 +27,19 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
 from vqclip.errors import NonFiniteError, ReplayError
-from vqclip.losses import Loss, Positives, pair_keys, weighted_total
+from vqclip.losses import Loss, weighted_total
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
-from vqclip.quantizers import Order, Stats, sync
+from vqclip.quantizers import Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.distillation import Distillation
 from vqclip.train.distillation.features import separate_sums
 from vqclip.train.ema import Ema, EmaConfig
-from vqclip.train.frozen import run_frozen_tower
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
+from vqclip.train.rank_batch import RankBatch, make_rank_batch
 
 
 class ComputeConfig(Config):
@@ -151,7 +151,7 @@ class TrainStep:
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         self.move_to_step(step)
-        local = _RankBatch.of(batch, self.model, self.loss.positives, self.precision)
+        local = make_rank_batch(batch, self.model, self.loss.positives, self.precision)
 
         out = self._forward(local, step)
         stats, followed, embedded = self._statistics(out, local)
@@ -187,13 +187,13 @@ class TrainStep:
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
         return dist.wrap_ddp(_compile(self.student) if self.compiled else self.student)
 
-    def _forward(self, local: _RankBatch, step: int) -> CLIPOutput:
+    def _forward(self, local: RankBatch, step: int) -> CLIPOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
         if self.micro_batches == 1:
             return self._run_model(local, step, 0)
         return join_outputs(self.model, self._first_pass(local, step))
 
-    def _statistics(self, out: CLIPOutput, local: _RankBatch) -> tuple[dict[str, Stats], Stats, Stats]:
+    def _statistics(self, out: CLIPOutput, local: RankBatch) -> tuple[dict[str, Stats], Stats, Stats]:
         """Sum the quantizers' statistics, the terms on features and the embeddings over all ranks, in one exchange."""
         embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
         sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
@@ -202,7 +202,7 @@ class TrainStep:
         return *separate_sums({"image": image, "text": text}), embedded
 
     def _distill(
-        self, out: CLIPOutput, sums: Stats, local: _RankBatch, step: int
+        self, out: CLIPOutput, sums: Stats, local: RankBatch, step: int
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the terms that follow teachers, and their weights."""
         if self.distillation is None:
@@ -227,7 +227,7 @@ class TrainStep:
         terms, weights = terms | further[0], weights | further[1]
         return {"total": weighted_total(terms, weights), **terms}
 
-    def _backward(self, total: Tensor, out: CLIPOutput, local: _RankBatch, step: int) -> None:
+    def _backward(self, total: Tensor, out: CLIPOutput, local: RankBatch, step: int) -> None:
         """Compute the gradient of the weights; with microbatches, by a second pass over them."""
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(total).backward()
@@ -281,29 +281,29 @@ class TrainStep:
             if quantizer.rank_local:
                 broadcast_module(quantizer)
 
-    def _run_model(self, local: _RankBatch, step: int, part: int, model: nn.Module | None = None) -> CLIPOutput:
+    def _run_model(self, local: RankBatch, step: int, part: int, model: nn.Module | None = None) -> CLIPOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
         if self.compiled:  # captions differ in length: one graph for all lengths
             torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
         schedule = nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model)
         with autocast(self.device, self.precision), schedule:
-            further = () if self.distillation is None else self.distillation.targets(local.images, local.tokens, step)
-            known = (local.image_features, local.text_features)
+            further = () if self.distillation is None else self.distillation.targets(local, step)
+            known = (local.features.get("image"), local.features.get("text"))
             return (model or self.parallel)(local.images, local.tokens, *known, *further)
 
-    def _microbatches(self, local: _RankBatch) -> list[tuple[slice, _RankBatch]]:
+    def _microbatches(self, local: RankBatch) -> list[tuple[slice, RankBatch]]:
         """Return the rows and the samples of each microbatch."""
         bounds = [len(local) * number // self.micro_batches for number in range(self.micro_batches + 1)]
         return [(rows, local.part(rows)) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
 
-    def _first_pass(self, local: _RankBatch, step: int) -> Iterator[CLIPOutput]:
+    def _first_pass(self, local: RankBatch, step: int) -> Iterator[CLIPOutput]:
         for number, (_, part) in enumerate(self._microbatches(local)):
             with torch.no_grad():
                 out = self._run_model(part, step, number)
             yield out
 
-    def _second_pass(self, cached: CLIPOutput, local: _RankBatch, step: int) -> None:
+    def _second_pass(self, cached: CLIPOutput, local: RankBatch, step: int) -> None:
         """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
         parts, drifts = self._microbatches(local), []
         for number, (rows, part) in enumerate(parts):
@@ -317,7 +317,7 @@ class TrainStep:
         if not self._replay_checked:
             self._require_replay(drifts, [part for _, part in parts], step)
 
-    def _require_replay(self, drifts: list[float], parts: list[_RankBatch], step: int) -> None:
+    def _require_replay(self, drifts: list[float], parts: list[RankBatch], step: int) -> None:
         """Check once, on every rank, that the second pass repeats the first."""
         half = self.precision in AUTOCAST_DTYPES
         worst = max(range(len(parts)), key=drifts.__getitem__)
@@ -336,49 +336,6 @@ class TrainStep:
                 "not change its state in forward; replace it, or set train.micro_batches to 1"
             )
         self._replay_checked = True
-
-
-@dataclass(frozen=True)
-class _RankBatch:
-    """This rank's part of the global batch, on its device."""
-
-    images: Tensor
-    tokens: Tensor
-    order: Order
-    keys: Tensor | None
-    image_features: Tensor | None
-    """``(B, N, D)`` if the image tower is frozen."""
-    text_features: Tensor | None
-    """``(B, N, D)`` if the text tower is frozen."""
-    captions: tuple[str, ...]
-
-    @staticmethod
-    def of(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> _RankBatch:
-        device = model.logit_scale.device
-        images, tokens, places, sample_ids = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (batch.images, batch.texts, batch.places, batch.sample_ids)
-        )
-        keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
-        needed = model.text.needed_tokens(batch.texts)
-        # Outside of the model that is compiled and wrapped, and once for both passes over the microbatches.
-        image_features = run_frozen_tower(model.image, images, batch.image_features, precision)
-        text_features = run_frozen_tower(model.text, tokens, batch.text_features, precision)
-        text_features = None if text_features is None else text_features[:, :needed]
-        order, tokens = Order(places, batch.global_size), tokens[:, :needed]
-        return _RankBatch(images, tokens, order, keys, image_features, text_features, batch.captions)
-
-    def part(self, rows: slice) -> _RankBatch:
-        """Return some of its samples."""
-        keys, image_features, text_features = (
-            None if each is None else each[rows] for each in (self.keys, self.image_features, self.text_features)
-        )
-        order = Order(self.order.places[rows], self.order.size)
-        captions = self.captions[rows]
-        return _RankBatch(self.images[rows], self.tokens[rows], order, keys, image_features, text_features, captions)
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def broadcast_module(module: nn.Module) -> None:

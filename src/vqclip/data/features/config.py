@@ -26,17 +26,24 @@ class FeatureCacheConfig(Config):
     modalities: Annotated[tuple[Modality, ...], Field(min_length=1)] | None = None
     """Towers whose features are stored; null: each one with `train: none`."""
 
+    teachers: bool = True
+    """Also store what the teachers of `distillation` compute, of images only with `data.views`; false: they run in
+    every step."""
+
     @property
     def path(self) -> Path:
         """Folder of the features."""
         return cache_folder() / "features" if self.folder is None else self.folder
 
-    def choose(self, training: dict[Modality, object], views: int | None) -> tuple[Modality, ...]:
+    def choose(
+        self, training: dict[Modality, object], views: int | None, *, alone: bool = True
+    ) -> tuple[Modality, ...]:
         """Return the modalities whose features are stored.
 
         Args:
             training: the key `train` of each modality's tower.
             views: `data.views`.
+            alone: whether no features of teachers are stored, so that there must be those of a tower.
 
         Raises:
             ValueError: a tower trains in this run, or images have no fixed number of views.
@@ -44,7 +51,7 @@ class FeatureCacheConfig(Config):
         frozen = [name for name, train in training.items() if train == "none"]
         chosen = tuple(frozen) if self.modalities is None else self.modalities
         trained = [name for name in training if name in chosen and name not in frozen]
-        if trained or not chosen:
+        if trained or (alone and not chosen):
             names: Sequence[Modality] = trained or list(training)
             raise ValueError(
                 f"data.feature_cache: got a cache of {' and '.join(names)} features, but these towers train; expected "

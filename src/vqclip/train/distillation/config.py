@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,8 @@ class InitialTeacherConfig(Config):
 class DistillationTerm(Config):
     """Common keys of all terms."""
 
+    if TYPE_CHECKING:
+        kind: Any
     weight: float = Field(1.0, gt=0, le=1e6)
     """Factor of the term in the total loss."""
     until_step: int | None = Field(None, ge=1)

@@ -7,7 +7,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,12 @@ from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.bpe import BPE
+from vqclip.towers.frozen import frozen_features, run_in_chunks
 from vqclip.towers.image import OpenCLIPImageTowerConfig
 from vqclip.towers.open_clip import create_open_clip
 from vqclip.towers.pixels import Normalize
 from vqclip.towers.text import OpenCLIPTextTowerConfig
+from vqclip.towers.training import TowerConfig
 from vqclip.train.distillation.config import (
     FolderTeacherConfig,
     InitialTeacherConfig,
@@ -33,6 +35,13 @@ from vqclip.train.distillation.config import (
 )
 
 Modality = Literal["image", "text"]
+
+
+class TeacherTower(NamedTuple):
+    """A tower whose features are followed."""
+
+    tower: ImageTower | TextTower
+    config: TowerConfig
 
 
 def digest(module: nn.Module) -> str:
@@ -76,6 +85,10 @@ class EmbeddingTeacher(nn.Module, ABC):
         """() factor of the logits."""
 
     @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the embeddings beside the tensors of this module."""
+
+    @abstractmethod
     def embed_images(self, images: Tensor) -> Tensor:
         """``(B, 3, S, S)`` uint8 or 0..1, at its size → ``(B, F)`` unit-norm."""
 
@@ -85,10 +98,18 @@ class EmbeddingTeacher(nn.Module, ABC):
 
     @torch.no_grad()
     def forward(self, images: Tensor, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``(B, F)`` of images of any size and of their captions."""
-        scale = self.scale
-        tokens = self.vocabulary(list(captions)).to(scale.device)
-        return self.embed_images(resize(images, self.image_size, scale.dtype)), self.embed_texts(tokens)
+        """Return the embeddings ``(B, F)`` of images of any size and of their captions; see `of_images`."""
+        tokens = self.vocabulary(list(captions) or [""])[: len(captions)]
+        return self.of_images(images), self.of_tokens(tokens.to(self.scale.device))
+
+    def of_images(self, images: Tensor) -> Tensor:
+        """Return the embeddings ``(B, F)`` of images of any size, in chunks: the same bits in every batch."""
+        dtype = self.scale.dtype
+        return run_in_chunks(lambda rows: self.embed_images(resize(rows, self.image_size, dtype)).to(dtype), images)
+
+    def of_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings ``(B, F)`` of captions, in chunks: the same bits in every batch."""
+        return run_in_chunks(lambda rows: self.embed_texts(rows).to(self.scale.dtype), tokens)
 
 
 class OpenCLIPTeacher(EmbeddingTeacher):
@@ -96,6 +117,7 @@ class OpenCLIPTeacher(EmbeddingTeacher):
 
     def __init__(self, config: OpenCLIPTeacherConfig):
         super().__init__()
+        self._config = config
         self.clip = create_open_clip(config.model, config.pretrained)
         visual = self.clip.visual
         size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
@@ -108,6 +130,12 @@ class OpenCLIPTeacher(EmbeddingTeacher):
         """() factor of the logits."""
         scale: Tensor = self.clip.logit_scale.exp()
         return scale.reshape(())
+
+    def describe(self) -> dict[str, Any]:
+        """See `EmbeddingTeacher`."""
+        import open_clip
+
+        return {"model": self._config.model, "open_clip": open_clip.get_model_config(self._config.model)}
 
     def embed_images(self, images: Tensor) -> Tensor:
         """See `EmbeddingTeacher`."""
@@ -133,6 +161,11 @@ class FolderTeacher(EmbeddingTeacher):
         """() factor of the logits."""
         return self.clip.logit_scale.exp()
 
+    def describe(self) -> dict[str, Any]:
+        """See `EmbeddingTeacher`."""
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in self.clip.files().items()}
+        return {"folder": self.clip.section(), "files": files, "quantized": self.quantized}
+
     def embed_images(self, images: Tensor) -> Tensor:
         """See `EmbeddingTeacher`."""
         return self._embed(self.clip.image, images)
@@ -150,7 +183,23 @@ def build_embedding_teacher(config: OpenCLIPTeacherConfig | FolderTeacherConfig)
     return OpenCLIPTeacher(config) if isinstance(config, OpenCLIPTeacherConfig) else FolderTeacher(config)
 
 
-def build_tower(config: TeacherConfig, modality: Modality, student: CLIP) -> ImageTower | TextTower:
+def tower_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:
+    """Return the features of a teacher's tower, in chunks: the same bits in every batch.
+
+    Args:
+        tower: frozen.
+        inputs: images ``(B, 3, S, S)`` of any size, or token numbers ``(B, N)``.
+
+    Returns:
+        ``(B, N, D)``.
+    """
+    if isinstance(tower, TextTower):
+        return frozen_features(tower, inputs)
+    dtype = tower.normalize.mean.dtype
+    return run_in_chunks(lambda rows: tower(resize(rows, tower.image_size, dtype)).to(dtype), inputs)
+
+
+def build_tower(config: TeacherConfig, modality: Modality, student: CLIP) -> TeacherTower:
     """Load a teacher's tower, or copy the student's; `freeze` it afterwards.
 
     Raises:
@@ -159,19 +208,22 @@ def build_tower(config: TeacherConfig, modality: Modality, student: CLIP) -> Ima
     if isinstance(config, InitialTeacherConfig):
         return _copy_initial(modality, student)
     if isinstance(config, FolderTeacherConfig):
-        return load_tokenizer(find_folder(config.folder), modality).tower
+        tokenizer = load_tokenizer(find_folder(config.folder), modality)
+        return TeacherTower(tokenizer.tower, tokenizer.config.tower)
     schema = OpenCLIPImageTowerConfig if modality == "image" else OpenCLIPTextTowerConfig
     # Not trained, so that batch normalisation is accepted.
-    return schema(model=config.model, pretrained=config.pretrained, train="none").build()
+    found = schema(model=config.model, pretrained=config.pretrained, train="none")
+    return TeacherTower(found.build(), found)
 
 
-def _copy_initial(modality: Modality, student: CLIP) -> ImageTower | TextTower:
+def _copy_initial(modality: Modality, student: CLIP) -> TeacherTower:
+    tokenizer = getattr(student, modality)
     if not getattr(student.config, modality).tower.is_pretrained:
         raise ConfigError(
             f"teacher: got kind 'initial', but model.{modality}.tower starts from random weights; expected pretrained "
             "ones, or another teacher"
         )
-    return copy.deepcopy(getattr(student, modality).tower)
+    return TeacherTower(copy.deepcopy(tokenizer.tower), tokenizer.config.tower)
 
 
 def _open_clip_vocabulary(model: str, context_length: int) -> Any:

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vqclip import dist
+from vqclip.data.features import Modality
 from vqclip.errors import ConfigError, NonFiniteError, VqclipError
 from vqclip.losses import DistillationLoss
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
+from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.distillation.config import (
     DistillationConfig,
+    DistillationTerm,
     EmbeddingDistillationConfig,
     FeatureDistillationConfig,
 )
 from vqclip.train.distillation.features import ComparedCLIP, FeatureComparison
 from vqclip.train.distillation.teachers import (
     EmbeddingTeacher,
+    TeacherTower,
     build_embedding_teacher,
     build_tower,
     digest,
     freeze,
-    resize,
+    tower_features,
 )
+from vqclip.train.feature_makers import FeatureMaker, teacher_origin, tower_origin, vocabulary_origin
 
 
 class Samples(Protocol):
@@ -42,25 +48,74 @@ class Samples(Protocol):
         """``(B, 3, H, W)`` uint8."""
 
     @property
+    def tokens(self) -> Tensor:
+        """``(B, N)`` of the student's vocabulary."""
+
+    @property
     def captions(self) -> tuple[str, ...]:
         """B captions."""
+
+    @property
+    def features(self) -> Mapping[str, Tensor]:
+        """Stored outputs of teachers, by the names of `Distillation.makers`."""
 
 
 @dataclass(frozen=True)
 class _EmbeddingTerm:
     config: EmbeddingDistillationConfig
-    teacher: EmbeddingTeacher
+    teacher: EmbeddingTeacher | None
+    """None once its outputs are stored."""
     loss: DistillationLoss
+    scale: Tensor
     digest: str
+
+    def makers(self, name: str, student: CLIP) -> dict[str, FeatureMaker]:
+        """Return the makers of the teacher's embeddings, one token a sample."""
+        teacher, size = self.teacher, student.image.tower.image_size
+        assert teacher is not None
+        with torch.no_grad():
+            width = teacher.of_images(torch.zeros(1, 3, size, size, device=self.scale.device)).shape[-1]
+
+        def maker(modality: Modality, embed: Callable[[Tensor], Tensor], **others: Any) -> FeatureMaker:
+            origin = teacher_origin(teacher, teacher.describe()) | ({"image_size": size} if modality == "image" else {})
+            what = f"teacher of {name} ({modality}s)"
+            return FeatureMaker(
+                modality, what, lambda rows: embed(rows)[:, None], 1, width, self.scale.device, origin, **others
+            )
+
+        images = maker("image", teacher.of_images)
+        return {f"{name}/image": images, f"{name}/text": maker("text", teacher.of_tokens, tokenize=teacher.vocabulary)}
 
 
 @dataclass(frozen=True)
 class _FeatureTerm:
     config: FeatureDistillationConfig
-    modality: Literal["image", "text"]
-    teacher: ImageTower | TextTower
+    modality: Modality
+    teacher: TeacherTower | None
+    """None once its outputs are stored."""
     comparison: FeatureComparison
     digest: str
+
+    def makers(self, name: str, student: CLIP) -> dict[str, FeatureMaker]:
+        """Return the maker of the teacher's features; a frozen tower of a run with this tower has the same ones."""
+        tokenizer: Tokenizer = getattr(student, self.modality)
+        assert self.teacher is not None
+        tower, theirs = tokenizer.tower, self.teacher.tower
+        origin = tower_origin(theirs, self.teacher.config) | vocabulary_origin(tokenizer)
+        if isinstance(tower, ImageTower) and isinstance(theirs, ImageTower) and tower.image_size != theirs.image_size:
+            origin["image_size"] = tower.image_size  # of the pixels that are resized for the teacher
+        return {
+            name: FeatureMaker(
+                modality=self.modality,
+                network=f"teacher of {name}",
+                compute=partial(tower_features, theirs),
+                tokens=tower.num_tokens,
+                width=theirs.width,
+                device=tokenizer.device,
+                origin=origin,
+                tokenize=tokenizer.preprocess if isinstance(tokenizer, TextTokenizer) else None,
+            )
+        }
 
 
 class Distillation:
@@ -70,8 +125,7 @@ class Distillation:
     """
 
     def __init__(self, terms: Mapping[str, _EmbeddingTerm | _FeatureTerm]):
-        self._embeddings = {name: term for name, term in terms.items() if isinstance(term, _EmbeddingTerm)}
-        self._features = {name: term for name, term in terms.items() if isinstance(term, _FeatureTerm)}
+        self._terms = dict(terms)
         self.identity = [term.config.identity(term.digest) for term in terms.values()]
         """Settings and teachers that define the trajectory."""
         self.ends = {term.config.until_step for term in terms.values()}
@@ -104,6 +158,25 @@ class Distillation:
         _require_same([term.digest for term in terms.values()])
         return Distillation(terms)
 
+    @property
+    def _embeddings(self) -> dict[str, _EmbeddingTerm]:
+        return {name: term for name, term in self._terms.items() if isinstance(term, _EmbeddingTerm)}
+
+    @property
+    def _features(self) -> dict[str, _FeatureTerm]:
+        return {name: term for name, term in self._terms.items() if isinstance(term, _FeatureTerm)}
+
+    def makers(self, student: CLIP, stores: Callable[[DistillationTerm], bool]) -> dict[str, FeatureMaker]:
+        """Return the makers of what the teachers compute for the terms that ``stores`` chooses, by name."""
+        chosen = {name: term for name, term in self._terms.items() if stores(term.config)}
+        return {key: maker for name, term in chosen.items() for key, maker in term.makers(name, student).items()}
+
+    def release_teachers(self, stores: Callable[[DistillationTerm], bool]) -> None:
+        """Forget the teachers of the terms that ``stores`` chooses: batches contain what they would compute."""
+        for name, term in self._terms.items():
+            if stores(term.config):
+                self._terms[name] = replace(term, teacher=None)
+
     def wrap(self, model: CLIP) -> nn.Module:
         """Return the module that trains: ``model``, or one that compares its features and takes `targets` too."""
         if not self._features:
@@ -112,12 +185,11 @@ class Distillation:
         return ComparedCLIP(model, comparisons, {name: term.modality for name, term in self._features.items()})
 
     @torch.no_grad()
-    def targets(self, images: Tensor, tokens: Tensor, step: int) -> tuple[dict[str, Tensor], ...]:
+    def targets(self, samples: Samples, step: int) -> tuple[dict[str, Tensor], ...]:
         """Return the further arguments of the wrapped module: teachers' features by term, of the terms of this step.
 
         Args:
-            images: ``(B, 3, H, W)`` uint8.
-            tokens: ``(B, N)`` of the student's vocabulary.
+            samples: in a microbatch of this rank.
             step: number of the step.
         """
         if not self._features:
@@ -125,7 +197,7 @@ class Distillation:
         found = {}
         for name, term in self._features.items():
             if term.config.weight_at(step):
-                found[name] = _features(term.teacher, images, tokens)
+                found[name] = self._follow(name, term, samples)
                 self._require_finite(name, found[name])
         return (found,)
 
@@ -143,18 +215,33 @@ class Distillation:
         terms = {}
         for name, term in self._embeddings.items():
             if term.config.weight_at(step):
-                images, texts = self._embed(name, term.teacher, parts)
-                scale = term.teacher.scale
-                terms[name] = term.loss(out.image.embedding, out.text.embedding, out.scale, images, texts, scale)
+                images, texts = self._embed(name, term, parts)
+                terms[name] = term.loss(out.image.embedding, out.text.embedding, out.scale, images, texts, term.scale)
         for name in self._features:
             if f"{name}/sum" in sums:
                 terms[name] = sums[f"{name}/sum"] / sums[f"{name}/count"]
-        weights = {name: (self._embeddings | self._features)[name].config.weight_at(step) for name in terms}
+        weights = {name: self._terms[name].config.weight_at(step) for name in terms}
         start = "distillation/"
         return {start + name: term for name, term in terms.items()}, {start + name: w for name, w in weights.items()}
 
-    def _embed(self, name: str, teacher: EmbeddingTeacher, parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
-        pairs = [teacher(part.images, part.captions) for part in parts]
+    def _follow(self, name: str, term: _FeatureTerm, samples: Samples) -> Tensor:
+        """Return a teacher's features ``(B, N, D)``, from the feature cache or computed."""
+        inputs = samples.images if term.modality == "image" else samples.tokens
+        if name in samples.features:
+            found = samples.features[name]
+            return found if term.modality == "image" else found[:, : inputs.shape[1]]
+        assert term.teacher is not None
+        return tower_features(term.teacher.tower, inputs)
+
+    def _embed(self, name: str, term: _EmbeddingTerm, parts: Sequence[Samples]) -> tuple[Tensor, Tensor]:
+        """Return a teacher's embeddings ``(B, F)``, from the feature cache or computed."""
+        pairs = []
+        for part in parts:
+            if f"{name}/image" in part.features:
+                pairs.append((part.features[f"{name}/image"][:, 0], part.features[f"{name}/text"][:, 0]))
+            else:
+                assert term.teacher is not None
+                pairs.append(term.teacher(part.images, part.captions))
         images, texts = (torch.cat(each) for each in zip(*pairs, strict=True))
         self._require_finite(name, torch.cat((images, texts)))
         return images, texts
@@ -180,18 +267,20 @@ def _embedding_term(
         freeze(teacher)
         loaded[key] = teacher, digest(teacher)  # before its dtype changes
     teacher, found = loaded[key]
-    return _EmbeddingTerm(config, _place(teacher, model), DistillationLoss(config.impl), found)
+    teacher.to(model.logit_scale.device, model.logit_scale.dtype)
+    return _EmbeddingTerm(config, teacher, DistillationLoss(config.impl), teacher.scale.detach().clone(), found)
 
 
 def _feature_term(config: FeatureDistillationConfig, model: CLIP, seed: int) -> _FeatureTerm:
-    modality: Literal["image", "text"] = "image" if config.kind == "image_features" else "text"
+    modality: Modality = "image" if config.kind == "image_features" else "text"
     student: ImageTower | TextTower = getattr(model, modality).tower
     if student.is_frozen and not student.first_step:
         raise ConfigError(
             f"got {config.kind} for a frozen tower (model.{modality}.tower.train: none), which cannot follow a "
             "teacher; expected a tower that trains, or no such term"
         )
-    teacher = build_tower(config.teacher, modality, model)
+    built = build_tower(config.teacher, modality, model)
+    teacher = built.tower
     freeze(teacher)
     if isinstance(teacher, TextTower):
         assert isinstance(student, TextTower)
@@ -203,17 +292,8 @@ def _feature_term(config: FeatureDistillationConfig, model: CLIP, seed: int) -> 
         )
     comparison = FeatureComparison(student.width, teacher.width, seed).to(model.logit_scale.device)
     found = digest(teacher)
-    return _FeatureTerm(config, modality, _place(teacher, model), comparison, found)
-
-
-def _features(teacher: ImageTower | TextTower, images: Tensor, tokens: Tensor) -> Tensor:
-    if isinstance(teacher, TextTower):
-        return teacher(tokens)
-    return teacher(resize(images, teacher.image_size, teacher.normalize.mean.dtype))
-
-
-def _place(teacher: Any, model: CLIP) -> Any:
-    return teacher.to(model.logit_scale.device, model.logit_scale.dtype)
+    teacher.to(model.logit_scale.device, model.logit_scale.dtype)
+    return _FeatureTerm(config, modality, built, comparison, found)
 
 
 def _require_same_tokens(teacher: TextTower, student: TextTower) -> None:

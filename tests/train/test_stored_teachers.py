@@ -1,0 +1,167 @@
+"""Training with teachers whose outputs are stored: the same bits, without running or keeping the teachers."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.models import tiny_model
+from tests.train.test_distillation import folders, pretrained, term  # noqa: F401 (fixtures)
+from tests.train.test_feature_cache import cache_of, shards, timeless, tree_of  # noqa: F401 (fixture)
+from tests.training import all_equal, largest_difference, run, weights
+from vqclip.errors import NonFiniteError
+from vqclip.train import TrainConfig
+from vqclip.train.distillation.teachers import EmbeddingTeacher, TeacherTower
+from vqclip.train.step import TrainStep
+
+BOTH = ("image", "text")
+
+
+def tree(folder, shards, terms, cache=None, frozen=BOTH, **changes):  # noqa: F811
+    short = {"train__steps": 6, "train__checkpoint_every": 3}
+    return tree_of(folder, shards, cache, frozen, **(short | changes)) | {"distillation": terms}
+
+
+def train(folder, *args, **changes):
+    """Train, and count the teachers that exist in the first step."""
+    step, counted = TrainStep.__call__, []
+
+    def stepping(self, batch, number):
+        gc.collect()
+        counted.append(sum(issubclass(type(each), EmbeddingTeacher | TeacherTower) for each in gc.get_objects()))
+        return step(self, batch, number)
+
+    with mock.patch.object(TrainStep, "__call__", stepping):
+        run(tree(folder, *args, **changes), str(folder))
+    return counted[0]
+
+
+def assert_same_run(one: Path, other: Path):
+    assert timeless(one) == timeless(other)
+    assert all_equal(weights(one, 6), weights(other, 6))
+
+
+def stored_folders(folder):
+    return sorted(path.name for path in (folder / "features").iterdir())
+
+
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_embeddings_for_frozen_towers(tmp_path, shards, folders, micro_batches):  # noqa: F811
+    terms, more = [term("embeddings", folders["wide"], until_step=4)], {"train__micro_batches": micro_batches}
+    assert train(tmp_path / "plain", shards, terms, **more) == 1
+    assert train(tmp_path / "stored", shards, terms, cache_of(tmp_path), **more) == 0
+    assert_same_run(tmp_path / "plain", tmp_path / "stored")
+    assert [name.partition("-")[0] for name in stored_folders(tmp_path)] == ["image"] * 2 + ["text"] * 2
+
+
+def test_features_for_towers_that_train(tmp_path, shards, folders):  # noqa: F811
+    """A larger teacher for images; two terms with one teacher store it once."""
+    terms = [
+        term("image_features", folders["wide"]),
+        term("image_features", folders["wide"], weight=0.1),
+        term("text_features", folders["same"]),
+        term("embeddings", folders["same"]),
+    ]
+    train(tmp_path / "plain", shards, terms, frozen=())
+    assert train(tmp_path / "stored", shards, terms, cache_of(tmp_path), ()) == 0
+    assert_same_run(tmp_path / "plain", tmp_path / "stored")
+    assert [name.partition("-")[0] for name in stored_folders(tmp_path)] == ["image"] * 2 + ["text"] * 2
+
+
+@pytest.mark.slow
+def test_a_tower_and_its_copy_as_a_teacher_share_their_features(tmp_path, shards, pretrained):  # noqa: F811
+    checkpoint = {"model__image__tower__checkpoint": pretrained}
+    run(tree(tmp_path / "a", shards, [], cache_of(tmp_path), ("image",), **checkpoint), str(tmp_path))
+    before = stored_folders(tmp_path)
+    config = tree(
+        tmp_path / "b",
+        shards,
+        [{"kind": "image_features", "teacher": {"kind": "initial"}}],
+        cache_of(tmp_path),
+        (),
+        **checkpoint,
+        model__image__tower__train={"last": 1},
+    )
+    run(config, str(tmp_path))
+    assert stored_folders(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_features_belong_to_the_teachers_weights_and_not_to_its_path(tmp_path, shards, folders):  # noqa: F811
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(folders["same"], moved)
+    torch.manual_seed(77)
+    tiny_model().build().save_pretrained(other)
+    counts = []
+    for number, folder in enumerate((folders["same"], moved, other)):
+        for kind in ("embeddings", "text_features"):
+            terms = [term(kind, str(folder))]
+            run(tree(tmp_path / f"{kind}{number}", shards, terms, cache_of(tmp_path), ()), str(tmp_path))
+        counts.append(len(stored_folders(tmp_path)))
+    assert counts == [3, 3, 6]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, shards, folders):  # noqa: F811
+    terms = [term("embeddings", folders["same"])]
+    config = tree(tmp_path / "a", shards, terms, cache_of(tmp_path))
+    run(config, str(tmp_path))
+    expected = weights(tmp_path / "a", 6)
+    shutil.rmtree(tmp_path / "a" / "tiny" / "checkpoints" / "step-00000006")
+    run(config, str(tmp_path))
+    assert all_equal(weights(tmp_path / "a", 6), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["embeddings", "text_features"])
+def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, folders, kind):  # noqa: F811
+    found = []
+    frozen = BOTH if kind == "embeddings" else ("image",)
+    for world_size in (1, 3):
+        folder = tmp_path / str(world_size)
+        terms = [term(kind, folders["same"])]
+        config = tree(folder, shards, terms, cache_of(folder), frozen, train__precision="fp64")
+        ranks(world_size, run, config, str(tmp_path), init=False)
+        found.append(weights(folder, 6))
+        stored = {path.name: path.read_bytes() for path in (folder / "features").glob("*/*.features")}
+        found.append(stored)
+    assert largest_difference(found[0], found[2]) < 1e-6
+    assert found[1] == found[3]
+
+
+def test_teachers_that_need_images_are_stored_or_refused(tmp_path, shards, folders):  # noqa: F811
+    def config(**changes):
+        return TrainConfig.model_validate(tree(tmp_path, shards, [term("embeddings", folders["same"])], **changes))
+
+    with pytest.raises(ValueError, match=r"teachers: got false .*expected true, or modalities: \[text\]"):
+        config(cache={"teachers": False})
+    texts = {"teachers": False, "modalities": ["text"]}
+    assert not config(cache=texts).stores_teacher(config().distillation[0])
+    every = config(cache={"modalities": ["text"]}, data__views=None)
+    assert not every.stores_teacher(every.distillation[0])
+    with pytest.raises(ValueError, match="but these towers train"):
+        config(cache={"teachers": False}, frozen=())
+
+
+def test_rounded_outputs_of_teachers_belong_to_the_identity(tmp_path, shards, folders):  # noqa: F811
+    def data(**cache):
+        config = tree(tmp_path, shards, [term("embeddings", folders["same"])], cache)
+        return TrainConfig.model_validate(config).identity({}, towers_draw=False)["data"]
+
+    assert "feature_cache" not in data()
+    assert data(dtype="bf16")["feature_cache"]["teachers"] == ["embeddings"]
+
+
+@pytest.mark.slow
+def test_a_teacher_with_nan_in_its_embeddings_is_named(tmp_path, shards, folders):  # noqa: F811
+    compute = EmbeddingTeacher.of_tokens
+    with (
+        mock.patch.object(EmbeddingTeacher, "of_tokens", lambda self, tokens: compute(self, tokens) * float("nan")),
+        pytest.raises(NonFiniteError, match=r"the teacher of embeddings \(texts\)'s features contain NaN"),
+    ):
+        run(tree(tmp_path, shards, [term("embeddings", folders["same"])], cache_of(tmp_path)), str(tmp_path))
