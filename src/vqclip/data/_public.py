@@ -20,6 +20,7 @@ from vqclip.data.sources import (
     FileSourceConfig,
     FolderConfig,
     FolderContent,
+    HfConfig,
     ParquetConfig,
     RawSample,
     ScenesSourceConfig,
@@ -27,6 +28,7 @@ from vqclip.data.sources import (
     Source,
     SourceConfig,
     SourceConfigBase,
+    TorchvisionConfig,
     parse_source,
 )
 from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
@@ -54,6 +56,7 @@ __all__ = [
     "FolderContent",
     "GlobalOrder",
     "HasShards",
+    "HfConfig",
     "LoaderOptions",
     "ParquetConfig",
     "RawSample",
@@ -67,6 +70,7 @@ __all__ = [
     "TokenDataset",
     "TokenItem",
     "TokenSampler",
+    "TorchvisionConfig",
     "TrainData",
     "TrainTransform",
     "TrainTransformConfig",

@@ -6,10 +6,12 @@ from vqclip.data.sources.coco import CocoConfig
 from vqclip.data.sources.csv_table import CsvConfig
 from vqclip.data.sources.files import FileSource, FileSourceConfig
 from vqclip.data.sources.folder import FolderConfig
+from vqclip.data.sources.hf import HfConfig
 from vqclip.data.sources.kinds import KINDS, SourceConfig, parse_source
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
+from vqclip.data.sources.torchvision import TorchvisionConfig
 
 __all__ = [
     "KINDS",
@@ -23,6 +25,7 @@ __all__ = [
     "FileSourceConfig",
     "FolderConfig",
     "FolderContent",
+    "HfConfig",
     "ParquetConfig",
     "RawSample",
     "ScenesSourceConfig",
@@ -30,5 +33,6 @@ __all__ = [
     "Source",
     "SourceConfig",
     "SourceConfigBase",
+    "TorchvisionConfig",
     "parse_source",
 ]

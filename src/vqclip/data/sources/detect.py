@@ -35,6 +35,7 @@ def _find(path: str, kinds: Mapping[str, type[SourceConfigBase]]) -> str:
     if is_local and local.is_dir():
         content = _list(local)
         found = [kind for kind, config in kinds.items() if config.matches_folder(content)]
+        found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
         if not found:
             names = sorted([*content.files, *(f"{name}/" for name in content.folders)])
             raise DataError(

@@ -18,10 +18,12 @@ from vqclip.data.sources.coco import CocoConfig
 from vqclip.data.sources.csv_table import CsvConfig
 from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.folder import FolderConfig
+from vqclip.data.sources.hf import HfConfig
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.plugins import installed_kinds, load_kind
 from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
+from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.errors import ConfigError
 from vqclip.io.json_files import problem_message
 
@@ -29,7 +31,15 @@ __all__ = ["KINDS", "SourceConfig", "parse_source"]
 
 
 _Known = (
-    CaptionShardsConfig | ClassShardsConfig | CocoConfig | CsvConfig | FolderConfig | ParquetConfig | ScenesSourceConfig
+    CaptionShardsConfig
+    | ClassShardsConfig
+    | CocoConfig
+    | CsvConfig
+    | FolderConfig
+    | HfConfig
+    | ParquetConfig
+    | ScenesSourceConfig
+    | TorchvisionConfig
 )
 
 KINDS: dict[str, type[SourceConfigBase]] = {

@@ -45,7 +45,7 @@ class ParquetConfig(TableConfig):
         return self
 
     @property
-    def labelled(self) -> bool | None:
+    def has_classes(self) -> bool | None:
         """Return whether images have classes; None if the columns of the files decide."""
         return False if self.captions else True if self.label else None
 

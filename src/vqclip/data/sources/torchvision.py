@@ -1,0 +1,279 @@
+"""Source of the data sets of torchvision."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from vqclip.config import did_you_mean
+from vqclip.data.sources.base import DEFAULT_TEMPLATE, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.captions import require_usable
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.rows import Block, RowSource, divide, stamp
+from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.io.files import read_bounded
+
+__all__ = ["TorchvisionConfig"]
+
+_PICKLED = ("CIFAR10", "CIFAR100")
+"""Read Python pickles, after comparing their MD5 sums with those in torchvision."""
+_REFUSED = ("LSUN", "LSUNClass")
+"""Read a pickle that nothing is compared with."""
+_FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
+_OWN = ("root", "download")
+Argument = str | int | float | bool | None | tuple[str | int | float, ...]
+
+
+class TorchvisionConfig(SourceConfigBase):
+    """A data set of `torchvision.datasets` whose samples are an image, and a class number or captions."""
+
+    kind: Literal["torchvision"] = "torchvision"
+    """Data set of torchvision."""
+    name: str
+    """Its class, such as CIFAR10, Flowers102 or Flickr30k."""
+    root: Path | None = None
+    """Folder of its files; null for one that needs none."""
+    arguments: dict[str, Argument] = Field(default_factory=dict)
+    """Other arguments of the class, such as {split: test}, {train: false}, {annFile: captions.json}."""
+    download: bool = False
+    """Let torchvision download missing files."""
+    pickles: bool = False
+    """Read CIFAR10 or CIFAR100, whose files are Python pickles and can run code. torchvision compares their MD5 sums
+    with those of the original files before it reads them."""
+    classnames: tuple[str, ...] = ()
+    """Names of the classes; may be left out if the data set has them."""
+    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    """Prompts with `{c}` for the class name."""
+
+    @field_validator("templates")
+    @classmethod
+    def _have_places(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
+        if not templates or not all("{c}" in each for each in templates):
+            raise ValueError(f"got {list(templates)}; expected prompts with {{c}} for the class name")
+        return templates
+
+    def shards(self) -> Sequence[Block]:
+        """Return blocks of rows, for `vqclip.data.prepare_sources`; see `build`."""
+        return divide(TorchvisionRows(self))
+
+    def build(self, cache: Path | None = None) -> Source:
+        """Open the data set.
+
+        Raises:
+            ConfigError: an unknown class or argument, or pickles that are not allowed.
+            DataError: its files are missing, or its samples are not images with a class number or captions.
+        """
+        return RowSource(TorchvisionRows(self), "torchvision", cache)
+
+
+def _find_class(config: TorchvisionConfig) -> type:
+    from torchvision import datasets
+
+    names = [name for name in datasets.__all__ if _is_map_style(getattr(datasets, name)) and name not in _REFUSED]
+    if config.name not in names:
+        close = did_you_mean(difflib.get_close_matches(config.name[:80], names, n=1))
+        raise ConfigError(f"name: got {config.name!r}; expected a data set of torchvision: {', '.join(names)}{close}")
+    if config.name in _PICKLED and not config.pickles:
+        raise ConfigError(
+            f"pickles: false; the files of {config.name} are Python pickles, which can run code when they are read. "
+            "torchvision compares their MD5 sums first; set pickles: true to rely on that"
+        )
+    return getattr(datasets, config.name)
+
+
+def _is_map_style(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, torch.utils.data.Dataset) and hasattr(found, "__getitem__")
+
+
+def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
+    """Return the arguments of the class; raise ConfigError for those that it does not have."""
+    parameters = _parameters(found)
+    allowed = [name for name in parameters if name not in (*_FUNCTIONS, *_OWN) and not name.startswith("_")]
+    for name in config.arguments:
+        if name not in allowed:
+            close = did_you_mean(difflib.get_close_matches(name[:80], allowed, n=1))
+            more = "; functions cannot be set" if name in _FUNCTIONS else ""
+            raise ConfigError(
+                f"arguments: {config.name} takes no {name!r}{more}; expected {', '.join(allowed) or 'none'}{close}"
+            )
+    given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
+    missing = [name for name, each in parameters.items() if name in allowed and each and name not in given]
+    if missing:
+        raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)}")
+    for key, value in (("root", config.root), ("download", config.download or None)):
+        if key in parameters and value is not None:
+            given[key] = str(value.expanduser()) if isinstance(value, Path) else value
+        elif parameters.get(key):
+            raise ConfigError(f"{key}: missing; expected the folder of {config.name}")
+        elif value is not None:
+            raise ConfigError(f"{key}: got {value}; {config.name} has no such argument: leave it out")
+    if "loader" in parameters:
+        given["loader"] = _Original
+    return given
+
+
+def _parameters(found: type) -> dict[str, bool]:
+    """Return all parameters of a class by name, those of its bases included, with whether each is required."""
+    result: dict[str, bool] = {}
+    for each in found.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                result.setdefault(parameter.name, parameter.default is parameter.empty)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return result
+
+
+class _Original:
+    """An image file that is not decoded, in place of torchvision's loader."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+
+class TorchvisionRows:
+    """Rows of a data set of torchvision.
+
+    Args:
+        config: the data set.
+    """
+
+    def __init__(self, config: TorchvisionConfig):
+        import torchvision
+
+        found = _find_class(config)
+        arguments = _arguments(config, found)
+        self._name = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
+        with _name_errors(self._name, "unreadable data set"):
+            self._data = found(**arguments)
+            self._count = len(self._data)
+        self.templates = config.templates
+        self.classnames = config.classnames or _class_names(self._data)
+        self._prompts = [tuple(each.replace("{c}", name) for each in self.templates) for name in self.classnames]
+        if self._count:
+            self._require_kind(config)
+        root = arguments.get("root")
+        files = sorted(str(path) for path in Path(root).rglob("*") if path.is_file()) if root else []
+        settings = config.model_dump_json(exclude={"weight", "download", "pickles"})
+        stamps = stamp(files)
+        self._stamps = {path: (size, modified_ns) for path, size, modified_ns in stamps}
+        self.identity = f"{settings} {torchvision.__version__} {stamps}"
+
+    def __len__(self) -> int:
+        return int(self._count)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read(self, index: int, name: str) -> RawSample:
+        """Return the sample of a row; see `Rows.read`."""
+        with _name_errors(name or self._name, "unreadable sample"):
+            image, target = self._data[index]
+            data = self._image(image, name)
+        captions, label = self._target(target, name)
+        return RawSample(data, captions, label)
+
+    def _image(self, image: Any, name: str) -> bytes:
+        """Return the bytes of a file that is unchanged, or the image as PNG, which loses nothing."""
+        if not isinstance(image, _Original):
+            return _encode_png(image)
+        path = str(image.path)
+        if stamp([path]) != [(path, *self._stamps.get(path, (-1, -1)))]:
+            raise DataError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
+        data = read_bounded(image.path, MAX_IMAGE_BYTES)
+        if len(data) > MAX_IMAGE_BYTES:
+            raise DataError(f"{name}: {path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
+        return data
+
+    def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
+        """Return captions and label."""
+        texts = (target,) if isinstance(target, str) else target
+        if isinstance(texts, (list, tuple)) and texts and all(isinstance(text, str) for text in texts):
+            captions = tuple(text.strip() for text in texts if text.strip())
+            if not captions:
+                raise DataError(f"{name}: the caption is empty", "no caption")
+            return require_usable(captions, name), -1
+        label = _integer(target)
+        if label is None:
+            raise DataError(
+                f"{name}: its target is a {type(target).__name__}; expected a class number or captions", "no caption"
+            )
+        if not 0 <= label < len(self._prompts):
+            last = len(self._prompts) - 1
+            raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")
+        return self._prompts[label], label
+
+    def _require_kind(self, config: TorchvisionConfig) -> None:
+        """Look at the first sample: it must be an image with a class number or captions."""
+        with _name_errors(f"{self._name}: row 0", "unreadable sample"):
+            sample = self._data[0]
+        if not isinstance(sample, tuple) or len(sample) != 2 or not _is_image(sample[0]):
+            what = (
+                ", ".join(type(each).__name__ for each in sample)
+                if isinstance(sample, tuple)
+                else type(sample).__name__
+            )
+            raise DataError(f"{self._name}: its samples are {what}; expected an image, and a class number or captions")
+        has_labels = _integer(sample[1]) is not None
+        if has_labels and not self.classnames:
+            raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
+        if not has_labels and not config.classnames:
+            self.classnames, self.templates, self._prompts = (), (), []
+        elif not has_labels:
+            raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
+        self._target(sample[1], f"{self._name}: row 0")
+
+
+@contextlib.contextmanager
+def _name_errors(name: str, kind: str) -> Iterator[None]:
+    """Raise errors of torchvision as `DataError`; it raises nearly anything."""
+    try:
+        yield
+    except VqclipError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        raise DataError(f"{name}: cannot be read by torchvision: {type(error).__name__}: {reason}", kind) from None
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, (Image.Image, Tensor, _Original))
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, (Tensor, np.ndarray, np.generic)) and value.ndim == 0:
+        value = value.item()
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _class_names(data: Any) -> tuple[str, ...]:
+    """Return the names of the classes; of several synonyms, as in ImageNet, the first."""
+    found = getattr(data, "classes", None) or ()
+    names = [each[0] if isinstance(each, tuple) and each else each for each in found]
+    return tuple(names) if all(isinstance(name, str) for name in names) else ()
+
+
+def _encode_png(image: Any) -> bytes:
+    if isinstance(image, Tensor):
+        if image.ndim != 3 or image.dtype != torch.uint8:
+            raise DataError(
+                f"image is {image.dtype} of shape {tuple(image.shape)}; expected uint8 (C, H, W)", "image type"
+            )
+        image = Image.fromarray(image.permute(1, 2, 0).squeeze(2 if image.shape[0] == 1 else ()).numpy())
+    stream = io.BytesIO()
+    image.save(stream, "PNG", compress_level=1)
+    return stream.getvalue()

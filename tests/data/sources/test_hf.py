@@ -1,0 +1,210 @@
+"""Data sets of Hugging Face as samples; all are made here, none is fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.loading import global_batches, open_data, same
+from tests.data.making import caption_shards, encode, pixels
+from vqclip.data import EvalSet, EvalTransformConfig, RawSample, parse_source
+from vqclip.data.sources import hf
+from vqclip.data.sources.hf import HfConfig
+from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
+
+datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'vqclip[hf]'")
+
+IMAGES = [encode(pixels(number)) for number in range(10)]
+CAPTIONS = [f"caption {number}" for number in range(10)]
+EXPECTED = [RawSample(image, (caption,)) for image, caption in zip(IMAGES, CAPTIONS, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def made(images: list[bytes] = IMAGES, **columns: object) -> object:
+    features = {
+        "image": datasets.Image(),
+        "caption": datasets.Value("string"),
+        "label": datasets.ClassLabel(names=["a", "b"]),
+    }
+    columns = columns or {"caption": CAPTIONS}
+    chosen = datasets.Features({name: features[name] for name in ("image", *columns)})
+    values = {"image": [None if image is None else {"bytes": image, "path": None} for image in images], **columns}
+    return datasets.Dataset.from_dict(values, features=chosen)
+
+
+def read_all(path: Path | str, **options) -> list[RawSample]:
+    source = HfConfig(path=str(path), **options).build()
+    return [source.read(index) for index in range(len(source))]
+
+
+def refusal(path: Path | str, **options) -> str:
+    with pytest.raises(VqclipError) as error:
+        read_all(path, **options)
+    return str(error.value)
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    made().save_to_disk(tmp_path / "a")
+    source = parse_source(tmp_path / "a").build()
+    assert [source.read(index) for index in range(10)] == EXPECTED
+    assert source.name(3) == f"{tmp_path}/a: row 3"
+    assert [(each["name"], each["samples"]) for each in source.shards] == [("hf-00000", 10)]
+    with pytest.raises(IndexError):
+        source.read(10)
+    assert pickle.loads(pickle.dumps(source)).read(4) == EXPECTED[4]
+
+
+def test_splits(tmp_path: Path) -> None:
+    both = {"train": made(), "test": made(IMAGES[:2], caption=CAPTIONS[:2])}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "a")
+    assert parse_source(tmp_path / "a", ["split=test"]).kind == "hf"
+    assert read_all(tmp_path / "a", split="test") == EXPECTED[:2]
+    assert "split: missing; expected one of those of" in refusal(tmp_path / "a")
+    assert "split: got 'val'; expected one of those of" in refusal(tmp_path / "a", split="val")
+    datasets.DatasetDict(train=both["train"]).save_to_disk(tmp_path / "b")
+    assert read_all(tmp_path / "b") == EXPECTED
+
+
+def test_labels_become_prompts(tmp_path: Path) -> None:
+    made(label=[number % 2 for number in range(10)]).save_to_disk(tmp_path)
+    source = parse_source(tmp_path).build()
+    assert source.classnames == ("a", "b")
+    assert source.read(3) == RawSample(IMAGES[3], ("a photo of a b",), 1)
+
+
+def test_a_folder_of_load_dataset(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    made().to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
+    assert read_all(tmp_path, split="train") == EXPECTED
+    assert read_all(tmp_path, split="train[2:4]") == EXPECTED[2:4]
+    assert read_all(tmp_path) == EXPECTED
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    made().save_to_disk(tmp_path / "a")
+    made().save_to_disk(tmp_path / "b", num_shards=3)
+    (tmp_path / "c").mkdir()
+    made().to_parquet(tmp_path / "c" / "train.parquet")
+    prints = [HfConfig(path=str(tmp_path / name)).build().fingerprint for name in "abc"]
+    assert prints[0] == prints[1] == prints[2]
+    assert json.loads(json.dumps(prints[0])) == prints[0]
+    made(caption=[*CAPTIONS[:9], "other"]).save_to_disk(tmp_path / "d")
+    assert HfConfig(path=str(tmp_path / "d")).build().fingerprint != prints[0]
+    made(IMAGES[::-1], caption=CAPTIONS).save_to_disk(tmp_path / "e")
+    assert HfConfig(path=str(tmp_path / "e")).build().fingerprint != prints[0]
+
+
+def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made().save_to_disk(tmp_path)
+    source = HfConfig(path=str(tmp_path)).build()
+    before = source.fingerprint
+    monkeypatch.setattr(hf, "_CHECK_S", -1.0)
+    assert source.read(0)
+    (file,) = tmp_path.glob("*.arrow")
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(DataError, match="row 0: the files of the data set have changed; start the run again"):
+        source.read(0)
+    assert HfConfig(path=str(tmp_path)).build().fingerprint == before
+
+
+def test_bad_rows_are_named(tmp_path: Path) -> None:
+    made([None, *IMAGES[1:]], caption=["x", None, *CAPTIONS[2:]]).save_to_disk(tmp_path)
+    source = HfConfig(path=str(tmp_path)).build()
+    for row, message in ((0, "has no image"), (1, "no caption under 'caption'")):
+        with pytest.raises(DataError, match=f"row {row}: .*{message}"):
+            source.read(row)
+    assert source.read(2) == EXPECTED[2]
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"{tmp_path}/none: no such folder, and no name of a data set on the hub" in refusal(tmp_path / "none")
+    assert "cannot be read by datasets: " in refusal(tmp_path)
+    assert "pandas: is a file format, not a data set" in refusal("pandas")
+    assert "nobody/nothing: cannot be read by datasets: " in refusal("nobody/nothing")
+    (tmp_path / "x.py").touch()
+    assert "x.py: is a file; expected a folder" in refusal(tmp_path / "x.py")
+    made().save_to_disk(tmp_path / "a")
+    assert "captions: no column 'words'; its columns: image (struct" in refusal(tmp_path / "a", captions="words")
+    assert "leave them out" in refusal(tmp_path / "a", streaming=True)
+    (file,) = (tmp_path / "a").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:3000])
+    assert f"{tmp_path}/a: " in refusal(tmp_path / "a")
+    file.unlink()
+    assert f"{tmp_path}/a: cannot be read by datasets" in refusal(tmp_path / "a")
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    assert "datasets 3.6.0 is installed; expected 4 or later" in refusal(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'vqclip[hf]'" in refusal(tmp_path / "a")
+
+
+def test_no_script_of_a_data_set_runs(tmp_path: Path) -> None:
+    (tmp_path / f"{tmp_path.name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert "cannot be read by datasets" in refusal(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+CARD = """---
+dataset_info:
+  features:
+  - {name: image, dtype: image}
+  - {name: caption, dtype: string}
+  splits:
+  - {name: train, num_bytes: 1, num_examples: 10}
+---
+"""
+
+
+def streamed(folder: Path) -> HfConfig:
+    (folder / "data").mkdir()
+    made().to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    (folder / "README.md").write_text(CARD)
+    return HfConfig(path=str(folder), split="train", streaming=True)
+
+
+def test_streaming_reads_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = streamed(tmp_path).build()
+    assert [source.read(index) for index in range(10)] == EXPECTED
+    assert source.read(3) == EXPECTED[3]  # from the beginning again
+    assert source.read(7) == EXPECTED[7]
+    assert pickle.loads(pickle.dumps(source)).read(8) == EXPECTED[8]
+    assert json.loads(json.dumps(source.fingerprint)) == source.fingerprint
+    transform = EvalTransformConfig().build(16)
+    ids = [[each.sample_ids.tolist() for each in EvalSet(source, transform, 4, rank, 2)] for rank in (0, 1)]
+    assert ids == [[[0, 2, 4, 6], [8]], [[1, 3, 5, 7], [9]]]
+    (tmp_path / "README.md").write_text(CARD.replace("num_examples: 10", "num_examples: 11"))
+    with pytest.raises(StorageError, match="row 10: the data set ends before; its card states 11 rows"):
+        streamed_again(tmp_path).read(10)
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(DataError, match="leave streaming out"):
+        streamed_again(tmp_path)
+    with pytest.raises(ConfigError, match="streaming needs a commit"):
+        HfConfig(path="someone/images", streaming=True, revision="main").build()
+
+
+def streamed_again(folder: Path):
+    return HfConfig(path=str(folder), split="train", streaming=True).build()
+
+
+def test_training_does_not_stream(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.sources\[0\]: kind hf with streaming .*vqclip data pack"):
+        open_data(tmp_path, sources=(streamed(tmp_path),))
+
+
+def test_training_reads_the_same_as_from_shards(tmp_path: Path) -> None:
+    source = parse_source(caption_shards(tmp_path / "tars", (13, 11))).build()
+    samples = [source.read(index) for index in range(len(source))]
+    made([each.image for each in samples], caption=[each.captions[0] for each in samples]).save_to_disk(tmp_path / "hf")
+    kinds = [parse_source(tmp_path / "tars"), parse_source(tmp_path / "hf")]
+    data = [open_data(tmp_path, sources=(kind,), workers=0) for kind in kinds]
+    assert same(global_batches(data[0], 0, 5, 1), global_batches(data[1], 0, 5, 2))

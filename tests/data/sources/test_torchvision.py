@@ -1,0 +1,203 @@
+"""Data sets of torchvision as samples."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+
+from tests.data.loading import global_batches, open_data, same
+from tests.data.making import encode, pixels
+from tests.ranks import RankPool
+from vqclip.data import RawSample, decode_image, prepare_sources
+from vqclip.data.sources import rows
+from vqclip.data.sources import torchvision as module
+from vqclip.data.sources.torchvision import TorchvisionConfig
+from vqclip.errors import ConfigError, DataError, VqclipError
+
+FAKE = {
+    "name": "FakeData",
+    "arguments": {"size": 12, "image_size": (3, 16, 20), "num_classes": 2},
+    "classnames": ("cat", "dog"),
+}
+
+
+def refusal(**options) -> str:
+    with pytest.raises(VqclipError) as error:
+        TorchvisionConfig(**options).build().read(0)
+    return str(error.value)
+
+
+def test_fake_data() -> None:
+    source = TorchvisionConfig(**FAKE).build()
+    expected = torchvision.datasets.FakeData(size=12, image_size=(3, 16, 20), num_classes=2)
+    assert len(source) == 12
+    for index in (11, 0, 5):
+        image, label = expected[index]
+        sample = source.read(index)
+        assert np.array_equal(decode_image(sample.image).permute(1, 2, 0).numpy(), np.asarray(image))
+        assert (sample.label, sample.captions) == (label, (f"a photo of a {('cat', 'dog')[label]}",))
+    assert source.name(3) == "torchvision FakeData: row 3"
+    assert source.fingerprint == TorchvisionConfig(**FAKE).build().fingerprint
+    other = {**FAKE, "arguments": {**FAKE["arguments"], "random_offset": 5}}
+    assert source.fingerprint != TorchvisionConfig(**other).build().fingerprint
+    assert json.loads(json.dumps(source.fingerprint)) == source.fingerprint
+    assert pickle.loads(pickle.dumps(source)).read(4) == source.read(4)
+
+
+def image_folder(folder: Path) -> Path:
+    for number in range(6):
+        path = folder / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(pixels(number)))
+    return folder
+
+
+def test_files_keep_their_bytes(tmp_path: Path) -> None:
+    config = TorchvisionConfig(name="ImageFolder", root=image_folder(tmp_path))
+    source = config.build()
+    assert source.classnames == ("cat", "dog")
+    assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
+    os.utime(tmp_path / "dog" / "3.jpg", ns=(1, 1))
+    with pytest.raises(DataError, match="row 4: .*3.jpg has changed since it was listed"):
+        source.read(4)
+    before = source.fingerprint
+    assert config.build().fingerprint == before
+    (tmp_path / "dog" / "3.jpg").write_bytes(encode(pixels(7)))
+    assert config.build().fingerprint != before
+
+
+def test_captions(tmp_path: Path) -> None:
+    (tmp_path / "1.jpg").write_bytes(encode(pixels(1)))
+    (tmp_path / "captions.token").write_text("1.jpg#0\tone \n1.jpg#1\tanother\n")
+    arguments = {"ann_file": str(tmp_path / "captions.token")}
+    source = TorchvisionConfig(name="Flickr30k", root=tmp_path, arguments=arguments).build()
+    assert source.read(0) == RawSample(encode(pixels(1)), ("one", "another"))
+    assert source.classnames == source.templates == ()
+    assert "classnames: set, and the samples of Flickr30k have no class numbers" in refusal(
+        name="Flickr30k", root=tmp_path, arguments=arguments, classnames=("a",)
+    )
+
+
+def mnist(folder: Path) -> Path:
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = np.arange(3 * 28 * 28, dtype=np.uint32).astype(np.uint8)
+    for split in ("train", "t10k"):
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(
+            bytes.fromhex("00000803000000030000001c0000001c") + images.tobytes()
+        )
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(bytes.fromhex("0000080100000003") + bytes([3, 1, 9]))
+    return folder
+
+
+def test_images_in_memory_become_png(tmp_path: Path) -> None:
+    config = TorchvisionConfig(name="MNIST", root=mnist(tmp_path), arguments={"train": False}, templates=("{c}!",))
+    sample = config.build().read(2)
+    assert (sample.label, sample.captions) == (9, ("9 - nine!",))
+    image = np.asarray(Image.open(io.BytesIO(sample.image)))
+    assert np.array_equal(image, (np.arange(28 * 28, dtype=np.uint32) + 2 * 28 * 28).astype(np.uint8).reshape(28, 28))
+
+
+def cifar(folder: Path) -> Path:
+    (folder / "cifar-10-batches-py").mkdir()
+    (folder / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({"data": 1}))
+    return folder
+
+
+def test_pickles_are_read_only_if_allowed(tmp_path: Path) -> None:
+    options = {"name": "CIFAR10", "root": cifar(tmp_path)}
+    assert "pickles: false; the files of CIFAR10 are Python pickles, which can run code" in refusal(**options)
+    assert "corrupted" in refusal(**options, pickles=True)  # their sums are compared first
+
+
+def test_no_other_data_set_reads_pickles() -> None:
+    """In the installed torchvision."""
+    unsafe = re.compile(r"pickle\.load|torch\.load\((?![^)]*\)?,\s*weights_only=True)|allow_pickle=True")
+    folder = Path(torchvision.datasets.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if unsafe.search(path.read_text())}
+    assert found - {"mnist.py", "imagenet.py", "phototour.py"} == {"cifar.py", "lsun.py"}
+    for name in ("mnist.py", "imagenet.py", "phototour.py"):
+        lines = [line for line in (folder / name).read_text().splitlines() if "torch.load(" in line]
+        assert all("weights_only=True" in line for line in lines)
+    assert {*module._PICKLED, *module._REFUSED} == {"CIFAR10", "CIFAR100", "LSUN", "LSUNClass"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "CIFAR11"}, "name: got 'CIFAR11'; expected a data set of torchvision: .*did you mean .CIFAR10"),
+        ({"name": "LSUN"}, "name: got 'LSUN'"),
+        ({"name": "wrap_dataset_for_transforms_v2"}, "name: got"),
+        ({"name": "MNIST"}, "root: missing; expected the folder of MNIST"),
+        ({"name": "MNIST", "root": "none"}, "cannot be read by torchvision: RuntimeError: Dataset not found"),
+        ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "MNIST takes no 'trian'; .*did you mean .train"),
+        ({"name": "FakeData", "arguments": {"transform": "x"}}, "takes no 'transform'; functions cannot be set"),
+        ({"name": "FakeData", "root": "x"}, "root: got x; FakeData has no such argument: leave it out"),
+        ({"name": "FakeData", "arguments": {"size": 3}}, "classnames: missing; FakeData does not have the names"),
+        ({"name": "FakeData", "arguments": {"size": 0}}, "torchvision FakeData: has no rows"),
+        ({"name": "Flickr8k", "root": "x"}, "arguments: Flickr8k needs ann_file"),
+        (
+            {**FAKE, "classnames": ("cat",), "arguments": {"size": 9, "num_classes": 5}},
+            "expected a class number, 0 to 0",
+        ),
+        ({**FAKE, "templates": ("x",)}, "expected prompts with {c}"),
+    ],
+)
+def test_mistakes(options: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        text = refusal(**options)
+    except ValueError as error:
+        text = str(error)
+    assert re.search(message, text), text
+
+
+def test_samples_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for item, message in (
+        ((1, 2, 3), "its samples are int, int, int; expected an image, and a class number or captions"),
+        ((Image.new("RGB", (8, 8)), {"x": 1}), "its target is a dict; expected a class number or captions"),
+    ):
+        monkeypatch.setattr(torchvision.datasets.FakeData, "__getitem__", lambda data, index, item=item: item)
+        with pytest.raises(DataError, match=message):
+            TorchvisionConfig(**{**FAKE, "classnames": ()}).build()
+
+
+def test_training(tmp_path: Path) -> None:
+    data = open_data(tmp_path, sources=(TorchvisionConfig(**FAKE),), workers=0, batch_size=4)
+    assert same(global_batches(data, 0, 4, 1), global_batches(data, 0, 4, 2))
+
+
+def prepare_on_rank(cache: Path) -> tuple[int, dict, RawSample]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VQCLIP_CACHE", str(cache))
+        monkeypatch.setattr(rows, "BLOCK", 3)
+        digested: list[int] = []
+        digest = rows.Block._digest
+        monkeypatch.setattr(rows.Block, "_digest", lambda block: (digested.append(1), digest(block))[1])
+        config = TorchvisionConfig(**FAKE)
+        prepare_sources([config])
+        count = len(digested)
+        source = config.build()
+        assert len(digested) == count
+        assert [each["samples"] for each in source.shards] == [3, 3, 3, 3]
+        return count, source.fingerprint, source.read(9)
+
+
+def test_ranks_share_the_digests(ranks: RankPool, tmp_path: Path) -> None:
+    (first, *one), (second, *other) = ranks(2, prepare_on_rank, tmp_path / "cache")
+    assert (first, second) == (2, 2)
+    assert one == other
+
+
+def test_without_class_names() -> None:
+    with pytest.raises(ConfigError, match="classnames"):
+        TorchvisionConfig(name="FakeData").build()
