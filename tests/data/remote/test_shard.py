@@ -447,7 +447,7 @@ def test_class_folders_without_a_number_of_shards(
     server.files.pop("/train/nshards.txt")
     server.files |= {} if count is None else {"/train/nshards.txt": count}
     with pytest.raises(DataError) as error:
-        ClassShardsConfig(path=f"{url}/?sig=s3cr3t").build()
+        ClassShardsConfig(path=f"{url}/?sig=s3cr3t", split="train").build()
     where = display_url(f"{url}/train/nshards.txt?sig=s3cr3t")
     assert str(error.value).startswith(f"{where}: {message}")
     assert "s3cr3t" not in where
@@ -485,7 +485,7 @@ def test_texts_at_urls_have_the_limits_of_local_ones(
     server.files[f"/{file}"] += b"\n" * ((4 << 20) + 1 - len(server.files[f"/{file}"]))
     server.for_ever[f"/{file}"] = fault
     with pytest.raises(DataError, match=rf"{url}/{file}: has (more than 4194304|4194305) bytes"):
-        ClassShardsConfig(path=url).build()
+        ClassShardsConfig(path=url, split="train").build()
 
 
 FETCHING = """
