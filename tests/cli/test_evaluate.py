@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import csv
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,11 @@ import pytest
 import torch
 
 from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
+from tests.evaluation.test_choices import sugarcrepe, winoground
 from vqclip import checkpoint
 from vqclip.cli.evaluate import main
+from vqclip.cli.evaluation_tasks import EvaluationFile
+from vqclip.train import TrainConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -92,6 +97,93 @@ def test_a_split_of_an_image_folder(command, run_folder, tmp_path):
     assert "(4 images, 2 classes)" in out
 
 
+def labelled(folder):
+    """Training and test images of four classes."""
+    class_shards(folder, 40)
+    shutil.copytree(folder / "test", folder / "train")
+    return folder
+
+
+def test_several_tasks_of_a_file_are_one_table_and_one_csv(command, run_folder, tmp_path):
+    data = labelled(tmp_path / "colours")
+    (tmp_path / "tasks.yaml").write_text(
+        f"""
+evaluation:
+  - {{kind: zero_shot, name: colours, data: {{path: {data}}}}}
+  - {{kind: knn, name: colours, data: {{path: {data}}}, train: {{path: {data}}}}}
+"""
+    )
+    files = ("--csv", tmp_path / "out" / "a.csv", "--json", tmp_path / "a.json")
+    code, out, err = command(run_folder, "--config", tmp_path / "tasks.yaml", "evaluation[1].neighbours=3", *files)
+    assert code == 0, err
+    assert "weights: current\n" in out
+    assert out.count("colours (40 images, 4 classes)") == 1  # one block of both tasks
+    assert "k-NN mean per class" in out
+    rows = list(csv.DictReader((tmp_path / "out" / "a.csv").read_text().splitlines()))
+    assert len(rows) == 2 * 3 * 3
+    assert {(row["kind"], row["mode"], row["figure"]) for row in rows} >= {("knn", "codes_only", "knn_top1")}
+    assert {row["model"] for row in rows} == {f"{run_folder}/checkpoints/step-00000010/model"}
+    results = json.loads((tmp_path / "a.json").read_text())
+    assert [result["weights"] for result in results] == ["current", "current"]
+    assert float(rows[0]["rate"]) == results[0]["figures"]["continuous"]["top1"]
+
+
+def test_a_run_is_evaluated_on_its_own_tasks_and_one_that_fails_takes_nothing_from_the_others(command, tmp_path):
+    data, run = class_shards(tmp_path / "colours"), tmp_path / "run"
+    tiny_clip().save_pretrained(run / "tokenizer")
+    task = f"{{kind: zero_shot, name: NAME, data: {{path: {data}}}}}"
+    text = f"model: {{}}\nevaluation: [{task}, {task}]\n".replace("NAME", "one", 1).replace("NAME", "two", 1)
+    (run / "config.yaml").write_text(text)
+    code, out, err = command(run)
+    assert (code, out.count("top-1")) == (0, 2), err
+    code, out, err = command(run, "evaluation[0].data.split=val", "--csv", tmp_path / "a.csv")
+    assert (code, out.count("top-1")) == (2, 1)
+    assert "evaluation 'one': " in err
+    assert "has no split 'val'" in err
+    assert {row["name"] for row in csv.DictReader((tmp_path / "a.csv").open())} == {"two"}
+
+
+def test_tasks_of_a_file_are_those_of_a_training_configuration():
+    assert set(EvaluationFile.model_fields) == set(TrainConfig.model_fields)
+
+
+def test_probes_and_compositional_sets_and_several_data_sets(command, run_folder, tmp_path):
+    one, two = labelled(tmp_path / "one" / "colours"), labelled(tmp_path / "two" / "colours")
+    for task, option in (("knn", ("--neighbours", 3)), ("linear-probe", ("--l2", 0.1))):
+        options = ("--data", one, "--data", two, "--train", one, "split=train", "--train-limit", 20, *option)
+        code, out, err = command(task, run_folder, *options)
+        assert code == 0, err
+        assert f"{one} (40 images, 4 classes)" in out  # both are named colours
+        assert f"{two} (40 images, 4 classes)" in out
+    images = image_folder(tmp_path / "images" / "test", 3)
+    image_folder(tmp_path / "images" / "train", 6)
+    options = ("--data", images.parent, "--split", "test", "--train-split", "train", "--features", "tokens")
+    code, out, err = command("linear-probe", run_folder, *options)
+    assert code == 0, err
+    code, out, err = command("sugarcrepe", run_folder, *as_options(sugarcrepe(tmp_path / "s", {"add": [(9, 1, 2)]})))
+    assert (code, "add" in out) == (0, True), err
+    code, out, err = command("winoground", run_folder, "--data", winoground(tmp_path / "w", [(1, 90, 1, 2)]))
+    assert (code, "group score" in out) == (0, True), err
+
+
+def as_options(data):
+    return "--data", data["path"], "--images", data["images"]
+
+
+def test_any_kind_of_data_and_prompts_from_files(command, run_folder, tmp_path):
+    folder = image_folder(tmp_path / "images")
+    table = "filepath,caption\n" + "".join(f"{path},number {n}\n" for n, path in enumerate(folder.glob("*/*.png")))
+    (tmp_path / "val.csv").write_text(table)
+    code, out, err = command("retrieval", run_folder, "--data", tmp_path / "val.csv", "captions=caption")
+    assert (code, "val.csv (4 images, 4 captions)" in out) == (0, True), err
+    (tmp_path / "classes.json").write_text(json.dumps({"dark red": ["ruby", "wine"], "green": "leaf"}))
+    (tmp_path / "prompts.txt").write_text("a {c}\n{c}\n")
+    files = ("--classes", tmp_path / "classes.json", "--templates", tmp_path / "prompts.txt")
+    code, out, err = command("zero-shot", run_folder, "--data", folder, *files, "--json", tmp_path / "out.json")
+    assert code == 0, err
+    assert json.loads((tmp_path / "out.json").read_text())[0]["captions"] == 6
+
+
 def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path):
     no_names = class_shards(tmp_path / "no_names")
     (no_names / "classnames.txt").unlink()
@@ -110,7 +202,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
     (tmp_path / "no_model").mkdir()
     cases = [
         (("zero-shot", tmp_path / "no_model", "--data", fine), "no_model: no model here"),
-        (("zero-shot", run_folder, "--data", tmp_path / "none"), "none: no such folder"),
+        (("zero-shot", run_folder, "--data", tmp_path / "none"), "none: no such file or folder"),
         (
             ("zero-shot", tmp_path / "missing", "--data", fine),
             "vqclip evaluate: no such run, checkpoint or tokenizer folder here",
@@ -121,7 +213,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", run_folder, "--data", tmp_path / "whole", "--split", "val"), "whole/val: no such folder"),
         (
             ("retrieval", run_folder, "--data", fine),
-            "classnames.txt); expected caption shards. For labelled images: vqclip evaluate zero-shot",
+            "classnames.txt); expected captioned images. For labelled ones: vqclip evaluate zero-shot",
         ),
         (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
         (("zero-shot", run_folder, "--data", wrong_label), ".cls contains '1'; expected a class number, 0 to 0"),
@@ -137,6 +229,21 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
             "config.yaml: got a file, expected a folder: run folder (its exported",
         ),
         (("retrieval", run_folder), "--data: missing"),
+        (("zero-shott", run_folder, "--data", fine), "got 'zero-shott'; expected a task or a model; did you mean"),
+        ((run_folder,), "has no config.yaml of a run; expected a YAML file with evaluation: [...]"),
+        ((run_folder, "--config", tmp_path / "none.yaml"), "none.yaml: no such configuration file"),
+        ((run_folder, "--config", config), "evaluation: missing"),
+        ((run_folder, "--config", config, "evaluation=[]"), "evaluation: got an empty list"),
+        (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "--csv: got the folder"),
+        (("zero-shot", run_folder, "--data", fine, "splitt=test"), 'unknown key; did you mean "split"'),
+        (("zero-shot", run_folder, "--data", "kind=csv"), "--data: got 'kind=csv'; expected a path before it"),
+        (("zero-shot", run_folder, "--data", fine, "--classes", config), "config.yaml"),
+        (("zero-shot", run_folder, "--data", fine, "--template", "{c}", "--templates", config), "expected one of them"),
+        (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
+        (("knn", run_folder, "--data", fine, "--train-split", "test"), "--train: got the images of --data"),
+        (("knn", run_folder, "--kind", "scenes"), "--kind: got scenes, whose classes have no training images"),
+        (("knn", run_folder, "--data", fine, "--neighbours", 10**9), "--neighbours: got 1000000000"),
+        (("winoground", run_folder, "--data", fine), "fine: cannot be read"),
         (("retrieval", run_folder, "--data", fine / "test"), f"'test': {fine / 'test'}: none of the 22 samples"),
         (("retrieval", run_folder, "--data", fine / "test"), "none of the 22 samples has a member .txt"),
     ]

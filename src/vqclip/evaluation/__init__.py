@@ -11,7 +11,7 @@ from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
-from vqclip.evaluation.results import Result, write_json
+from vqclip.evaluation.results import Result, write_csv, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
@@ -54,5 +54,6 @@ __all__ = [
     "save_ids",
     "scalar_names",
     "try_all",
+    "write_csv",
     "write_json",
 ]

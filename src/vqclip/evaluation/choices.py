@@ -121,7 +121,7 @@ class FileChoices(Choices):
 
 
 def clean_caption(text: object, name: str) -> str:
-    """Return a caption without surrounding blanks; raise DataError for what is no caption that a tower can read."""
+    """Return a caption without surrounding blanks; raise DataError for a text that no tower can read."""
     if isinstance(text, list):
         raise DataError(f"{name}: got a list, expected one caption")
     return collect_captions({"caption": text}, ("caption",), name, "key", "damaged JSON")[0]

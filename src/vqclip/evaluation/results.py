@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vqclip.data import mask_credentials
@@ -50,12 +53,27 @@ class Result:
         return dataclasses.asdict(self)
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
-    """Write results as a JSON list."""
+def write_json(path: Path, results: Sequence[Result], about: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write results as a JSON list; each with the keys of ``about``, such as the model."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(
-        path, json.dumps(mask_credentials([result.to_json() for result in results]), indent=2, allow_nan=False) + "\n"
-    )
+    rows = mask_credentials([{**result.to_json(), **about} for result in results])
+    write_text(path, json.dumps(rows, indent=2, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, results: Sequence[Result], about: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write results as CSV: a row for each result, mode and figure, with the keys of ``about`` as further columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    heads = ("name", "kind", "mode", "figure", "rate", "chance", "images", "classes", "captions", *about)
+    rows = [
+        (result.name, result.kind, mode, figure, rate, result.chance[figure], result.samples)
+        + ("" if result.classes is None else result.classes, result.captions, *about.values())
+        for result in results
+        for mode, figures in result.figures.items()
+        for figure, rate in (figures or {}).items()
+    ]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([heads, *mask_credentials(rows)])
+    write_text(path, text.getvalue())
 
 
 def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:

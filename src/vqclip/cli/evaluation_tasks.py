@@ -1,0 +1,190 @@
+"""Options of ``vqclip evaluate`` to tasks."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vqclip.config import Config, load_config
+from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
+from vqclip.data.sources import KINDS
+from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.detect import find_kind
+from vqclip.errors import ConfigError
+from vqclip.evaluation import (
+    EvaluationConfig,
+    Evaluations,
+    KnnConfig,
+    LinearProbeConfig,
+    RetrievalConfig,
+    SugarCrepeConfig,
+    SugarCrepeData,
+    WinogroundConfig,
+    WinogroundData,
+    ZeroShotConfig,
+)
+
+__all__ = ["EvaluationFile", "tasks_of_file", "tasks_of_options"]
+
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+
+
+class EvaluationFile(Config):
+    """A YAML file with tasks; that of a whole training too."""
+
+    evaluation: Evaluations
+    """Tasks, as in a training configuration."""
+    run: Any = None
+    """Of a training; not read, like the following ones."""
+    data: Any = None
+    model: Any = None
+    loss: Any = None
+    distillation: Any = None
+    optim: Any = None
+    train: Any = None
+    guards: Any = None
+
+
+def tasks_of_file(model: str, file: Path | None, overrides: Sequence[str]) -> Evaluations:
+    """Return the tasks of a YAML file, or of the configuration of the run in the folder ``model``.
+
+    Raises:
+        ConfigError: there is no file, it is invalid, or it contains no task.
+    """
+    if file is None:
+        folder = Path(model).expanduser()
+        file = folder / "config.yaml"
+        if not file.is_file():
+            raise ConfigError(
+                f"--config: missing, and {mask_credentials(str(folder))} has no config.yaml of a run; expected a YAML "
+                "file with evaluation: [...], or a task before the model, such as: vqclip evaluate zero-shot RUN"
+            )
+    tasks = load_config(EvaluationFile, file, overrides).evaluation
+    if not tasks:
+        raise ConfigError(f"{file}: evaluation: got an empty list; expected tasks")
+    return tasks
+
+
+def tasks_of_options(options: argparse.Namespace) -> list[EvaluationConfig]:
+    """Return a task for each data set.
+
+    Raises:
+        ConfigError, DataError: wrong options, or data of a kind that is not plain.
+    """
+    if options.task in ("sugarcrepe", "winoground"):
+        return [_choices(options)]
+    groups = [_Group(given) for given in options.data or ()]
+    if getattr(options, "kind", None) == "scenes":
+        if groups:
+            raise ConfigError("--data: got it with --kind scenes, which is drawn; VQCLIP_CACHE sets the folder")
+        if options.task in ("linear-probe", "knn"):
+            raise ConfigError(f"--kind: got scenes, whose classes have no training images; {options.task} needs --data")
+        default = "val" if options.task == "retrieval" else "test"
+        scenes = ScenesSourceConfig.model_validate({"split": options.split or default})
+        return [_task(options, scenes, None, f"scenes {scenes.split}")]
+    if not groups:
+        what = "captioned" if options.task == "retrieval" else "labelled"
+        raise ConfigError(f"--data: missing; expected {what} images, or --kind scenes")
+    names = [" ".join(Path(path).name for path in group.paths) for group in groups]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    names = [" ".join(group.given) if name in twice else name for group, name in zip(groups, names, strict=True)]
+    return [_task(options, *_data(options, group), name) for group, name in zip(groups, names, strict=True)]
+
+
+class _Group:
+    """The values of one --data or --train: paths, and ``key=value`` of their kind."""
+
+    def __init__(self, given: Sequence[str]):
+        self.given = given
+        self.overrides = [text for text in given if _OVERRIDE.match(text)]
+        self.paths = [str(Path(text).expanduser()) if "://" not in text else text for text in given]
+        self.paths = [path for path, text in zip(self.paths, given, strict=True) if text not in self.overrides]
+        if not self.paths:
+            raise ConfigError(f"--data: got {' '.join(given)!r}; expected a path before it")
+
+
+def _data(options: argparse.Namespace, group: _Group) -> tuple[SourceConfigBase, SourceConfigBase | None]:
+    """Return the data to test on, and those to fit a probe to."""
+    if options.task in ("zero-shot", "retrieval"):
+        return _source(options, group, options.split), None
+    test = _source(options, group, options.split)
+    train = _source(options, _Group(options.train) if options.train else group, options.train_split, "train")
+    if train == test:
+        raise ConfigError(
+            f"--train: got the images of --data, {' '.join(group.paths)}; expected others, to fit the classifier to: "
+            "name --train, or --split and --train-split"
+        )
+    return test, train
+
+
+def _source(
+    options: argparse.Namespace, group: _Group, split: str | None, default_split: str = "test"
+) -> SourceConfigBase:
+    kinds = [text.removeprefix("kind=") for text in group.overrides if text.startswith("kind=")]
+    kind = kinds[-1] if kinds else options.kind
+    if kind is None and len(group.paths) == 1:
+        (_refuse_labelled if options.task == "retrieval" else _refuse_captioned)(Path(group.paths[0]))
+        if options.task != "retrieval" and (Path(group.paths[0]).parent / CLASSNAMES).is_file():
+            kind = "classes"  # the folder of a split: its message says how to name it
+    kind = kind or find_kind(group.paths, KINDS)
+    defaults, paths = dict[str, Any](kind=kind), group.paths
+    if kind == "folder" and split:
+        paths = [str(Path(path) / split) for path in paths]
+    elif kind == "classes" or split is not None:
+        defaults["split"] = default_split if split is None else split
+    if options.task == "retrieval" and options.captions is not None:
+        defaults["captions"] = options.captions
+    if options.task == "retrieval" and options.json_key:
+        defaults["json_keys"] = list(options.json_key)
+    return parse_source(paths, group.overrides, **defaults)
+
+
+def _refuse_labelled(path: Path) -> None:
+    if (path / CLASSNAMES).exists():
+        raise ConfigError(
+            f"--data: {path} contains labelled images ({CLASSNAMES}); expected captioned images. For labelled ones: "
+            "vqclip evaluate zero-shot"
+        )
+
+
+def _refuse_captioned(path: Path) -> None:
+    has_shards = any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
+    if has_shards and not any((folder / CLASSNAMES).exists() for folder in (path, path.parent)):
+        raise ConfigError(
+            f"--data: {path} contains tars but no {CLASSNAMES}; expected labelled images. For shards of captioned "
+            "images: vqclip evaluate retrieval"
+        )
+
+
+def _task(
+    options: argparse.Namespace, data: SourceConfigBase, train: SourceConfigBase | None, name: str
+) -> EvaluationConfig:
+    settings = _settings(options) | {"data": data, "limit": options.limit}
+    if options.task == "retrieval":
+        return RetrievalConfig(**settings, name=name)
+    if options.task == "zero-shot":
+        files = {"templates_file": options.templates, "classes_file": options.classes}
+        return ZeroShotConfig(**settings, **files, name=name, templates=tuple(options.template or ()))
+    settings |= {"train": train, "train_limit": options.train_limit, "features": options.features, "name": name}
+    if options.task == "knn":
+        return KnnConfig(**settings, neighbours=options.neighbours, temperature=options.temperature)
+    return LinearProbeConfig(**settings, l2=options.l2)
+
+
+def _choices(options: argparse.Namespace) -> EvaluationConfig:
+    settings = _settings(options)
+    if options.task == "winoground":
+        return WinogroundConfig(**settings, data=WinogroundData(path=options.data, images=options.images))
+    return SugarCrepeConfig(**settings, data=SugarCrepeData(path=options.data, images=options.images))
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "batch_size": options.batch_size,
+        "workers": options.workers,
+        "max_bad_fraction": options.bad_fraction,
+    }
