@@ -39,7 +39,7 @@ class EvaluationFile(Config):
     evaluation: Evaluations
     """Tasks, as in a training configuration."""
     run: Any = None
-    """Of a training; not read, like the following ones."""
+    """Section of a training, which is not read, like the following ones."""
     data: Any = None
     model: Any = None
     loss: Any = None
