@@ -19,14 +19,25 @@ from vqclip.errors import DataError
 
 Export = Callable[[list[RawSample], Path], SourceConfigBase]
 
-KINDS: dict[str, Export] = {
+FILE_KINDS: dict[str, Export] = {
     "csv": exports.as_csv,
     "tsv": exports.as_tsv,
     "coco": exports.as_coco,
     "files": exports.as_files,
     "metadata": exports.as_metadata,
+    "parquet of paths": exports.as_parquet_of_paths,
 }
-"""A line for each kind: writes some samples in its layout, and returns its configuration."""
+"""A line for each kind of image files: writes some samples in its layout, and returns its configuration."""
+
+KINDS: dict[str, Export] = {
+    **FILE_KINDS,
+    "tar.gz": exports.as_gzip,
+    "parquet": exports.as_parquet,
+    "parquet of img2dataset": exports.as_img2dataset,
+    "hf": exports.as_hf,
+    "torchvision": exports.as_torchvision,
+}
+"""A line for each other kind."""
 
 COUNT = 13
 """More than a global batch, and no multiple of it."""
@@ -47,6 +58,11 @@ def samples(shards: CaptionShardsConfig) -> list[RawSample]:
 @pytest.fixture(params=KINDS)
 def export(request: pytest.FixtureRequest) -> Export:
     return KINDS[request.param]
+
+
+@pytest.fixture(params=FILE_KINDS)
+def export_files(request: pytest.FixtureRequest) -> Export:
+    return FILE_KINDS[request.param]
 
 
 def training(config: SourceConfigBase, workers: int = 0) -> TrainData:
@@ -84,17 +100,22 @@ def test_same_batches_on_two_processes(samples, shards, tmp_path: Path, cache: P
 
 
 def test_fingerprint_is_of_the_content(export: Export, samples, tmp_path: Path) -> None:
-    config = export(samples, tmp_path / "a")
-    before = config.build().fingerprint
+    before = export(samples, tmp_path / "a").build().fingerprint
     assert json.loads(json.dumps(before)) == before
     assert export(samples, tmp_path / "b").build().fingerprint == before
+    for number, other in enumerate(({"captions": ("another", *samples[0].captions[1:])}, {"image": samples[1].image})):
+        config = export([samples[0]._replace(**other), *samples[1:]], tmp_path / f"c{number}")
+        assert config.build().fingerprint != before
+
+
+def test_fingerprint_of_changed_files(export_files: Export, samples, tmp_path: Path) -> None:
+    config = export_files(samples, tmp_path)
+    before = config.build().fingerprint
     (image, *_) = first_files(config)
     data = bytearray(image.read_bytes())
     data[-1] ^= 1
     image.write_bytes(data)
     assert config.build().fingerprint != before
-    other = [samples[0]._replace(captions=("another", *samples[0].captions[1:])), *samples[1:]]
-    assert export(other, tmp_path / "c").build().fingerprint != before
 
 
 def test_bad_samples_are_replaced_as_in_shards(export: Export, samples, tmp_path: Path) -> None:
@@ -110,8 +131,8 @@ def test_bad_samples_are_replaced_as_in_shards(export: Export, samples, tmp_path
         assert one.step or one.bad
 
 
-def test_a_file_that_changes_in_use_is_named(export: Export, samples, tmp_path: Path) -> None:
-    config = export(samples, tmp_path)
+def test_a_file_that_changes_in_use_is_named(export_files: Export, samples, tmp_path: Path) -> None:
+    config = export_files(samples, tmp_path)
     source = config.build()
     (image, *_) = first_files(config)
     image.write_bytes(samples[1].image + b" ")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.loading import global_batches, open_data, same
-from tests.data.making import caption_shards, encode, pixels
+from tests.data.loading import open_data
+from tests.data.making import encode, pixels
 from vqclip.data import EvalSet, EvalTransformConfig, RawSample, parse_source
 from vqclip.data.sources import hf
 from vqclip.data.sources.hf import HfConfig
@@ -199,12 +199,3 @@ def streamed_again(folder: Path):
 def test_training_does_not_stream(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.sources\[0\]: kind hf with streaming .*vqclip data pack"):
         open_data(tmp_path, sources=(streamed(tmp_path),))
-
-
-def test_training_reads_the_same_as_from_shards(tmp_path: Path) -> None:
-    source = parse_source(caption_shards(tmp_path / "tars", (13, 11))).build()
-    samples = [source.read(index) for index in range(len(source))]
-    made([each.image for each in samples], caption=[each.captions[0] for each in samples]).save_to_disk(tmp_path / "hf")
-    kinds = [parse_source(tmp_path / "tars"), parse_source(tmp_path / "hf")]
-    data = [open_data(tmp_path, sources=(kind,), workers=0) for kind in kinds]
-    assert same(global_batches(data[0], 0, 5, 1), global_batches(data[1], 0, 5, 2))

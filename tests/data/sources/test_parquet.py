@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.data import serving
-from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_shards, encode, pixels
 from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
@@ -338,21 +337,41 @@ def test_ranks_share_the_indexing(ranks: RankPool, tmp_path: Path) -> None:
     assert one == other
 
 
-def test_training_reads_the_same_as_from_shards(tmp_path: Path) -> None:
-    source = parse_source(caption_shards(tmp_path / "tars", (13, 11))).build()
-    rows = [source.read(index) for index in range(len(source))]
-    columns = {"image": [row.image for row in rows], "caption": [list(row.captions) for row in rows]}
-    write(tmp_path / "rows" / "0.parquet", columns)
-    kinds = [parse_source(tmp_path / "tars"), parse_source(tmp_path / "rows")]
-    batches = [
-        open_data(tmp_path, sources=(kind,), workers=workers) for kind, workers in zip(kinds, (0, 2), strict=True)
-    ]
-    assert same(global_batches(batches[0], 0, 5, 1), global_batches(batches[1], 0, 5, 2))
-
-
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     assert "Parquet needs pyarrow: pip install 'vqclip[parquet]'" in refusal(path)
     with pytest.raises(ConfigError, match="expected prompts with"):
         parse_source(path, ["templates=[x]"])
+
+
+def test_paths_of_images(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for number, image in enumerate(IMAGES):
+        (tmp_path / "images" / f"{number}.jpg").write_bytes(image)
+    names = [f"images/{number}.jpg" for number in range(10)]
+    path = write(tmp_path / "a.parquet", {"filepath": names, "title": [None, *CAPTIONS[1:]], "width": [1] * 10})
+    source = parse_source(path).build()
+    assert [source.read(index) for index in range(1, 10)] == EXPECTED[1:]
+    assert source.name(3) == f"{path}: row 3: images/3.jpg"
+    with pytest.raises(DataError, match="row 0: images/0.jpg: the caption is empty"):
+        source.read(0)
+    (tmp_path / "images" / "4.jpg").write_bytes(IMAGES[5])
+    with pytest.raises(DataError, match="row 4: .*image has changed since it was indexed"):
+        source.read(4)
+    before = source.fingerprint
+    source = ParquetConfig(path=str(path)).build()
+    assert source.fingerprint != before
+    assert source.read(4).image == IMAGES[5]
+    write(path, {"filepath": names, "label": [7, *[0] * 9]})
+    assert "row 0: label contains '7'; expected a class number, 0 to 0" in refusal(path, classnames=("cat",))
+    write(path, {"filepath": names, "label": [0] * 10})
+    assert read_all(path, classnames=("cat",), templates=("a {c}",))[3] == RawSample(IMAGES[3], ("a cat",), 0)
+    write(path, {"filepath": ["../x.jpg"] * 10, "title": CAPTIONS})
+    assert "leaves the folder" in refusal(path)
+
+
+def test_tables_at_urls_name_no_files(tmp_path: Path, server: FaultyServer) -> None:
+    write(tmp_path / "0.parquet", {"path": ["/etc/passwd"] * 10, "title": CAPTIONS})
+    text = refusal(f"{server.add(tmp_path)}/0.parquet")
+    assert "a table at a URL has images or URLs in it; paths are not read" in text

@@ -14,7 +14,6 @@ import pytest
 import torchvision
 from PIL import Image
 
-from tests.data.loading import global_batches, open_data, same
 from tests.data.making import encode, pixels
 from tests.ranks import RankPool
 from vqclip.data import RawSample, decode_image, prepare_sources
@@ -169,11 +168,6 @@ def test_samples_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torchvision.datasets.FakeData, "__getitem__", lambda data, index, item=item: item)
         with pytest.raises(DataError, match=message):
             TorchvisionConfig(**{**FAKE, "classnames": ()}).build()
-
-
-def test_training(tmp_path: Path) -> None:
-    data = open_data(tmp_path, sources=(TorchvisionConfig(**FAKE),), workers=0, batch_size=4)
-    assert same(global_batches(data, 0, 4, 1), global_batches(data, 0, 4, 2))
 
 
 def prepare_on_rank(cache: Path) -> tuple[int, dict, RawSample]:

@@ -173,7 +173,7 @@ class HfRows:
     """
 
     def __init__(self, config: HfConfig):
-        self._where, self._folder = config.where, Path(config.path).expanduser()
+        self._where = config.where
         with _name_errors(config.where, "unreadable data set"):
             self._data, self._parser = _select(_load(config), config)
             files = [each["filename"] for each in self._data.cache_files]
@@ -195,7 +195,7 @@ class HfRows:
             self._checked = time.monotonic()
         with _name_errors(name, "damaged row"):
             row = self._data[index]
-        return self._parser.parse(row, name, self._folder)
+        return self._parser.parse(row, name)
 
 
 class HfStream:
@@ -253,7 +253,7 @@ class HfStream:
                 self._at += 1
         if row is None:
             raise StorageError(f"{self.name(index)}: the data set ends before; its card states {len(self)} rows")
-        return self._parser.parse(row, self.name(index), Path(self.config.path).expanduser())
+        return self._parser.parse(row, self.name(index))
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vqclip.data.remote import display_url, is_tar
-from vqclip.data.sources.base import FolderContent, RawSample
+from vqclip.data.remote import display_url, is_tar, protocol_of
+from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.base import FolderContent, RawSample, Source
+from vqclip.data.sources.file_table import FileTable, TableBuilder
+from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.paths import find_shards
+from vqclip.data.sources.reader import strip_common_folders
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
-from vqclip.data.sources.table import RowParser, TableConfig, find_columns
-from vqclip.errors import DataError
+from vqclip.data.sources.table import Columns, RowParser, TableConfig, find_columns, image_path
+from vqclip.errors import ConfigError, DataError
 
 __all__ = ["ParquetConfig", "ParquetRows"]
 
@@ -54,18 +58,109 @@ class ParquetConfig(TableConfig):
         """Return whether there are Parquet files and no tars, beside which img2dataset writes tables of metadata."""
         return any(name.endswith(_ENDINGS) for name in content.files) and not any(map(is_tar, content.files))
 
-    def shards(self) -> Sequence[ParquetPart]:
-        """Return the files, for `vqclip.data.prepare_sources`.
+    def files(self) -> list[Shard]:
+        """Return the Parquet files; raises DataError if there are none, or one is missing."""
+        return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
+
+    def shards(self) -> Sequence[Shard | Part]:
+        """Return the files, and the images that they name, for `vqclip.data.prepare_sources`.
 
         Raises:
             DataError: there are none, or one is missing.
+            ConfigError: a column is missing or not plain.
         """
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        return [ParquetPart(path) for path in find_shards(paths, self.remote, _ENDINGS)]
+        images = find_image_files(self)
+        return [*map(ParquetPart, self.files())] if images is None else images.shards()
 
-    def build(self, cache: Path | None = None) -> ParquetRows:
+    def build(self, cache: Path | None = None) -> Source:
         """Open the files, after indexing those without an index."""
-        return ParquetRows(self, cache)
+        images = find_image_files(self)
+        return ParquetRows(self, cache) if images is None else images.build(cache)
+
+
+def open_rows(config: ParquetConfig, cache: Path | None = None) -> tuple[RowGroups, Columns]:
+    """Open the files and find their columns.
+
+    Raises:
+        DataError: no files, a damaged one, no rows, or files of other columns.
+        ConfigError: a column is missing or not plain.
+    """
+    rows = RowGroups(config.files(), config.memory_mib << 20, cache)
+    schemas = [read_schema(facts) for facts in rows.facts]
+    names = list(map(str, rows.paths))
+    columns = find_columns(schemas[0], config, names[0])
+    for name, schema in zip(names[1:], schemas[1:], strict=True):
+        for column in columns.names:
+            if column not in schema.names or schema.field(column).type != schemas[0].field(column).type:
+                got = schema.field(column).type if column in schema.names else "no such column"
+                raise DataError(
+                    f"{name}: {column}: {got}; {names[0]} has {schemas[0].field(column).type}, and all files of a "
+                    "source have the same columns"
+                )
+    if not len(rows):
+        raise DataError(f"{names[0]}: no rows with images in {len(names)} file{'s' if len(names) > 1 else ''}")
+    rows.select(columns.names)
+    return rows, columns
+
+
+class ParquetFiles(FileSourceConfig):
+    """Image files whose paths are in Parquet files: the same promises as for the files that a CSV lists."""
+
+    kind: Literal["parquet"] = "parquet"
+    """Parquet files."""
+    parquet: ParquetConfig
+    """The Parquet files."""
+
+    @property
+    def listing(self) -> Path:
+        """The first Parquet file."""
+        (path, *_) = self.parquet.files()
+        if not isinstance(path, Path):
+            raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
+        return path
+
+    @property
+    def root(self) -> Path:
+        """The folder of the first file."""
+        return self.listing.parent
+
+    @property
+    def row_word(self) -> str:
+        """Word for a row in messages."""
+        return "row"
+
+    def table(self) -> FileTable:
+        """Read paths, captions and labels of all rows; raises DataError for a wrong class number."""
+        builder = TableBuilder()
+        for path in self.parquet.files():
+            builder.read_from(Path(str(path)))
+        rows, columns = open_rows(self.parquet)
+        parser = RowParser(columns, self.parquet)
+        for index in range(len(rows)):
+            row = rows.read(index)
+            builder.add(image_path(row[columns.image]) or "", *parser.texts(row, rows.name(index)), index)
+        return builder.finish(parser.classnames, parser.templates)
+
+
+def find_image_files(config: ParquetConfig) -> ParquetFiles | None:
+    """Return the image files that the rows name; None if the images, or URLs that may be fetched, are in the rows.
+
+    The first row decides.
+
+    Raises:
+        DataError: URLs that may not be fetched, or see `open_rows`.
+    """
+    if config.urls != "refuse":
+        return None
+    rows = RowGroups(config.files()[:1], config.memory_mib << 20)
+    columns = find_columns(read_schema(rows.facts[0]), config, str(rows.paths[0]))
+    rows.select([columns.image])
+    path = image_path(rows.read(0)[columns.image]) if len(rows) else None
+    if path is not None and protocol_of(path) not in (None, "file"):
+        raise DataError(
+            f"{rows.name(0)}: {display_url(path)}: URLs in tables are not fetched unless urls: fetch is set"
+        )
+    return None if path is None else ParquetFiles(parquet=config)
 
 
 class ParquetRows:
@@ -82,24 +177,11 @@ class ParquetRows:
 
     def __init__(self, config: ParquetConfig, cache: Path | None = None):
         self.config = config
-        self._rows = RowGroups([part.path for part in config.shards()], config.memory_mib << 20, cache)
-        schemas = [read_schema(facts) for facts in self._rows.facts]
-        names = [display_url(str(path)) for path in self._rows.paths]
-        self._parser = RowParser(find_columns(schemas[0], config, names[0]), config)
-        columns = self._parser.columns
-        for name, schema in zip(names[1:], schemas[1:], strict=True):
-            for column in columns.names:
-                if column not in schema.names or schema.field(column).type != schemas[0].field(column).type:
-                    got = schema.field(column).type if column in schema.names else "no such column"
-                    raise DataError(
-                        f"{name}: {column}: {got}; {names[0]} has {schemas[0].field(column).type}, and all files of a "
-                        "source have the same columns"
-                    )
-        if not len(self):
-            raise DataError(f"{names[0]}: no rows with images in {len(names)} file{'s' if len(names) > 1 else ''}")
-        self._rows.select(columns.names)
+        self._rows, columns = open_rows(config, cache)
+        self._parser = RowParser(columns, config)
         self._rows.warn_if_slow()
         self.classnames, self.templates = self._parser.classnames, self._parser.templates
+        self._places = strip_common_folders([str(path) for path in self._rows.paths])
         self._width = len(str(max(sum(facts.rows) for facts in self._rows.facts)))
 
     def __len__(self) -> int:
@@ -107,21 +189,20 @@ class ParquetRows:
 
     def read(self, index: int) -> RawSample:
         """Return image, captions and label of one row; see `Source.read`."""
-        path = self._rows.paths[self._rows.locate(index)[0]]
-        folder = path.parent if isinstance(path, Path) else None
-        return self._parser.parse(self._rows.read(index), self.name(index), folder)
+        return self._parser.parse(self._rows.read(index), self.name(index))
 
     def name(self, index: int) -> str:
         """Return file and row, for messages."""
         return self._rows.name(index)
 
     def key(self, index: int) -> str:
-        """Return the row's number in its file; see `ShardedSource.key`."""
-        return f"{self._rows.locate(index)[1]:0{self._width}d}"
+        """Return the number of the sample; see `ShardedSource.key`."""
+        return f"{index:09d}"
 
     def place(self, index: int) -> str:
         """Return file and row; see `vqclip.data.images.ImageSource.place`."""
-        return f"{self._rows.paths[self._rows.locate(index)[0]].name}/{self.key(index)}"
+        file, row = self._rows.locate(index)
+        return f"{self._places[file]}/{row:0{self._width}d}"
 
     @property
     def shards(self) -> list[dict[str, str | int]]:

@@ -17,7 +17,7 @@ from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
 
-__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "strip_common_folders"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -48,7 +48,7 @@ class ShardReader:
         self._files: OrderedDict[int, int] = OrderedDict()  # first, since `__del__` needs it even after an error here
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
-        self._places = _strip_common_folders([str(index.path) for index in self._indexes])
+        self._places = strip_common_folders([str(index.path) for index in self._indexes])
         self._cache = cache
         _warn_if_cache_is_small(self._indexes)
 
@@ -183,7 +183,7 @@ class ShardReader:
         return {**self.__dict__, "_files": OrderedDict()}
 
 
-def _strip_common_folders(paths: Sequence[str]) -> list[str]:
+def strip_common_folders(paths: Sequence[str]) -> list[str]:
     """Remove the folders that all paths have in common."""
     parts = [path.split("/") for path in paths]
     levels = zip(*(each[:-1] for each in parts), strict=False)

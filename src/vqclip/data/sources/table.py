@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import read_bounded
 
-__all__ = ["Columns", "RowParser", "TableConfig", "find_columns"]
+__all__ = ["Columns", "RowParser", "TableConfig", "find_columns", "image_path", "read_image"]
 
 _IMAGE_NAMES = ("image", "image_path", "filepath", "file_name", "path")
 """Columns of text that are plainly paths of images, if no column holds images themselves."""
@@ -199,22 +200,34 @@ class RowParser:
             "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
         }
 
-    def parse(self, row: Mapping[str, Any], name: str, folder: Path | None) -> RawSample:
+    def parse(self, row: Mapping[str, Any], name: str) -> RawSample:
         """Return the sample of a row.
 
         Args:
             row: values by column.
             name: the row's name, for messages.
-            folder: paths of images are relative to it; None for a table at a URL.
 
         Raises:
             DataError: it has no image, no caption or no valid class number.
         """
+        captions, label = self.texts(row, name)
+        if not captions:
+            captions = self._prompts[label] if self.templates else self._captions(row, name)
+        return RawSample(self._image(row[self.columns.image], name), captions, label)
+
+    def texts(self, row: Mapping[str, Any], name: str) -> tuple[tuple[str, ...], int]:
+        """Return captions and label of a row; no captions if it has none, or if they are prompts.
+
+        Raises:
+            DataError: the class number is not valid.
+        """
         label = -1 if self.columns.label is None else self._label(row[self.columns.label], name)
-        captions = self._prompts[label] if self.templates else ()
-        if not self.templates:
-            captions = collect_captions(row, self.columns.captions, name, "column", "damaged row")
-        return RawSample(self._image(row[self.columns.image], name, folder), captions, label)
+        with contextlib.suppress(DataError):  # `parse` reports it
+            return () if self.templates else self._captions(row, name), label
+        return (), label
+
+    def _captions(self, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+        return collect_captions(row, self.columns.captions, name, "column", "damaged row")
 
     def _label(self, value: Any, name: str) -> int:
         if not isinstance(value, int) or not 0 <= value < len(self.classnames):
@@ -225,45 +238,55 @@ class RowParser:
             )
         return value
 
-    def _image(self, value: Any, name: str, folder: Path | None) -> bytes:
-        if isinstance(value, Mapping):
-            value = value.get("path") if value.get("bytes") is None else value["bytes"]
-        if value is None:
+    def _image(self, value: Any, name: str) -> bytes:
+        path = image_path(value)
+        if path is not None:
+            return self._fetch(path, name)
+        data = value["bytes"] if isinstance(value, Mapping) else value
+        if data is None:
             raise DataError(f"{name}: {self.columns.image} is null: it has no image", "missing member")
-        if isinstance(value, str):
-            return self._read(value, name, folder)
-        if len(value) > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"{name}: image of {len(value)} bytes; at most {MAX_IMAGE_BYTES} are read", "too many bytes"
-            )
-        return bytes(value)
+        if len(data) > MAX_IMAGE_BYTES:
+            raise DataError(f"{name}: image of {len(data)} bytes; at most {MAX_IMAGE_BYTES} are read", "too many bytes")
+        return bytes(data)
 
-    def _read(self, path: str, name: str, folder: Path | None) -> bytes:
+    def _fetch(self, path: str, name: str) -> bytes:
         try:
-            protocol = protocol_of(path)
-            if protocol not in (None, "file"):
-                return self._fetch(path)
-            if folder is None:
-                raise DataError("a table at a URL has images or URLs in it; paths are not read")
-            file = folder / (path if protocol is None else local_path(path))
-            data = read_bounded(file, MAX_IMAGE_BYTES)
-        except StorageError:
+            if protocol_of(path) in (None, "file"):
+                return read_image(path)
+            if self._config.urls == "refuse":
+                raise DataError(f"{display_url(path)}: URLs in tables are not fetched unless urls: fetch is set", "URL")
+            return fetch_image(path, self._config.remote, MAX_IMAGE_BYTES)
+        except StorageError as error:
+            if error.kind == "gone" and self._config.urls == "fetch_or_replace":
+                raise DataError(f"{name}: {error}", "gone") from None
             raise
         except DataError as error:
             raise DataError(f"{name}: {error}", error.kind) from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{name}: {display_url(path)}: cannot be read: {reason}", "unreadable file") from None
-        if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(f"{name}: {path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
-        return data
 
-    def _fetch(self, url: str) -> bytes:
-        if self._config.urls == "refuse":
-            raise DataError(f"{display_url(url)}: URLs in tables are not fetched unless urls: fetch is set", "URL")
-        try:
-            return fetch_image(url, self._config.remote, MAX_IMAGE_BYTES)
-        except StorageError as error:
-            if error.kind == "gone" and self._config.urls == "fetch_or_replace":
-                raise DataError(str(error), "gone") from None
-            raise
+
+def image_path(value: Any) -> str | None:
+    """Return the path or URL in a value of an image column; None if it holds the image, or nothing."""
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else None
+    return value if isinstance(value, str) else None
+
+
+def read_image(path: str) -> bytes:
+    """Read an image file by its absolute path, or ``file`` URL.
+
+    Raises:
+        DataError: it is relative, cannot be read, or is too large.
+    """
+    file = Path(path if protocol_of(path) is None else local_path(path))
+    if not file.is_absolute():
+        raise DataError(
+            f"{path}: a relative path beside images or URLs; expected one of them in all rows", "path outside"
+        )
+    try:
+        data = read_bounded(file, MAX_IMAGE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path}: cannot be read: {reason}", "unreadable file") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
+    return data

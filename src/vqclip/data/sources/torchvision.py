@@ -19,10 +19,9 @@ from torch import Tensor
 from vqclip.config import did_you_mean
 from vqclip.data.sources.base import DEFAULT_TEMPLATE, RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import require_usable
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
+from vqclip.data.sources.table import read_image
 from vqclip.errors import ConfigError, DataError, VqclipError
-from vqclip.io.files import read_bounded
 
 __all__ = ["TorchvisionConfig"]
 
@@ -194,10 +193,7 @@ class TorchvisionRows:
         path = str(image.path)
         if stamp([path]) != [(path, *self._stamps.get(path, (-1, -1)))]:
             raise DataError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
-        data = read_bounded(image.path, MAX_IMAGE_BYTES)
-        if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(f"{name}: {path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
-        return data
+        return read_image(str(image.path.absolute()))
 
     def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
         """Return captions and label."""
