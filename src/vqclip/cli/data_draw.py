@@ -9,8 +9,10 @@ import argparse
 
 from vqclip.cli import arguments as types
 from vqclip.config import load_config
+from vqclip.data import CaptionShardsConfig
+from vqclip.data_tools.show import draw_source
 from vqclip.errors import ConfigError
-from vqclip.scenes.contact_sheet import contact_sheet
+from vqclip.io.atomic import write_file
 from vqclip.scenes.make import ScenesConfig, make_scenes
 
 __all__ = ["configure", "run"]
@@ -19,6 +21,8 @@ EXAMPLES = """\
 examples:
   vqclip data draw --contact-sheet sheet.png train=500 image_size=128
 """
+
+_COUNT = 40
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,5 +43,6 @@ def run(options: argparse.Namespace) -> None:
     for split in ("train", "val", "test", "heldout"):
         print(f"{split:8} {getattr(paths, split)}")
     if sheet:
-        contact_sheet(getattr(paths, options.split)).save(sheet, format="PNG")
+        source = CaptionShardsConfig(path=str(getattr(paths, options.split))).build(options.out)
+        write_file(sheet, lambda file: draw_source(source, _COUNT).save(file, format="PNG"))
         print(f"sheet    {sheet}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,8 @@ _CACHED_WORDS = 100_000
 _LONG_WORD = 64
 """Longer words, in characters, are not cached."""
 _SIZE = 49408
+_END = "</w>"
+"""End of the last token of a word."""
 _END_OF_TEXT = 49407
 
 
@@ -57,6 +60,16 @@ class BPE:
                 numbers = [*numbers[: self.context_length - 1], bpe.eot_token_id]
             row[: len(numbers)] = torch.tensor(numbers)
         return tokens, [min(len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        bpe, decoder = _bpe(), codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [
+            decoder.decode(bytes(bpe.byte_decoder[character] for character in token.removesuffix(_END)))
+            + " " * token.endswith(_END)
+            for token in map(bpe.decoder.__getitem__, bpe.encode(caption))
+        ]
+        return texts, self.context_length - 2
 
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True up to and including the first end mark; a row without one has no real token.

@@ -38,6 +38,12 @@ class Vocabulary(Protocol):
         Lengths are in tokens, marks included, and at most `MAX_CONTEXT` + 1.
         """
 
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """Return the text of each token of a caption, and how many of them are read before the cut.
+
+        Marks are left out. A token that ends inside a character has an empty text, and the next one the character.
+        """
+
     def mask(self, tokens: Tensor) -> Tensor:
         """Return bool of the shape ``(B, N)`` of ``tokens``, True at real tokens, which precede all padding."""
 

@@ -72,6 +72,11 @@ class FastVocabulary:
             row[: len(whole)] = torch.tensor(whole)
         return tokens, [min(marks + len(numbers), MAX_CONTEXT + 1) for numbers in rows]
 
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        table = _table(self._content)
+        return table.pieces(caption), self.context_length - len(table.before) - len(table.after)
+
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True where there is a token."""
         return tokens >= 0
@@ -124,15 +129,29 @@ class _Table(NamedTuple):
 
         A vocabulary of sentence pieces has the marks among its pieces, so that `encode_special_tokens` is not enough.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # lone surrogates, which JSON can contain
-            text = text.encode(errors="replace").decode()
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        found: list[int] = self._encode(text).ids
         if self.marks.isdisjoint(found):
             return found
         plain = [self.unknown if number in self.marks else number for number in found]
         return [number for number in plain if number is not None]
+
+    def pieces(self, text: str) -> list[str]:
+        """Return the text of each token of `numbers`: the characters it was made from, or the unknown token."""
+        encoded, found, end = self._encode(text), [], 0
+        for number, (_, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if number in (*self.marks, self.unknown):
+                found += [] if self.unknown is None else [f"{self.tokenizer.id_to_token(self.unknown)} "]
+            else:
+                found.append(text[end:stop])
+            end = max(end, stop)
+        return found
+
+    def _encode(self, text: str) -> Any:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates, which JSON can contain
+            text = text.encode(errors="replace").decode()
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 @lru_cache(maxsize=4)
