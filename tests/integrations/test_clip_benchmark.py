@@ -1,0 +1,192 @@
+"""clip_benchmark's own command gives the figures of `vqclip evaluate`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from webdataset import autodecode
+
+from tests.evaluation.made import colour_of, png, write_tar
+from tests.models import WIDE_LFQ, tiny_model
+from tests.test_layout import FILES
+from vqclip.cli.main import main
+from vqclip.config import load_config
+from vqclip.evaluation import MODES
+from vqclip.integrations.clip_benchmark import load_vqclip
+from vqclip.model import CLIP
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CLASSES = ("red", "green", "blue", "white", "a dark colour", "none of these", "x", "many small dots", "7")
+
+
+class _Code:
+    """Its pickle makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A run with an untrained model of so many bits that no two inputs share their codes."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(WIDE_LFQ, WIDE_LFQ).build().save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    """Labelled images in two shards, some transparent; beside the first is a pickle that makes the file ``ran``."""
+    folder = tmp_path_factory.mktemp("classes")
+    for shard in range(2):
+        members = {}
+        for i in range(20 * shard, 20 * shard + 20):
+            image = png(colour_of(i % 4), seed=i)
+            members |= {f"{i:05d}.png": transparent(image) if i % 3 else image, f"{i:05d}.cls": str(i * 5 % 9).encode()}
+            members |= {f"{i:05d}.pkl": pickle.dumps(_Code(folder / "ran"))} if i == 0 else {}
+        write_tar(folder / "test" / f"{shard}.tar", members)
+    (folder / "test" / "nshards.txt").write_text("2")
+    (folder / "classnames.txt").write_text("\n".join(CLASSES))
+    (folder / "zeroshot_classification_templates.txt").write_text("a {c} picture\n{c}\n")
+    return folder
+
+
+def transparent(image):
+    opened, buffer = Image.open(io.BytesIO(image)), io.BytesIO()
+    opened.putalpha(Image.linear_gradient("L").resize(opened.size))
+    opened.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def theirs(model, data, out, *options):
+    """The metrics of clip_benchmark in each mode."""
+    arguments = ["clip-benchmark", "eval", "--pretrained", str(model), "--model", *MODES, "--quiet"]
+    arguments += ["--dataset", "wds/made", "--dataset_root", str(data), "--output", str(out / "{model}.json"), *options]
+    assert main(arguments) == 0
+    return {mode: json.loads((out / f"{mode}.json").read_text())["metrics"] for mode in MODES}
+
+
+def ours(out, *arguments):
+    """The figures of vqclip evaluate in each mode."""
+    assert main(["evaluate", *map(str, arguments), "--json", str(out / "ours.json")]) == 0
+    return json.loads((out / "ours.json").read_text())[0]["figures"]
+
+
+def require_equal_classification(found, expected):
+    for mode in MODES:
+        figures = expected[mode]
+        assert (found[mode]["acc1"], found[mode]["acc5"]) == (figures["top1"], figures["top5"])
+        assert found[mode]["mean_per_class_recall"] == pytest.approx(figures["mean_per_class"], abs=1e-15)
+
+
+def test_classification(model, classes, tmp_path):
+    found = theirs(model, classes, tmp_path / "out", "--batch_size", "7")
+    expected = ours(tmp_path, "zero-shot", model, "--data", classes)
+    require_equal_classification(found, expected)
+    assert 0 < expected["codes_only"]["top1"] < expected["codes_only"]["top5"] < 1
+    assert expected["codes_only"] == expected["quantized"] != expected["continuous"]
+    assert not (classes / "ran").exists()
+    assert autodecode.imagespecs["pil"][2] == "rgb"
+    autodecode.decoders["pkl"](pickle.dumps(_Code(classes / "ran")))
+    assert (classes / "ran").exists()  # so it would have been made
+
+
+def test_workers_adapt_webdataset(model, monkeypatch):
+    for table in ("decoders", "imagespecs"):
+        monkeypatch.setattr(autodecode, table, dict(getattr(autodecode, table)))
+    preprocess = load_vqclip("continuous", str(model)).preprocess
+    assert "pkl" in autodecode.decoders
+    assert pickle.loads(pickle.dumps(preprocess)).transform.image_size == 16
+    assert "pkl" not in autodecode.decoders
+    assert autodecode.imagespecs["pil"][2] == "rgba"
+
+
+def test_retrieval_with_several_captions(model, tmp_path):
+    members = {}
+    for i in range(30):
+        captions = [f"{i} {CLASSES[i % 5]} things", f"number {i * i}", f"{i}"][: 1 + i % 3]
+        members |= {f"{i:05d}.png": png(colour_of(i % 4), seed=i), f"{i:05d}.txt": "\n".join(captions).encode()}
+    write_tar(tmp_path / "data" / "val" / "0.tar", members)
+    (tmp_path / "data" / "val" / "nshards.txt").write_text("1")
+    (tmp_path / "data" / "dataset_type.txt").write_text("retrieval\n")
+    options = ("--split", "val", "--task", "zeroshot_retrieval", "--recall_k", "1", "5", "10")
+    found = theirs(model, tmp_path / "data", tmp_path / "out", *options)
+    expected = ours(tmp_path, "retrieval", model, "--data", tmp_path / "data" / "val", "--captions", "txt_lines")
+    names = {"text_retrieval_recall@": "i2t_r", "image_retrieval_recall@": "t2i_r"}
+    for mode in MODES:
+        rates = {our + str(k): found[mode][f"{their}{k}"] for their, our in names.items() for k in (1, 5, 10)}
+        assert rates == {key: torch.tensor(rate).item() for key, rate in expected[mode].items()}  # theirs are float32
+    assert 0 < expected["codes_only"]["i2t_r1"] < expected["codes_only"]["i2t_r10"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("VQCLIP_DATA" not in os.environ, reason="needs the data sets named by VQCLIP_DATA")
+def test_eurosat(tmp_path):
+    shards = Path(os.environ["VQCLIP_DATA"]) / "cls_eurosat"
+    changes = [f"data.sources[0].path={shards}", "train.steps=60", f"run.folder={tmp_path}", "evaluation=[]"]
+    train(load_config(TrainConfig, CONFIGS / "eurosat.yaml", changes))
+    found = theirs(tmp_path / "eurosat", shards, tmp_path / "out", "--batch_size", "256")
+    expected = ours(tmp_path, "zero-shot", tmp_path / "eurosat", "--data", shards)
+    require_equal_classification(found, expected)
+    assert expected["codes_only"]["top1"] > 0.3
+
+
+def test_the_loader_keeps_pixels_as_bytes(model):
+    clip, preprocess, tokenizer = load_vqclip("quantized", str(model), precision="bf16")
+    assert (clip.mode, clip.precision, preprocess.dtype) == ("quantized", "bf16", torch.uint8)
+    assert tokenizer.context_length == 12
+
+
+def test_wrong_options(model, tmp_path, capsys):
+    CLIP.from_pretrained(model / "tokenizer").image.save_pretrained(tmp_path / "image")
+    data = ("--dataset", "wds/made", "--dataset_root", str(tmp_path / "none"))
+    for arguments, status, message in [
+        ([], 2, "--pretrained: got"),
+        (["--pretrained", str(model), "--amp"], 2, "--amp: expected --precision bf16 or fp16"),
+        (["--pretrained", str(model), "--pretrained_model=a,b"], 2, "--pretrained_model: expected --pretrained"),
+        (["--pretrained", str(model), "--task", "captioning"], 2, "which needs a model that writes text"),
+        (["--pretrained", str(model), "--output", "x.json"], 2, "expected {model} in it"),
+        (["--pretrained", str(model), str(model), "--output", "{model}"], 2, "expected {pretrained} in it"),
+        (["--pretrained", str(tmp_path / "gone"), *data], 2, "no such run, checkpoint or tokenizer folder here"),
+        (["--pretrained", str(tmp_path / "image"), *data], 2, "contains image tokenizer; expected one of modality"),
+        (["--pretrained", str(model), *data, "--model_cache_dir", "x"], 2, "HF_HOME sets it"),
+        (["--pretrained", str(model), *data], 2, "none/test/nshards.txt: No such file"),
+    ]:
+        if not arguments:
+            with pytest.raises(SystemExit):
+                main(["clip-benchmark", "eval"])
+            continue
+        assert main(["clip-benchmark", "eval", *arguments, "--quiet"]) == status
+        assert message in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["clip-benchmark", "eval", "--pretrained", str(model), "--task", "linear_probe"]) == 2
+        assert "clip_benchmark needs a GPU" in capsys.readouterr().err
+
+
+def test_without_the_extra(model, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "clip_benchmark", None)
+    for name in [name for name in sys.modules if name.startswith("clip_benchmark.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["clip-benchmark", "eval", "--pretrained", str(model)]) == 2
+    assert "pip install 'vqclip[clip-benchmark]'" in capsys.readouterr().err
+    assert main(["clip-benchmark", "build", "x.json"]) == 2
+
+
+def test_nothing_imports_clip_benchmark_before_it_is_needed():
+    found = [str(file) for file in FILES if re.search(r"(?m)^\s*(from|import) clip_benchmark\b", file.read_text())]
+    assert found == []
