@@ -150,6 +150,12 @@ def gather_json(value: Any, group: Group = None) -> list[Any]:
     return [_decode(_to_bytes(part)) for part in parts]
 
 
+def differing_ranks(value: Any, group: Group = None) -> list[str]:
+    """Return the ranks, as text, whose JSON value differs from that of rank 0; the same list on every rank."""
+    found = gather_json(value, group)
+    return [str(number) for number, each in enumerate(found) if each != found[0]]
+
+
 # A value that cannot be encoded is sent as an error, so that all ranks raise and none waits.
 def _encode(value: Any) -> bytes:
     try:

@@ -10,6 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+PICKLED = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5"),
+    ".msgpack",
+)
+"""Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
+
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading.

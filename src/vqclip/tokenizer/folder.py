@@ -1,4 +1,4 @@
-"""Tokenizer folders: one schema of ``config.json`` and one reader, strict and without pickle.
+"""Tokenizer folders: one reader of the schema in `vqclip.tokenizer.schema`, strict and without pickle.
 
     config.json ── checksum, format, schema ─┬─> sections of the tokenizers
          └ size and SHA-256 of the weights   │
@@ -18,17 +18,14 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TypeVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
-from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.digest import FileDigest, verify_file
-from vqclip.io.files import read_bounded
+from vqclip.io.files import PICKLED, read_bounded
 from vqclip.io.json_files import read_versioned, validate
 from vqclip.io.tensors import (
     first_names,
@@ -38,124 +35,26 @@ from vqclip.io.tensors import (
     shape_differences,
     tensor_differences,
 )
-from vqclip.nn.temperature import TemperatureConfig
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
+from vqclip.tokenizer.schema import EXTRA_FILES, FolderConfig, Modality, StoredTokenizer
 from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, verify_frozen
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
-EXTRA_FILES = ("tokenizer.json",)
-"""Files that some towers need: the vocabulary of a text tower of transformers."""
 FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
 VERSIONS = {"format": "vqclip", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
 """Keys of ``config.json`` that must have these values."""
-Modality = Literal["image", "text"]
-MODALITIES: tuple[Modality, ...] = ("image", "text")
 
-_MAX_FILE_BYTES = 64 << 20
-"""Larger further files are not read; the largest `tokenizer.json` in use have 35 MB."""
 _TEMPERATURE = ("logit_scale", "logit_bias")
 _ENCODER_PARTS = ("tower", "reduce", "project_in")
 """Modules of a tokenizer that decoding does not need."""
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 DecoderConfigT = TypeVar("DecoderConfigT", bound=DecoderConfig)
-
-
-class StoredTokenizer(DecoderConfig):
-    """A tokenizer's section of ``config.json``.
-
-    The keys that only encoding needs are checked by `TokenizerFolder.tokenizer_config`, for their schemas import the
-    towers.
-    """
-
-    embed_dim: EmbedDim
-    """E, width of the joint embedding."""
-    num_tokens: NumTokens
-    """N, tokens a sample."""
-    fewest_tokens: NumTokens
-    """Smallest number of tokens in a batch."""
-    tower: dict[str, Any]
-    """From pixels or captions to features."""
-    reduce: dict[str, Any] | None = None
-    """From the tower's features to fewer ones; absent if all are kept."""
-    project_in: dict[str, Any]
-    """From features to the quantizer's channels."""
-    normalize: str
-    """Normalisation of those channels."""
-    preprocess: dict[str, Any] | None = None
-    """Preparation of images; absent for text."""
-
-    @model_validator(mode="after")
-    def _fewest_within_tokens(self) -> StoredTokenizer:
-        if self.fewest_tokens > self.num_tokens:
-            raise ValueError(
-                f"got num_tokens {self.num_tokens} and fewest_tokens {self.fewest_tokens}; expected fewest_tokens <= "
-                "num_tokens"
-            )
-        return self
-
-    def expected_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``."""
-        width = self.width
-        shapes = {
-            "position": (self.num_tokens, width),
-            **{f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)},
-            "attention.query.weight": (width, width),
-            "head.weight": (self.embed_dim, width),
-        }
-        return {f"{prefix}pool.{name}": shape for name, shape in shapes.items()}
-
-
-class FolderConfig(Config):
-    """Schema of ``config.json`` without its versions and checksum: one tokenizer, or both and their temperature."""
-
-    weights: FileDigest
-    """Digest of ``model.safetensors``."""
-    files: dict[Literal["tokenizer.json"], FileDigest] = {}
-    """Digests of the files that a tower needs, by name; absent if none."""
-    image: StoredTokenizer | None = None
-    """The image tokenizer."""
-    text: StoredTokenizer | None = None
-    """The text tokenizer."""
-    temperature: TemperatureConfig | None = None
-    """Scale and bias of the logits, if both tokenizers are present."""
-    frozen: FileDigest | None = None
-    """Digest of the run's file of frozen tensors, which are not in ``model.safetensors``; only in checkpoints."""
-    adapters: dict[Modality, Annotated[float, Field(gt=0)]] = {}
-    """Factors on the adapters of towers, which are merged when the tokenizer is loaded; only in checkpoints."""
-
-    @model_validator(mode="after")
-    def _complete(self) -> FolderConfig:
-        if self.text is not None and self.text.preprocess is not None:
-            raise ValueError("text.preprocess: got a section; expected none, which only images have")
-        needed = set() if self.text is None or self.text.tower.get("kind") != "transformers" else set(EXTRA_FILES)
-        if set(self.files) != needed:
-            raise ValueError(f"files: got {sorted(self.files)}; expected {sorted(needed)} for these towers")
-        for name, digest in self.files.items():
-            if digest.size > _MAX_FILE_BYTES:
-                raise ValueError(f"files.{name}: got {digest.size} bytes; expected at most {_MAX_FILE_BYTES}")
-        if self.image is not None and self.text is not None:
-            if self.temperature is None:
-                raise ValueError("both tokenizers are here; expected a temperature too")
-            if self.image.embed_dim != self.text.embed_dim:
-                raise ValueError(
-                    f"got embed_dim {self.image.embed_dim} for image and {self.text.embed_dim} for text; "
-                    "expected one joint embedding"
-                )
-        elif self.temperature is not None:
-            raise ValueError("got a temperature with fewer than two tokenizers; expected none")
-        return self
-
-    @property
-    def modalities(self) -> list[Modality]:
-        """Modalities that the folder contains."""
-        return [name for name in MODALITIES if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -376,7 +275,7 @@ def _mention_pickles(folder: Path) -> str:
     """Return the end of a message on files that could contain a pickle; empty if there are none."""
     if not folder.is_dir():
         return ""
-    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _PICKLED)
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLED)
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 

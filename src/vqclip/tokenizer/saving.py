@@ -14,7 +14,8 @@ from vqclip.io.atomic import replace_folder, restore_folder
 from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
-from vqclip.tokenizer.folder import CONFIG_FILE, EXTRA_FILES, FILES, MODALITIES, VERSIONS, WEIGHTS_FILE, expand_home
+from vqclip.tokenizer.folder import CONFIG_FILE, FILES, VERSIONS, WEIGHTS_FILE, expand_home
+from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 """No further files, as for towers of timm and open_clip."""

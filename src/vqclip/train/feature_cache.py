@@ -84,12 +84,11 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillati
 
 
 def _require_same_settings(folder: FeatureFolder) -> None:
-    digests = dist.gather_json(folder.settings.digest)
-    if len(set(digests)) > 1:
+    if others := dist.differing_ranks(folder.settings.digest):
         raise ConfigError(
-            f"data.feature_cache: rank {digests.index(next(d for d in digests if d != digests[0]))} has other settings "
-            f"of {folder.settings.modality} features than rank 0; expected the same weights, kind of device and "
-            "versions of the libraries on every machine"
+            f"data.feature_cache: rank {', '.join(others)} has other settings of "
+            f"{folder.settings.modality} features than rank 0; expected the same weights, kind of device and versions "
+            "of the libraries on every machine"
         )
 
 

@@ -298,9 +298,7 @@ def _report_stop(config: TrainConfig, stop: StopSignals, watch: WatchTraining) -
 
 def _require_same_data(fingerprint: dict[str, Any]) -> None:
     """Compare the data of all ranks: machines may hold other files under the same names, or an old copy of a URL."""
-    prints = dist.gather_json(fingerprint)
-    others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
-    if others:
+    if others := dist.differing_ranks(fingerprint):
         raise DataError(
             f"data.sources: rank {', '.join(others)} found other samples than rank 0; expected the same shards on every"
             " machine. Update them; for shards at URLs, delete `shards` and `index` in the cache folder "

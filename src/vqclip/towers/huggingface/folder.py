@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vqclip.errors import ConfigError
-from vqclip.io.files import read_bounded
+from vqclip.io.files import PICKLED, read_bounded
 
 __all__ = ["EncoderFolder", "find_folder"]
 
@@ -19,7 +19,6 @@ CONFIG_FILE = "config.json"
 VOCABULARY_FILE = "tokenizer.json"
 _FETCHED = ("*.json", "*.safetensors")
 _NOT_FETCHED = ("onnx/*", "openvino/*", "coreml/*", "*/onnx/*", "*/openvino/*")
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -141,7 +140,7 @@ class EncoderFolder:
             )
         if any(name in ("model.safetensors", "model.safetensors.index.json") for name in names):
             return
-        pickled = [name for name in names if name.lower().endswith(_PICKLED)]
+        pickled = [name for name in names if name.lower().endswith(PICKLED)]
         if pickled:
             raise ConfigError(
                 f"tower.name: {self.path}: contains no model.safetensors but {', '.join(pickled[:3])}; pickled files "

@@ -338,9 +338,7 @@ def _name_errors(key: str) -> Iterator[None]:
 
 
 def _require_same(digests: list[str]) -> None:
-    found = dist.gather_json(digests)
-    others = [str(rank) for rank, each in enumerate(found) if each != found[0]]
-    if others:
+    if others := dist.differing_ranks(digests):
         raise ConfigError(
             f"distillation: rank {', '.join(others)} loaded other teachers than rank 0; expected the same files on "
             "every machine"
