@@ -64,11 +64,18 @@ def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CL
     Raises:
         CheckpointError: it is missing or damaged.
     """
+    model, has_averages = _load_verified(path, weights)
+    return model, "averaged" if has_averages and weights == "averaged" else "current"
+
+
+def _load_verified(path: Path, weights: Weights) -> tuple[CLIP, bool]:
+    """Load the model of a checkpoint, verified once; also return whether the checkpoint has moving averages."""
     saved = checkpoint.load(path)
     model = CLIP.from_pretrained(saved.model_folder)
-    averages = read_averages(saved, model) if weights == "averaged" else {}
-    use_averages(model, averages)
-    return model, "averaged" if averages else "current"
+    averages = read_averages(saved, model)
+    if weights == "averaged":
+        use_averages(model, averages)
+    return model, bool(averages)
 
 
 def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weights: Weights = "averaged") -> Path:
@@ -97,8 +104,8 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weig
     require_replaceable(out, CONFIG_FILE)
     if out.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
-    model, _ = load_checkpoint_model(found[step], weights)
-    of_current = weights == "current" and bool(read_averages(checkpoint.load(found[step]), model))
+    model, has_averages = _load_verified(found[step], weights)
+    of_current = weights == "current" and has_averages
     figures = _recorded_figures(run, step, of_current) or "No evaluation was recorded after this step."
     kind = ", without its moving average" if of_current else ""
     what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run{kind}."
