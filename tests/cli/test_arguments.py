@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.data.making import class_folder
+from tests.data.making import caption_shards, class_folder
 from vqclip.cli.main import main
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import choose_split
@@ -77,22 +77,37 @@ def test_empty_texts_are_refused(call, capsys):
         assert f"argument {option}: got '', expected a text that is not empty" in said
 
 
-@pytest.mark.parametrize(
-    ("call", "schema"),
-    [
-        ("tokenize --tokenizer t --out o", "vqclip.cli.tokenize.CaptionShardsConfig"),
-        ("evaluate retrieval t", "vqclip.cli.evaluate.CaptionShardsConfig"),
-    ],
-)
-def test_repeated_options_add_values(call, schema, monkeypatch):
+def test_repeated_options_add_values(monkeypatch):
+    call = "evaluate retrieval t"
     built = mock.Mock(side_effect=KeyboardInterrupt)  # the command ends here
-    monkeypatch.setattr(schema, built)
+    monkeypatch.setattr("vqclip.cli.evaluate.CaptionShardsConfig", built)
     keys = ["--json-key", "one", "--json-key", "two", "three"]
     assert main([*call.split(), "--data", "a.tar", "b.tar", "--data", "c.tar", *keys]) == 130
     assert main([*call.split(), "--data", "a.tar"]) == 130
     several, default = (each.kwargs for each in built.call_args_list)
     assert (several["path"], several["json_keys"]) == (("a.tar", "b.tar", "c.tar"), ("one", "two", "three"))
     assert (default["path"], default["json_keys"]) == (("a.tar",), ("caption",))
+
+
+def test_data_of_tokenize(monkeypatch, tmp_path):
+    built = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vqclip.cli.tokenize.tokenize", built)
+    shards = caption_shards(tmp_path / "s", (1, 1))
+    (tmp_path / "a.csv").touch()
+    for given, expected in (
+        (f"{shards}/00000.tar {shards}/00001.tar --json-key a --json-key b c --captions json", "shards"),
+        ("s3://bucket/folder", "shards"),
+        (f"{class_folder(tmp_path / 'c')} --split train", "classes"),
+        (f"{tmp_path}/a.csv --set captions=text image=file", "csv"),
+        ("anything --kind tsv", "tsv"),
+    ):
+        assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", *given.split()]) == 130
+        assert built.call_args.args[0].data.kind == expected
+    first, *_, table, _ = (call.args[0].data for call in built.call_args_list)
+    assert (len(first.path), first.json_keys) == (2, ("a", "b", "c"))
+    assert (table.captions, table.image) == ("text", "file")
+    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(shards), "--set", "weight=2"]) == 2
+    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(tmp_path / "none")]) == 1
 
 
 @pytest.mark.parametrize("call", [*CALLS, "train"])

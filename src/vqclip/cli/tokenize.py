@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pydantic import ValidationError
-
 from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, mask_credentials
-from vqclip.data.sources.class_folder import SPLIT_HELP, choose_split
-from vqclip.errors import ConfigError
-from vqclip.io.json_files import problem_message
+from vqclip.data import SourceConfigBase, mask_credentials, parse_source
+from vqclip.data.remote import protocol_of
+from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
 from vqclip.tokenize_dataset.job import Options, TokenizeResult, tokenize
@@ -66,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="PATTERN",
-        help="tars, folders of tars, patterns or URLs; several may follow, or repeat the option. For --kind classes: "
-        "the folder of the data set",
+        help="data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
@@ -79,16 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--kind",
-        choices=("shards", "classes"),
-        default="shards",
-        help="shards: captioned images; classes: clip_benchmark's class folders (%(default)s)",
+        type=types.text,
+        help="kind of the data, such as shards, classes, csv or folder (docs/data.md lists all); default: found out "
+        "from the path, shards at URLs",
     )
     add("--split", help=f"for --kind classes: {SPLIT_HELP}")
     add(
         "--captions",
         choices=("txt", "txt_lines", "json"),
-        default="txt",
-        help="where the captions are, for --kind shards (%(default)s)",
+        help="where the captions are, for --kind shards and folder (default for shards: txt)",
     )
     add(
         "--json-key",
@@ -97,6 +92,15 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         metavar="KEY",
         help=types.JSON_KEY_HELP,
+    )
+    add(
+        "--set",
+        type=types.text,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keys of the data's configuration, as in data.sources, such as captions=text for --kind csv",
     )
     add(
         "--batch-size",
@@ -149,16 +153,18 @@ def _options(options: argparse.Namespace) -> Options:
     )
 
 
-def _data(options: argparse.Namespace) -> CaptionShardsConfig | ClassShardsConfig:
-    try:
-        if options.kind == "shards":
-            keys = tuple(options.json_key or ("caption",))
-            return CaptionShardsConfig(path=tuple(options.data), captions=options.captions, json_keys=keys)
-    except ValidationError as error:
-        raise ConfigError(f"--data: {problem_message(error.errors()[0])}") from None
-    if len(options.data) > 1:
-        raise ConfigError(f"--data: got {len(options.data)} folders; expected one with --kind classes")
-    return ClassShardsConfig(path=options.data[0], split=choose_split(options.data[0], options.split))
+def _data(options: argparse.Namespace) -> SourceConfigBase:
+    at_urls = options.kind is None and protocol_of(options.data[0]) not in (None, "file")
+    data = parse_source(
+        options.data,
+        options.set,
+        kind="shards" if at_urls else options.kind,
+        captions=options.captions,
+        json_keys=options.json_key,
+        split=options.split,
+    )
+    data.require_no_weight("vqclip tokenize")
+    return data
 
 
 def _summary(done: TokenizeResult, out: Path) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
-from vqclip.data.sources.class_folder import CLASSNAMES, choose_split
+from vqclip.data.remote import is_tar
+from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
+from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.files import read_bounded
@@ -30,7 +32,7 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
 
     Args:
         path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or
-            a URL), or a folder of image files, in subfolders too.
+            a URL), a folder of image files, in subfolders too, or a file of another kind (see `parse_source`).
         split: of labelled shards; may be omitted where there is only one.
 
     Raises:
@@ -39,12 +41,17 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
     """
     folder = Path(path).expanduser()
     if (folder / CLASSNAMES).is_file():
-        return ClassShardsConfig(path=str(folder), split=choose_split(str(folder), split)).build()
+        return ClassShardsConfig(path=str(folder), split=split).build()
     if split is not None:
         raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
-    if folder.is_dir() and not any(folder.glob("*.tar")):
+    if folder.is_dir() and not any(map(is_tar, os.listdir(folder))):
         return ImageFiles(folder)
-    return CaptionShardsConfig(path=path).build()
+    if not folder.is_file():  # a pattern or URL
+        return CaptionShardsConfig(path=path).build()
+    source = parse_source(path).build()
+    if not hasattr(source, "place"):
+        raise ConfigError(f"{path}: its images have no names; write them as shards first (vqclip data pack)")
+    return cast(ImageSource, source)
 
 
 class ImageFiles:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from pydantic import ValidationError
 
 from vqclip import dist
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ShardedSource, prepare_sources
+from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.arrow import require_pyarrow
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.shard_folder import require_few_bad
@@ -46,7 +46,7 @@ class Options:
 
     tokenizer: str
     """Tokenizer folder, or hub name."""
-    data: CaptionShardsConfig | ClassShardsConfig
+    data: SourceConfigBase
     """The data set."""
     out: Path
     """Folder of the token shards."""
@@ -112,7 +112,10 @@ def tokenize(options: Options) -> TokenizeResult:
         dist.shutdown()
     if device.type == "cpu":
         keep_freed_memory()
-    source: ShardedSource = options.data.build()
+    built = options.data.build()
+    if not hasattr(built, "key"):
+        raise ConfigError(f"--data: kind {options.data.kind} has no shards; write some first (vqclip data pack)")
+    source = cast(ShardedSource, built)
     encoders, facts = _encoders(options, device)
     folder = TokenFolder(options.out, _settings(options, encoders, facts, source, device))
     share = range(len(folder.settings.shards))[rank::world_size]

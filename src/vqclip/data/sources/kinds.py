@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Discriminator, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from vqclip.config import did_you_mean, parse_config
 from vqclip.config.types import kinds_of
@@ -25,7 +25,6 @@ from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.errors import ConfigError
-from vqclip.io.json_files import problem_message
 
 __all__ = ["KINDS", "SourceConfig", "parse_source"]
 
@@ -90,12 +89,7 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         value = {**value, "kind": kind}
     if kind is None or (isinstance(kind, str) and kind in KINDS):
         return handler(value)
-    found = _class_of(kind)
-    try:
-        return found.model_validate(value)
-    except ValidationError as error:
-        lines = (f"{'.'.join(map(str, each['loc']))}: {problem_message(each)}" for each in error.errors())
-        raise ValueError(f"kind {kind}: " + "; ".join(lines)) from None
+    return parse_config(_class_of(kind), value, (), f"kind {kind}")
 
 
 SourceConfig = Annotated[SerializeAsAny[Annotated[_Known, Discriminator("kind")]], WrapValidator(_validate)]

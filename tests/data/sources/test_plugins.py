@@ -1,0 +1,108 @@
+"""Kinds of other packages, installed as a package is: a module and the entry points of its dist-info folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.loading import SIZE, G, tokenize
+from tests.data.making import encode, pixels
+from vqclip.config import Config, load_config, to_yaml
+from vqclip.data import DataConfig, parse_source
+from vqclip.errors import ConfigError
+
+MODULE = '''
+from pathlib import Path
+from typing import Literal
+
+from vqclip.data import RawSample, SourceConfigBase
+
+
+class NumbersConfig(SourceConfigBase):
+    """Images that are named by a number."""
+
+    kind: Literal["numbers"] = "numbers"
+    """Numbered images."""
+    path: Path
+    """The folder."""
+
+    def build(self, cache=None):
+        return Numbers(sorted(self.path.glob("*.jpg")))
+
+
+class Numbers:
+    classnames = ()
+    templates = ()
+
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+    def read(self, index):
+        return RawSample(self.files[index].read_bytes(), (f"number {self.files[index].stem}",))
+
+    def name(self, index):
+        return str(self.files[index])
+
+    @property
+    def fingerprint(self):
+        return {"kind": "numbers", "samples": len(self)}
+'''
+
+
+def install(folder: Path, points: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "numbers_source.py").write_text(MODULE)
+    info = folder / "numbers_source-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numbers-source\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[vqclip.sources]\n{points}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "site"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "numbers_source", raising=False)
+    return folder
+
+
+def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
+    install(site, "numbers = numbers_source:NumbersConfig\nbroken = missing_module:Config")
+    for number in range(G):
+        (tmp_path / f"{number}.jpg").write_bytes(encode(pixels(number)))
+
+    class Tree(Config):
+        data: DataConfig
+
+    with pytest.raises(ConfigError, match="one of shards, .*; from installed packages: broken, numbers; did you mean"):
+        load_config(Tree, None, [f"data.sources=[{{kind: number, path: {tmp_path}}}]"])
+    assert "numbers_source" not in sys.modules  # only what is named is imported
+    tree = load_config(
+        Tree, None, [f"data.sources=[{{kind: numbers, path: {tmp_path}, weight: 2.0}}]", "data.workers=1"]
+    )
+    (batch,) = tree.data.build(image_size=SIZE, tokenize=tokenize, batch_size=G, seed=0).batches(0, 1)
+    assert all(caption.startswith("number ") for caption in batch.captions)
+    (tmp_path / "tree.yaml").write_text(to_yaml(tree))
+    assert load_config(Tree, tmp_path / "tree.yaml") == tree
+    assert len(parse_source(tmp_path, ["kind=numbers"]).build()) == G
+    with pytest.raises(ConfigError, match=r"data.sources\[0\]: kind numbers: paths: unknown key; did you mean .path.$"):
+        load_config(Tree, None, [f"data.sources=[{{kind: numbers, path: {tmp_path}, paths: x}}]"])
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ("mine = missing_module:Config", "missing_module:Config of numbers-source cannot be imported: ModuleNotFound"),
+        ("mine = numbers_source:Numbers", "is not a subclass of vqclip.data.SourceConfigBase"),
+        ("mine = numbers_source:NumbersConfig", r'has another one; expected kind: Literal\["mine"\]'),
+    ],
+)
+def test_a_package_that_does_not_fit(site: Path, tmp_path: Path, points: str, message: str) -> None:
+    install(site, points)
+    with pytest.raises(ConfigError, match=message):
+        parse_source(tmp_path, ["kind=mine"])
