@@ -128,7 +128,7 @@ def test_classes_of_a_table(folder: Path) -> None:
 def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     read: list[str] = []
     make = files._hash
-    monkeypatch.setattr(files, "_hash", lambda path: read.append(path.name) or make(path))
+    monkeypatch.setattr(files, "_hash", lambda path: read.append(Path(path).name) or make(path))
     text = "filepath,title\na.jpg,x\nb.jpg,y\nc.jpg,z\n"
     before = table(folder, text).fingerprint
     assert read == ["a.jpg", "b.jpg", "c.jpg"]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ class FilePart:
             return None
         return PartIndex(**arrays)
 
-    def files(self, index: int) -> list[Path]:
+    def files(self, index: int) -> list[str]:
         """Return the files of a row: the image, and that of the captions if there is one.
 
         Raises:
@@ -222,50 +223,46 @@ class PartIndex:
 
     def update(self, part: FilePart) -> int:
         """Read the files whose size or time differs from the index; return the number of their rows."""
-        changed = 0
-        for row in range(len(self.sizes)):
+        changed = set()
+        states = np.stack([self.sizes, self.modified_ns], axis=-1).tolist()  # lists are faster to index
+        for row, former in enumerate(states):
             if row % _HEARTBEAT == 0:
                 progress.heartbeat()
             try:
-                files: Sequence[Path | None] = part.files(part.start + row)
+                files = part.files(part.start + row)
             except DataError:  # it is reported when the sample is read
-                files = [None] * self.sizes.shape[1]
-            before = changed
+                files = [""] * len(former)
             for column, file in enumerate(files):
-                size, modified = _MISSING, 0
-                if file is not None:
-                    size, modified = _stat(file)
-                if (size, modified) != (self.sizes[row, column], self.modified_ns[row, column]):
-                    changed = before + 1
-                    size, modified, digest = _hash(file) if file is not None and size >= 0 else (size, modified, b"")
-                    self.sizes[row, column], self.modified_ns[row, column] = size, modified
-                    self.digests[row, column] = np.frombuffer(digest or bytes(32), np.uint8)
-        return changed
+                if _stat(file) != former[column]:
+                    changed.add(row)
+                    self.sizes[row, column], self.modified_ns[row, column], digest = _hash(file)
+                    self.digests[row, column] = np.frombuffer(digest, np.uint8)
+        return len(changed)
 
 
-def _stat(path: Path) -> tuple[int, int]:
+def _stat(path: str) -> list[int]:
     try:
         status = os.stat(path)
     except (OSError, ValueError):
-        return _MISSING, 0
-    return status.st_size, status.st_mtime_ns
+        return [_MISSING, 0]
+    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else [_MISSING, 0]
 
 
-def _hash(path: Path) -> tuple[int, int, bytes]:
-    """Return size, time and SHA-256 of a file; a file that is too large to be used is not read."""
+def _hash(path: str) -> tuple[int, int, bytes]:
+    """Return size, time and SHA-256 of a file; one that is too large to be used is not read, a missing one has -1."""
     try:
-        with open_regular(path) as file:
+        with open_regular(Path(path)) as file:
             before = os.fstat(file.fileno())
             digest = hashlib.sha256(file.read() if before.st_size <= MAX_IMAGE_BYTES else b"")
             after = os.fstat(file.fileno())
     except (OSError, ValueError):
-        return _MISSING, 0, b""
+        return _MISSING, 0, bytes(32)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
     return before.st_size, before.st_mtime_ns, digest.digest()
 
 
-def _files(text: str, root: Path, second: str) -> list[Path]:
+def _files(text: str, root: Path, second: str) -> list[str]:
     if not text:
         raise DataError("the path of the image is empty", "missing member")
     protocol = protocol_of(text)
@@ -273,15 +270,16 @@ def _files(text: str, root: Path, second: str) -> list[Path]:
         raise DataError(
             f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs)", "URL"
         )
-    path = os.path.normpath(text if protocol is None else local_path(text))
-    if path.split(os.sep)[0] == os.pardir:
+    path = text if protocol is None else local_path(text)
+    path = os.path.normpath(path) if os.pardir in path else path
+    if path.split(os.sep, 1)[0] == os.pardir:
         raise DataError(
             f"{_cut_path(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or "
             "set images to another folder",
             "path outside",
         )
-    image = root / path
-    return [image, image.with_suffix(second)] if second else [image]
+    image = os.path.join(root, path)
+    return [image, os.path.splitext(image)[0] + second] if second else [image]
 
 
 def _cut_path(text: str) -> str:
@@ -410,7 +408,7 @@ class FileSource:
         if size > most:
             raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
         try:
-            with open_regular(file) as stream:
+            with open_regular(Path(file)) as stream:
                 status = os.fstat(stream.fileno())
                 if (status.st_size, status.st_mtime_ns) != (size, modified):
                     raise DataError(
