@@ -80,13 +80,14 @@ def test_empty_texts_are_refused(call, capsys):
 def test_repeated_options_add_values(monkeypatch):
     call = "evaluate retrieval t"
     built = mock.Mock(side_effect=KeyboardInterrupt)  # the command ends here
-    monkeypatch.setattr("vqclip.cli.evaluate.CaptionShardsConfig", built)
+    monkeypatch.setattr("vqclip.cli.evaluation_tasks.parse_source", built)
     keys = ["--json-key", "one", "--json-key", "two", "three"]
     assert main([*call.split(), "--data", "a.tar", "b.tar", "--data", "c.tar", *keys]) == 130
     assert main([*call.split(), "--data", "a.tar"]) == 130
-    several, default = (each.kwargs for each in built.call_args_list)
-    assert (several["path"], several["json_keys"]) == (("a.tar", "b.tar", "c.tar"), ("one", "two", "three"))
-    assert (default["path"], default["json_keys"]) == (("a.tar",), ("caption",))
+    several, default = built.call_args_list
+    assert several.args[0] == ["a.tar", "b.tar"]  # each --data of an evaluation is a task
+    assert several.kwargs["json_keys"] == ["one", "two", "three"]
+    assert (default.args[0], default.kwargs.get("json_keys")) == (["a.tar"], None)
 
 
 def test_data_of_tokenize(monkeypatch, tmp_path):
@@ -98,7 +99,7 @@ def test_data_of_tokenize(monkeypatch, tmp_path):
         (f"{shards}/00000.tar {shards}/00001.tar --json-key a --json-key b c --captions json", "shards"),
         ("s3://bucket/folder", "shards"),
         (f"{class_folder(tmp_path / 'c')} --split train", "classes"),
-        (f"{tmp_path}/a.csv --set captions=text image=file", "csv"),
+        (f"{tmp_path}/a.csv captions=text image=file", "csv"),
         ("anything --kind tsv", "tsv"),
     ):
         assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", *given.split()]) == 130
@@ -106,7 +107,7 @@ def test_data_of_tokenize(monkeypatch, tmp_path):
     first, *_, table, _ = (call.args[0].data for call in built.call_args_list)
     assert (len(first.path), first.json_keys) == (2, ("a", "b", "c"))
     assert (table.captions, table.image) == ("text", "file")
-    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(shards), "--set", "weight=2"]) == 2
+    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(shards), "weight=2"]) == 2
     assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(tmp_path / "none")]) == 1
 
 

@@ -6,7 +6,8 @@ Each converts the text of one option. An error says what was got and what was ex
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "batch_size",
     "count",
     "path",
+    "paths_and_overrides",
     "share",
     "text",
     "threads",
@@ -63,6 +65,15 @@ def share(given: str) -> float:
     if not 0 <= number < 1:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a share: a number from 0 to less than 1")
     return number
+
+
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+
+
+def paths_and_overrides(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the values of ``--data`` into paths and ``key=value`` of their configuration."""
+    overrides = [each for each in given if _OVERRIDE.match(each)]
+    return [each for each in given if each not in overrides], overrides
 
 
 def text(given: str) -> str:

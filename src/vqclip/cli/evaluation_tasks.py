@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vqclip.cli import arguments as types
 from vqclip.config import Config, load_config
 from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.sources import KINDS
@@ -29,8 +29,6 @@ from vqclip.evaluation import (
 )
 
 __all__ = ["EvaluationFile", "tasks_of_file", "tasks_of_options"]
-
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
 
 
 class EvaluationFile(Config):
@@ -100,9 +98,8 @@ class _Group:
 
     def __init__(self, given: Sequence[str]):
         self.given = given
-        self.overrides = [text for text in given if _OVERRIDE.match(text)]
-        self.paths = [str(Path(text).expanduser()) if "://" not in text else text for text in given]
-        self.paths = [path for path, text in zip(self.paths, given, strict=True) if text not in self.overrides]
+        paths, self.overrides = types.paths_and_overrides(given)
+        self.paths = [str(Path(path).expanduser()) if "://" not in path else path for path in paths]
         if not self.paths:
             raise ConfigError(f"--data: got {' '.join(given)!r}; expected a path before it")
 

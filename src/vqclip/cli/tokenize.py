@@ -14,6 +14,7 @@ from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
 from vqclip.data.sources.class_folder import SPLIT_HELP
+from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
 from vqclip.tokenize_dataset.job import Options, TokenizeResult, tokenize
@@ -63,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="PATTERN",
-        help="data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option",
+        help="data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option; and key=value "
+        "of its configuration in data.sources, such as captions=text",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
@@ -92,15 +94,6 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         metavar="KEY",
         help=types.JSON_KEY_HELP,
-    )
-    add(
-        "--set",
-        type=types.text,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="keys of the data's configuration, as in data.sources, such as captions=text for --kind csv",
     )
     add(
         "--batch-size",
@@ -154,10 +147,14 @@ def _options(options: argparse.Namespace) -> Options:
 
 
 def _data(options: argparse.Namespace) -> SourceConfigBase:
-    at_urls = options.kind is None and protocol_of(options.data[0]) not in (None, "file")
+    paths, overrides = types.paths_and_overrides(options.data)
+    if not paths:
+        raise ConfigError(f"--data: got {' '.join(options.data)!r}; expected a path before it")
+    named = options.kind or any(each.startswith("kind=") for each in overrides)
+    at_urls = not named and protocol_of(paths[0]) not in (None, "file")
     data = parse_source(
-        options.data,
-        options.set,
+        paths,
+        overrides,
         kind="shards" if at_urls else options.kind,
         captions=options.captions,
         json_keys=options.json_key,
