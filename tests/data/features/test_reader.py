@@ -79,7 +79,7 @@ def test_a_damaged_shard_that_cannot_be_forgotten_is_named(stored, monkeypatch):
 
 def test_the_most_similar_folder_is_described(stored):
     assert stored.describe_nearest() == []
-    for changes in ({"width": 4}, {"width": 4, "tokens": 7}):
+    for changes in ({"origin": {"data": "other"}}, {"width": 4}, {"width": 4, "tokens": 7}):
         FeatureFolder(stored.path.parent, stored.settings.model_copy(update=changes)).make()
     near = FeatureFolder(stored.path.parent, stored.settings.model_copy(update={"width": 4})).path.name
     assert stored.describe_nearest() == [near, "  width: 4 there, 3 now"]

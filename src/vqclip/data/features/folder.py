@@ -163,12 +163,14 @@ class FeatureFolder:
         write_file(record_path, add_checksum({**FORMAT, **record.model_dump(mode="json")}))
 
     def describe_nearest(self) -> list[str]:
-        """Return the name of the most similar other folder, and a line for each setting that differs; [] for none."""
+        """Return the most similar other folder of the same data, and a line for each difference; [] for none."""
         mine = json.loads(json.dumps(FORMAT | self.settings.model_dump(mode="json")))
         found: list[list[str]] = []
         for path in sorted(self.path.parent.glob(f"{self.settings.modality}-*/settings.json")):
             with contextlib.suppress(CheckpointError, OSError):
                 other = {name: value for name, value in read_json(path)[0].items() if name != "sha256"}
+                if other.get("origin", {}).get("data") != mine["origin"]["data"]:
+                    continue
                 found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
         return min((each for each in found if each[0] != self.path.name), key=len, default=[])
 
