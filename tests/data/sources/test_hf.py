@@ -179,6 +179,7 @@ def test_streaming_reads_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert source.read(7) == EXPECTED[7]
     assert pickle.loads(pickle.dumps(source)).read(8) == EXPECTED[8]
     assert json.loads(json.dumps(source.fingerprint)) == source.fingerprint
+    assert [(each["name"], each["samples"]) for each in source.shards] == [("hf-00000", 10)]
     transform = EvalTransformConfig().build(16)
     ids = [[each.sample_ids.tolist() for each in EvalSet(source, transform, 4, rank, 2)] for rank in (0, 1)]
     assert ids == [[[0, 2, 4, 6], [8]], [[1, 3, 5, 7], [9]]]

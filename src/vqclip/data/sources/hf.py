@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import hashlib
 import os
 import re
 import time
@@ -15,13 +15,11 @@ from pydantic import Field
 
 from vqclip.data.remote import mask_credentials
 from vqclip.data.sources.base import FolderContent, RawSample, Source
-from vqclip.data.sources.rows import Block, RowSource, divide, stamp
+from vqclip.data.sources.rows import BLOCK, Block, RowSource, divide, stamp
 from vqclip.data.sources.table import RowParser, TableConfig, find_columns
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 __all__ = ["HfConfig"]
-
-logger = logging.getLogger("vqclip.data")
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
@@ -235,6 +233,21 @@ class HfStream:
     def name(self, index: int) -> str:
         """Return data set and row, for messages."""
         return f"{self._where}: row {index}"
+
+    @property
+    def shards(self) -> list[dict[str, str | int]]:
+        """Rows in blocks; see `ShardedSource.shards`. The digests are of the commit and the places of the rows."""
+        found: list[dict[str, str | int]] = []
+        for start in range(0, len(self), BLOCK):
+            text = f"{self.fingerprint} {start}"
+            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            samples = min(BLOCK, len(self) - start)
+            found.append({"name": f"hf-{start // BLOCK:05d}", "bytes": 0, "samples": samples, "sha256": sha256})
+        return found
+
+    def place(self, index: int) -> str:
+        """Return the row's number; see `vqclip.data.images.ImageSource.place`."""
+        return self.key(index)
 
     def key(self, index: int) -> str:
         """Return the row's number; see `ShardedSource.key`."""

@@ -245,8 +245,11 @@ class RowGroups:
             raise DataError(f"{self.name(index)}: {error}", error.kind) from None
         at = row - int(self._starts[file][group])
         batch = found.batches[at // _BATCH]
-        with name_errors(f"{self.name(index)}: damaged"):
+        try:
             return {name: batch.column(name)[at % _BATCH].as_py() for name in batch.schema.names}
+        except Exception:
+            with name_errors(f"{self.name(index)}: damaged"):
+                raise
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
