@@ -12,8 +12,8 @@ embedding of a caption's codes and then the image, and differs in how a token's 
     depth      the same with `CodesHead` of kind depth, one code after another by a small transformer
 
 The figure is the loss of an image in nats: -log p summed over all of its codes, which means the same for all three.
-Each model trains for equal processor time on one thread (evaluation is not counted). A tenth of the training images is
-held out to choose when to stop; the val split is used once, with those weights. *independent* is what a table of the
+Each model trains for equal processor time on one thread (evaluation is not counted). A twentieth of the training images
+is held out to choose when to stop; the val split is used once, with those weights. *independent* is what a table of the
 frequencies of each place and codebook reaches. `--seed` keys the first weights, the order of training and dropout.
 
 Shapes: B samples, N tokens, C codebooks, K codes of one, H width of the transformer, E joint width.
@@ -39,9 +39,9 @@ from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import CodesEmbedding, CodesHeadConfig
 
 KINDS = ("flat", "parallel", "depth")
-BATCH = 32
+BATCH = {"flat": 8, "parallel": 32, "depth": 32}
 WARMUP = 50
-CHECKS = 24
+CHECKS = 8
 """Evaluations of the held-out images in a training."""
 
 
@@ -90,7 +90,11 @@ class LanguageModel(nn.Module):
         mask = torch.full((steps, steps), float("-inf")).triu(diagonal=1)
         self.register_buffer("mask", mask, persistent=False)
         head = CodesHeadConfig(
-            kind="depth" if kind == "depth" else "parallel", codebook_sizes=sizes, width=width, dropout=0.1
+            kind="depth" if kind == "depth" else "parallel",
+            codebook_sizes=sizes,
+            width=width,
+            dropout=0.1,
+            depth_width=64,
         )
         self.head = head.build()
 
@@ -115,6 +119,17 @@ class LanguageModel(nn.Module):
         )
 
 
+class Training(NamedTuple):
+    """Settings of a training."""
+
+    seconds: float
+    """Processor time."""
+    batch: int
+    """Images a step."""
+    lr: float
+    """Learning rate after `WARMUP` steps."""
+
+
 class Outcome(NamedTuple):
     """Result of one training."""
 
@@ -135,17 +150,17 @@ def evaluate(model: LanguageModel, pairs: Pairs) -> float:
     return float(torch.cat(losses).double().mean())
 
 
-def train(model: LanguageModel, pairs: Pairs, held: Pairs, val: Pairs, seconds: float, lr: float, seed: int) -> Outcome:
+def train(model: LanguageModel, pairs: Pairs, held: Pairs, val: Pairs, how: Training, seed: int) -> Outcome:
     """Train for some seconds of processor time, and evaluate the weights with the smallest loss on ``held``."""
     draws = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr, weight_decay=0.05, betas=(0.9, 0.95))
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     best, best_at, chosen, spent, steps = float("inf"), 0.0, copy.deepcopy(model.state_dict()), 0.0, 0
     model.train()
     for check in range(1, CHECKS + 1):
         began = time.process_time()
-        while spent + time.process_time() - began < seconds * check / CHECKS:
-            some = torch.randint(len(pairs.ids), (BATCH,), generator=draws)
+        while spent + time.process_time() - began < how.seconds * check / CHECKS:
+            some = torch.randint(len(pairs.ids), (how.batch,), generator=draws)
             loss = model(pairs.ids[some], pairs.texts[some]).mean() / pairs.ids[0].numel()
             optimizer.zero_grad()
             loss.backward()
@@ -180,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of trainings of each model")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, help="images a step; the default is the best one found for each model")
     parser.add_argument("--width", type=int, default=128, help="of the transformer")
     parser.add_argument("--layers", type=int, default=4, help="of the transformer")
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")
@@ -197,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pairs, sizes = tokenize(options.tokenizer, data, options.limit)
         splits.append(pairs)
     every, val = splits
-    held_out = max(1, len(every.ids) // 10)
+    held_out = max(1, len(every.ids) // 20)
     order = torch.randperm(len(every.ids), generator=torch.Generator().manual_seed(0))
     held, pairs = (Pairs(every.ids[some], every.texts[some]) for some in (order[:held_out], order[held_out:]))
     _, tokens, codebooks = every.ids.shape
@@ -207,11 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"independent: {independent(pairs, val, sizes):.1f} nats an image")
     for kind in options.kinds:
-        found = []
+        how, found = Training(options.seconds, options.batch or BATCH[kind], options.lr), []
         for seed in range(options.seed, options.seed + options.seeds):
             torch.manual_seed(seed)  # first weights, dropout
             model = LanguageModel(kind, sizes, tokens, val.texts.shape[1], options.width, options.layers)
-            found.append(train(model, pairs, held, val, options.seconds, options.lr, seed))
+            found.append(train(model, pairs, held, val, how, seed))
         losses = [each.val for each in found]
         print(
             f"{kind}: {statistics.mean(losses):.1f} nats an image ({min(losses):.1f} to {max(losses):.1f}), "

@@ -42,7 +42,9 @@ from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, ver
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
-FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *EXTRA_FILES)
+PROCESSOR_FILE = "preprocessor_config.json"
+"""Written by `vqclip.integrations.transformers` for transformers; never read here."""
+FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, PROCESSOR_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""

@@ -15,7 +15,7 @@ from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
 from vqclip.tokenizer.folder import CONFIG_FILE, FILES, VERSIONS, WEIGHTS_FILE, expand_home
-from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES
+from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES, MODEL_TYPES
 
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 """No further files, as for towers of timm and open_clip."""
@@ -102,5 +102,7 @@ def write_config(folder: Path, config: dict[str, Any], files: Collection[str] = 
     """Write ``config.json`` with the digests of the weights and the further files in ``folder``, and its checksum."""
     weights = digest_file(folder / WEIGHTS_FILE).model_dump()
     digests = {name: digest_file(folder / name).model_dump() for name in files}
-    extra = {"files": digests} if digests else {}
+    extra: dict[str, Any] = {"files": digests} if digests else {}
+    if modalities := tuple(name for name in MODALITIES if name in config):
+        extra["model_type"] = MODEL_TYPES[modalities]
     (folder / CONFIG_FILE).write_bytes(add_checksum({**VERSIONS, "weights": weights, **extra, **config}))

@@ -12,12 +12,14 @@ from vqclip.io.digest import FileDigest
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.tokenizer.decoder import DecoderConfig
 
-__all__ = ["EXTRA_FILES", "MODALITIES", "FolderConfig", "Modality", "StoredTokenizer"]
+__all__ = ["EXTRA_FILES", "MODALITIES", "MODEL_TYPES", "FolderConfig", "Modality", "StoredTokenizer"]
 
 EXTRA_FILES = ("tokenizer.json",)
 """Files that some towers need: the vocabulary of a text tower of transformers."""
 Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "text")
+MODEL_TYPES = {("image",): "vqclip_image_tokenizer", ("text",): "vqclip_text_tokenizer", ("image", "text"): "vqclip"}
+"""Modalities of a folder → name by which transformers finds the class; see `vqclip.integrations.transformers`."""
 _MAX_FILE_BYTES = 64 << 20
 """Larger further files are not read; the largest `tokenizer.json` in use have 35 MB."""
 
@@ -70,6 +72,8 @@ class StoredTokenizer(DecoderConfig):
 class FolderConfig(Config):
     """Schema of ``config.json`` without its versions and checksum: one tokenizer, or both and their temperature."""
 
+    model_type: Literal["vqclip", "vqclip_image_tokenizer", "vqclip_text_tokenizer"] | None = None
+    """Name for transformers, see `MODEL_TYPES`; absent in older folders."""
     weights: FileDigest
     """Digest of ``model.safetensors``."""
     files: dict[Literal["tokenizer.json"], FileDigest] = {}

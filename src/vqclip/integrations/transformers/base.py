@@ -1,0 +1,243 @@
+"""Common part of the models: loading and saving tokenizer folders, and the precision of their numbers."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.json_files import read_json
+from vqclip.tokenizer.card import NO_FIGURES, card
+from vqclip.tokenizer.folder import CONFIG_FILE
+from vqclip.tokenizer.hub import find_folder, save_and_push
+
+FolderModelT = TypeVar("FolderModelT", bound="FolderModel")
+
+_WITHOUT_EFFECT = (
+    "_commit_hash",
+    "_from_auto",
+    "_from_pipeline",
+    "adapter_kwargs",
+    "device_map",
+    "dtype",
+    "low_cpu_mem_usage",
+    "max_shard_size",
+    "proxies",
+    "torch_dtype",
+    "trust_remote_code",
+    "use_fast",
+)
+"""Options of transformers that change nothing here, or only models, which name them: no code is fetched, for one."""
+_USUAL = {"safe_serialization": True, "use_safetensors": True}
+"""Options of which only this value is possible."""
+_USE = """
+```python
+from vqclip.integrations.transformers import VqclipImageProcessor, VqclipImageTokenizer
+
+processor = VqclipImageProcessor.from_pretrained(folder)  # for a folder with an image tokenizer
+codes = VqclipImageTokenizer.from_pretrained(folder).encode(**processor(images)).image_codes  # (B, N, C)
+```
+"""
+
+
+class FolderModel(PreTrainedModel):
+    """A model of transformers around a module that is stored in a tokenizer folder.
+
+    Weights keep the type in which they were stored, or get a wider one: ids depend on the last bits of features.
+    """
+
+    base_model_prefix = ""
+
+    @classmethod
+    @abstractmethod
+    def _load(cls, folder: Path) -> nn.Module:
+        """Load the module from a folder."""
+
+    @property
+    @abstractmethod
+    def _stored(self) -> Any:
+        """The module that is stored in a folder."""
+
+    def _finish(self) -> None:
+        """Finish the construction; called at the end of ``__init__``."""
+        self._stored_dtype = self.dtype
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the weights as they are."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls: type[FolderModelT],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        config: PretrainedConfig | None = None,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        **options: Any,
+    ) -> FolderModelT:
+        """Load from a tokenizer folder, in evaluation mode; every byte is compared with its checksum.
+
+        Args:
+            pretrained_model_name_or_path: folder that a run, `vqclip` or ``save_pretrained`` wrote, or a hub name.
+            config: configuration of the same folder; its ``embeddings`` are used.
+            revision: branch, tag or commit of a hub name.
+            dtype: None and ``"auto"`` keep the stored type; a wider one converts, a narrower one is refused.
+            torch_dtype: former name of ``dtype``.
+            device_map: one device for the whole model; ``"auto"``: the accelerator, if there is one.
+            options: ``embeddings`` of a `VqclipConfig`; options of transformers are refused unless they are None, False
+                or have no effect.
+
+        Raises:
+            CheckpointError: a folder that is missing or damaged, or lacks this modality.
+            ConfigError: an option that has no meaning here, or a type that would change ids.
+        """
+        folder = local_folder(pretrained_model_name_or_path, revision)
+        stored = cls._load(folder)
+        config_class: Any = cls.config_class
+        found = config_class(**read_json(folder / CONFIG_FILE)[0])
+        if config is not None:
+            _require_equal_sections(config, found, folder)
+            found = config
+        if "embeddings" in options and hasattr(found, "embeddings"):
+            found.embeddings = options.pop("embeddings")
+        require_no_options(f"{cls.__name__}.from_pretrained", options)
+        found.name_or_path = str(pretrained_model_name_or_path)
+        found.architectures = [cls.__name__]
+        model: Any = cls(found, stored)
+        wanted = _parse_dtype(dtype if dtype is not None else torch_dtype)
+        if wanted is not None:
+            model.to(wanted)
+        found.dtype = model.dtype
+        device = _parse_device(device_map)
+        loaded: FolderModelT = (model if device is None else model.to(device)).eval()
+        return loaded
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **options: Any
+    ) -> None:
+        """Write a tokenizer folder: for this class, the Auto classes and `vqclip.load_tokenizer`.
+
+        Args:
+            save_directory: the folder; a tokenizer in it is replaced atomically.
+            is_main_process: False writes nothing.
+            options: options of transformers without an effect; others are refused.
+
+        Raises:
+            ConfigError: an option that has no meaning here, or a folder with other files, which would be lost.
+        """
+        require_no_options(f"{type(self).__name__}.save_pretrained", options)
+        if is_main_process:
+            self._write(Path(save_directory))
+
+    def _write(self, folder: Path) -> None:
+        self._stored.save_pretrained(folder)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        card: str | None = None,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        **options: Any,
+    ) -> str:
+        """Save this model and push it to the hub with a card; see `vqclip.tokenizer.hub.push_folder`.
+
+        Args:
+            repo_id: ``owner/name``; made if it is missing.
+            card: Markdown; None for a card without figures.
+            private: whether a new model is visible to its owner only; None: the hub's default.
+            revision: branch to write to, made if it is missing.
+            options: other options of transformers, which are refused.
+
+        Returns:
+            The commit's address.
+        """
+        require_no_options(f"{type(self).__name__}.push_to_hub", options)
+        text = make_card(repo_id) if card is None else card
+        return save_and_push(self._write, repo_id, text, private=private, revision=revision)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or convert the weights, unless the conversion would change ids (``.half()``, ``.bfloat16()``).
+
+        Raises:
+            ConfigError: a floating-point type that cannot represent the stored weights.
+        """
+        wanted = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        stored = self._stored_dtype
+        if torch.promote_types(stored, wanted) != wanted:
+            raise ConfigError(
+                f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
+                f"would change. Expected {stored} or wider; convert the other parts of your model, and the vectors of "
+                "decode, instead"
+            )
+        return super()._apply(fn, recurse)
+
+
+def make_card(name: str) -> str:
+    """Return a card without figures, with the use in transformers."""
+    what = "A tokenizer of images, texts or both, made with vqclip."
+    return card(name.rpartition("/")[2], what, f"With transformers:\n{_USE}\n{NO_FIGURES}")
+
+
+def local_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
+    """Return a local folder or fetch one; transformers gives local folders the revision "main"."""
+    path = os.fspath(name)
+    return find_folder(path, None if revision is not None and str(revision) == "main" else revision)
+
+
+def require_no_options(function: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that would change something in transformers and are not supported; raise ConfigError."""
+    strange = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT and value != _USUAL.get(name)
+    }
+    if strange:
+        shown = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+        raise ConfigError(
+            f"{function}: got {shown}; expected none of these. Set HF_TOKEN, HF_HOME or HF_HUB_OFFLINE in the "
+            "environment for access to the hub"
+        )
+
+
+def _require_equal_sections(config: PretrainedConfig, found: Any, folder: Path) -> None:
+    if not isinstance(config, type(found)):
+        raise ConfigError(f"config: got a {type(config).__name__}, expected a {type(found).__name__}")
+    for name in found.sections:
+        if getattr(config, name) != getattr(found, name):
+            raise CheckpointError(f"config: its section {name} differs from that in {folder / CONFIG_FILE}")
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype: got {dtype!r}, expected a torch.dtype such as torch.float32, or auto")
+    return found
+
+
+def _parse_device(device_map: Any) -> torch.device | None:
+    if isinstance(device_map, dict) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if device_map == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device_map is None or isinstance(device_map, torch.device):
+        return device_map
+    try:
+        return torch.device(device_map)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device_map: got {device_map!r}, expected one device such as 'cuda:0', or auto: these models are not split"
+        ) from error

@@ -1,0 +1,51 @@
+"""Registration with the Auto classes of transformers."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForZeroShotImageClassification,
+    AutoTokenizer,
+)
+from transformers.models.auto import modeling_auto
+
+from vqclip.integrations.transformers.config import (
+    VqclipConfig,
+    VqclipImageTokenizerConfig,
+    VqclipTextTokenizerConfig,
+)
+from vqclip.integrations.transformers.model import VqclipModel
+from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipVocabulary
+from vqclip.integrations.transformers.tokenizers import VqclipImageTokenizer, VqclipTextTokenizer
+
+_MODELS: dict[Any, Any] = {
+    VqclipConfig: VqclipModel,
+    VqclipImageTokenizerConfig: VqclipImageTokenizer,
+    VqclipTextTokenizerConfig: VqclipTextTokenizer,
+}
+
+
+def register() -> None:
+    """Register all classes with the Auto classes; called once, when the package is imported."""
+    for config, model in _MODELS.items():
+        AutoConfig.register(config.model_type, config)
+        AutoModel.register(config, model)
+        if "text" in config.sections:
+            AutoTokenizer.register(config, slow_tokenizer_class=VqclipVocabulary)
+        if "image" in config.sections:
+            AutoImageProcessor.register(config, **_processor_classes())
+    AutoModelForZeroShotImageClassification.register(VqclipConfig, VqclipModel)
+    # Pipelines compare the name of a class with this table, and log an error for registered ones that it lacks.
+    modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES[VqclipConfig.model_type] = VqclipModel.__name__
+
+
+def _processor_classes() -> dict[str, Any]:
+    """Return the arguments of ``AutoImageProcessor.register``, which version 5 renamed."""
+    if "image_processor_classes" in signature(AutoImageProcessor.register).parameters:
+        return {"image_processor_classes": {"pil": VqclipImageProcessor, "torchvision": VqclipImageProcessor}}
+    return {"slow_image_processor_class": VqclipImageProcessor}

@@ -1,0 +1,282 @@
+"""vqclip's models as classes of transformers: the same ids and scores, from the same folders, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vqclip
+from tests.models import IDENTITY, PRODUCT, tiny_model
+from tests.tokenizer.test_hub import Hub
+from vqclip.errors import CheckpointError, ConfigError, ShapeError
+from vqclip.io.json_files import add_checksum, read_json
+from vqclip.model import CLIP
+
+transformers = pytest.importorskip("transformers", reason="pip install 'vqclip[transformers]'")
+
+from vqclip.integrations import transformers as ours  # noqa: E402
+
+CAPTIONS = ["a red square", "", "two blue circles"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return tiny_model(PRODUCT, PRODUCT, temperature={"bias": -3.0}).build().eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """As a run writes it."""
+    model.save_pretrained(path := tmp_path_factory.mktemp("run") / "tokenizer")
+    return path
+
+
+@pytest.fixture(scope="module")
+def images():
+    draws = np.random.default_rng(0)
+    flat = [Image.fromarray(draws.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(2)]
+    return [*flat, Image.fromarray(draws.integers(0, 256, (17, 16, 4), dtype=np.uint8))]
+
+
+def test_image_ids_are_ours(folder, images):
+    own = vqclip.load_tokenizer(folder, "image")
+    processor = ours.VqclipImageProcessor.from_pretrained(folder)
+    tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
+    inputs, ids = processor(images), own.encode(images)
+    assert inputs.pixel_values.equal(torch.stack([own.preprocess(image) for image in images]))
+    codes = tokenizer.encode(**inputs).image_codes
+    assert codes.equal(ids)
+    assert codes.dtype == torch.int64
+    assert tokenizer.encode(inputs.pixel_values / 255).image_codes.equal(own.encode(inputs.pixel_values / 255))
+    assert tokenizer.encode(**inputs.to(torch.float16)).image_codes.equal(ids)  # bytes stay bytes
+    assert tokenizer.decode(codes).equal(own.decode(ids))
+    assert tokenizer.embed(codes).equal(own.embed(ids))
+    assert tokenizer(**inputs).image_embeds.equal(own.embed(ids))
+    tokens = tokenizer.get_image_tokens(inputs.pixel_values, offset=1000)
+    assert tokens.equal(own.to_vocabulary(ids, 1000))
+    assert tokenizer.tokens_to_codes(tokens, offset=1000).equal(ids)
+    assert (tokenizer.num_tokens, tokenizer.codebook_sizes) == (own.num_tokens, own.codebook_sizes)
+
+
+def test_text_ids_are_ours(folder):
+    own = vqclip.load_tokenizer(folder, "text")
+    vocabulary = ours.VqclipVocabulary.from_pretrained(folder)
+    tokenizer = ours.VqclipTextTokenizer.from_pretrained(folder)
+    inputs, ids = vocabulary(CAPTIONS, return_tensors="pt", padding=True), own.encode(CAPTIONS)
+    assert tokenizer.encode(**inputs).text_codes.equal(ids)
+    assert inputs.attention_mask.bool().equal(own.ids_mask(ids))
+    assert tokenizer(**inputs).text_embeds.equal(own.embed(ids))
+    tokens = tokenizer.get_text_tokens(**inputs, offset=9)
+    assert tokens.equal(own.to_vocabulary(ids, 9))
+    assert tokenizer.tokens_to_codes(tokens, 9).equal(ids)
+    assert vocabulary(CAPTIONS[0])["input_ids"] == inputs.input_ids[0].tolist()
+    with pytest.raises(ShapeError, match="attention_mask: got a mask"):
+        tokenizer.encode(inputs.input_ids, torch.ones_like(inputs.input_ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "modalities"),
+    [("VqclipImageTokenizer", ["image"]), ("VqclipTextTokenizer", ["text"]), ("VqclipModel", ["image", "text"])],
+)
+def test_saved_folders_are_read_by_the_auto_classes_and_by_vqclip(folder, images, tmp_path, name, modalities):
+    cls = getattr(ours, name)
+    cls.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is cls
+    assert type(transformers.AutoConfig.from_pretrained(tmp_path / "saved")) is cls.config_class
+    assert not loaded.training
+    if "image" in modalities:
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "saved")
+        assert type(processor) is ours.VqclipImageProcessor
+        ids = vqclip.load_tokenizer(folder, "image").encode(images)
+        assert vqclip.load_tokenizer(tmp_path / "saved", "image").encode(processor(images).pixel_values).equal(ids)
+    if "text" in modalities:
+        vocabulary = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+        ids = vqclip.load_tokenizer(folder, "text").encode(CAPTIONS)
+        tokens = vocabulary(CAPTIONS, return_tensors="pt").input_ids
+        assert vqclip.load_tokenizer(tmp_path / "saved", "text").encode(tokens).equal(ids)
+    loaded.save_pretrained(tmp_path / "saved")  # again, over it
+    random = transformers.AutoModel.from_config(loaded.config)
+    assert [value.shape for value in random.state_dict().values()] == [
+        value.shape for value in loaded.state_dict().values()
+    ]
+
+
+def test_a_folder_from_before_model_types_is_read(folder, tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    body, _ = read_json(folder / "config.json")
+    assert body.pop("model_type") == "vqclip"
+    del body["sha256"]
+    (tmp_path / "config.json").write_bytes(add_checksum(body))
+    assert ours.VqclipModel.from_pretrained(tmp_path).config.model_type == "vqclip"
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.half(),
+        lambda model: model.bfloat16(),
+        lambda model: model.to("cpu", torch.float16),
+        lambda model: torch.nn.Sequential(model).half(),
+    ],
+)
+def test_a_conversion_that_changes_ids_is_refused(folder, convert):
+    tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"got a conversion to torch\.\w*float16 .* ids would change"):
+        convert(tokenizer)
+    assert {each.dtype for each in tokenizer.parameters()} == {torch.float32}
+
+
+def test_a_wider_type_and_back_keeps_every_bit(folder, images):
+    own = vqclip.load_tokenizer(folder, "image").double()
+    wide = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64, device_map={"": "cpu"})
+    pixels = ours.VqclipImageProcessor.of(own)(images).pixel_values
+    assert wide.clip.image.encode(pixels).equal(own.encode(pixels))
+    narrow, state = wide.float(), CLIP.from_pretrained(folder).state_dict()
+    assert all(narrow.clip.state_dict()[name].equal(value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("embeddings", ["codes_only", "continuous"])
+def test_the_pipeline_gives_our_scores(folder, model, images, embeddings, caplog):
+    labels, template = ["red square", "blue circle", "dog"], "a photo of a {}"
+    loaded = ours.VqclipModel.from_pretrained(folder, embeddings=embeddings)
+    transformers.logging.enable_propagation()
+    with caplog.at_level(logging.ERROR):
+        pipe = transformers.pipeline(
+            "zero-shot-image-classification",
+            model=loaded,
+            tokenizer=ours.VqclipVocabulary.from_pretrained(folder),
+            image_processor=ours.VqclipImageProcessor.from_pretrained(folder),
+        )
+    assert caplog.text == ""
+    pixels = model.image.batch(images[0])
+    prompts = model.text.batch([template.format(label) for label in labels])
+    with torch.no_grad():
+        if embeddings == "continuous":
+            image, text = model.image.continuous(pixels), model.text.continuous(prompts)
+        else:
+            image, text = model.image.embed(model.image.encode(pixels)), model.text.embed(model.text.encode(prompts))
+        scale, bias = model.temperature()
+        logits = scale * image @ text.T + bias
+        out = loaded(pixel_values=pixels, input_ids=prompts)
+    assert out.logits_per_image.equal(logits)
+    assert out.logits_per_text.equal(logits.T)
+    found = {
+        each["label"]: each["score"] for each in pipe(images[0], candidate_labels=labels, hypothesis_template=template)
+    }
+    assert found == dict(zip(labels, logits.softmax(dim=-1)[0].tolist(), strict=True))
+
+
+def test_a_pipeline_from_a_folder(folder, images, tmp_path):
+    ours.VqclipModel.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    pipe = transformers.pipeline("zero-shot-image-classification", model=str(tmp_path / "saved"))
+    found = pipe(images[:2], candidate_labels=["red", "blue"], batch_size=2)
+    assert [len(each) for each in found] == [2, 2]
+    pipe.save_pretrained(tmp_path / "pipe")
+    again = transformers.pipeline("zero-shot-image-classification", model=str(tmp_path / "pipe"))
+    assert again(images[0], candidate_labels=["red", "blue"]) == pipe(images[0], candidate_labels=["red", "blue"])
+
+
+def test_what_is_pushed_has_a_card_and_can_be_loaded(folder, tmp_path, monkeypatch):
+    hub = Hub(monkeypatch)
+    ours.VqclipImageTokenizer.from_pretrained(folder).push_to_hub("somebody/model", private=True)
+    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert "VqclipImageTokenizer.from_pretrained" in hub.files["README.md"].decode()
+    for name, data in hub.files.items():
+        (tmp_path / name).write_bytes(data)
+    transformers.AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_processor_of_its_own_folder(tmp_path, images):
+    processor = ours.VqclipImageProcessor(image_size=24, mode="squash", interpolation="bilinear")
+    processor.save_pretrained(tmp_path)
+    again = ours.VqclipImageProcessor.from_pretrained(tmp_path)
+    assert again(images, return_tensors="np").pixel_values.tolist() == processor(images).pixel_values.tolist()
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_size": 10**9}))
+    with pytest.raises(ConfigError, match="image_size: got 1000000000"):
+        ours.VqclipImageProcessor.from_pretrained(tmp_path)
+
+
+def test_embeddings_of_codes_need_codes(tmp_path):
+    tiny_model(IDENTITY, IDENTITY).build().save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ConfigError, match="the image quantizer has no codes; expected 'continuous'"):
+        ours.VqclipModel.from_pretrained(tmp_path / "tokenizer")
+    ours.VqclipModel.from_pretrained(tmp_path / "tokenizer", embeddings="continuous")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_implementation": "sdpa"}, "got attn_implementation='sdpa'; expected none of these"),
+        ({"token": "secret"}, "Set HF_TOKEN"),
+        ({"device_map": "balanced"}, "device_map: got 'balanced'.* not split"),
+        ({"dtype": "float17"}, "dtype: got 'float17'"),
+        ({"dtype": "bfloat16"}, "ids would change"),
+        ({"embeddings": "codes"}, "embeddings: got 'codes', expected one of codes_only, continuous"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        ours.VqclipModel.from_pretrained(folder, **options)
+
+
+def test_wrong_inputs_and_folders_say_what_to_do(folder, model, images, tmp_path):
+    tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
+    with pytest.raises(ShapeError, match="pixel_values: got a list.*VqclipImageProcessor"):
+        tokenizer.encode(images)
+    with pytest.raises(ShapeError, match="expected a PIL image"):
+        ours.VqclipImageProcessor.from_pretrained(folder)("image.png")
+    with pytest.raises(ShapeError, match="input_ids: got a list.*return_tensors='pt'"):
+        ours.VqclipTextTokenizer.from_pretrained(folder).encode([[1, 2]])
+    with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
+        ours.VqclipModel.from_pretrained(tmp_path / "none")
+    model.text.save_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
+        ours.VqclipImageTokenizer.from_pretrained(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="contains text tokenizer"):
+        ours.VqclipImageProcessor.from_pretrained(tmp_path / "text")
+    config = ours.VqclipConfig(image={"embed_dim": 3})
+    with pytest.raises(CheckpointError, match="config: its section image differs"):
+        ours.VqclipModel.from_pretrained(folder, config=config)
+    with pytest.raises(ConfigError, match="got no section 'image'"):
+        ours.VqclipImageTokenizer(ours.VqclipImageTokenizerConfig())
+    tiny_model(text_quantizer=PRODUCT).build().save_pretrained(tmp_path / "other")
+    vocabulary = ours.VqclipVocabulary.from_pretrained(folder)
+    assert vocabulary.save_pretrained(tmp_path / "other") == ()
+    with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
+        vocabulary.save_pretrained(tmp_path)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(CheckpointError, match="format is None"):
+        ours.VqclipModel.from_pretrained(tmp_path / "other")
+
+
+NEW_PROCESS = """
+import sys
+import torch
+import vqclip.integrations.transformers
+from transformers import AutoImageProcessor, AutoModel
+from PIL import Image
+model = AutoModel.from_pretrained(sys.argv[1])
+codes = model.encode(**AutoImageProcessor.from_pretrained(sys.argv[1])(Image.open(sys.argv[2]))).image_codes
+torch.save([codes, model.decode(codes)], sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_without_a_network_gets_equal_ids(folder, images, tmp_path):
+    ours.VqclipImageTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    images[2].save(tmp_path / "image.png")
+    arguments = [tmp_path / "saved", tmp_path / "image.png", tmp_path / "out.pt"]
+    subprocess.run(["unshare", "-rn", sys.executable, "-c", NEW_PROCESS, *arguments], check=True, timeout=200)
+    own = vqclip.load_tokenizer(folder, "image")
+    codes, vectors = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert codes.equal(own.encode(images[2]))
+    assert vectors.equal(own.decode(codes))
