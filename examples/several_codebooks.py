@@ -95,6 +95,7 @@ class LanguageModel(nn.Module):
             width=width,
             dropout=0.1,
             depth_width=64,
+            depth_layers=1,
         )
         self.head = head.build()
 
@@ -196,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch", type=int, help="images a step; the default is the best one found for each model")
-    parser.add_argument("--width", type=int, default=128, help="of the transformer")
-    parser.add_argument("--layers", type=int, default=4, help="of the transformer")
+    parser.add_argument("--width", type=int, default=96, help="of the transformer")
+    parser.add_argument("--layers", type=int, default=3, help="of the transformer")
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args(arguments)

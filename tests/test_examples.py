@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import runpy
 import sys
@@ -137,6 +138,33 @@ def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, cap
     first, last = map(float, re.findall(r"(\d+\.\d+) (?:nats|in)", lines[1]))
     assert last < first - 0.3
     assert sum("(4, 2) ids" in line for line in lines[2:]) == 3
+
+
+def test_several_codebooks_compares_three_models(example, tokenizer, captions, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # of the whole test process
+    lines = example("several_codebooks", tokenizer, captions, "--seconds", 0.2, "--width", 16, "--layers", 1)
+    assert lines[0].startswith("23 training images, 1 to choose when to stop, 8 of val; 4 tokens of 2 codebooks of 64")
+    assert re.fullmatch(r"independent: \d+\.\d nats an image", lines[1])
+    assert [line.split(":")[0] for line in lines[2:]] == ["flat", "parallel", "depth"]
+
+
+@pytest.mark.parametrize("kind", ["flat", "parallel", "depth"])
+def test_every_step_of_a_language_model_sees_earlier_codes_alone(kind):
+    """Its loss is a -log p only then. The frequency table's is checked by hand: two of three images have code 0."""
+    module = load("several_codebooks")
+    torch.manual_seed(0)
+    model = module.LanguageModel(kind, (4, 4), tokens=3, text_width=2, width=16, layers=1).eval()
+    ids, texts = torch.randint(4, (1, 3, 2)), torch.randn(1, 2)
+    every = torch.cartesian_prod(torch.arange(4), torch.arange(4))[:, None]
+    whole = torch.cat([ids[:, :2].expand(16, 2, 2), every], dim=1)  # all last tokens
+    two = [module.LanguageModel.forward(model, whole, texts.expand(16, 2)), model.hidden(whole, texts.expand(16, 2))]
+    steps = 4 if kind == "flat" else 2
+    assert torch.allclose(two[1][:, :steps], two[1][:1, :steps], atol=1e-6)
+    shared = (-two[0]).exp().sum()  # p of the first two tokens
+    other = torch.cat([ids[:, :2], (ids[:, 2:] + 1) % 4], dim=1)
+    assert shared > (-model(ids, texts)).exp().sum() + (-model(other, texts)).exp().sum() - 1e-9
+    pairs = module.Pairs(torch.tensor([[[0]], [[0]], [[1]]]), torch.zeros(3, 2))
+    assert module.independent(pairs, pairs, [2]) == pytest.approx(-(2 * math.log(3 / 5) + math.log(2 / 5)) / 3)
 
 
 def test_search_writes_a_page_a_query(example, tokenizer, tmp_path):
