@@ -167,15 +167,18 @@ class CodesHead(nn.Module):
 
 
 class _DepthTransformer(nn.Module):
-    """A causal transformer over the C codes of one token: hidden states and ids to features ``(B, T, C, D)``."""
+    """A causal transformer over the C codes of one token: hidden states and ids to features ``(B, T, C, D)``.
+
+    Its input at codebook c is a projection of the hidden state (one for each codebook, as in Moshi) plus the embedding
+    of code c - 1.
+    """
 
     mask: Tensor
 
     def __init__(self, config: CodesHeadConfig):
         super().__init__()
         codebooks, width = len(config.codebook_sizes), config.depth_width
-        self.hidden_in = nn.Linear(config.width, width)
-        self.place = nn.Parameter(0.02 * torch.randn(codebooks, width))
+        self.hidden_in = nn.Linear(config.width, codebooks * width)  # its bias tells the codebooks apart
         # The last code is never an input.
         self.codes = CodesEmbedding(config.codebook_sizes[:-1], width) if codebooks > 1 else None
         block = nn.TransformerEncoderLayer(
@@ -186,11 +189,10 @@ class _DepthTransformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        x = self.hidden_in(hidden).unsqueeze(2)
+        x = self.hidden_in(hidden).unflatten(-1, (ids.shape[-1], -1))
         if self.codes is not None:
-            x = torch.cat([x, self.codes.each(ids[..., :-1])], dim=2)
-        x = (x + self.place).flatten(0, 1)
-        return self.blocks(x, mask=self.mask.to(x.dtype), is_causal=True).view(*ids.shape, -1)
+            x = x + F.pad(self.codes.each(ids[..., :-1]), (0, 0, 1, 0))
+        return self.blocks(x.flatten(0, 1), mask=self.mask.to(x.dtype), is_causal=True).view(*ids.shape, -1)
 
 
 class CodesHeadConfig(Config):

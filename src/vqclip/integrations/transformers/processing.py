@@ -70,7 +70,7 @@ class VqclipImageProcessor(BaseImageProcessor):
         return cls(tokenizer.tower.image_size, settings.mode, settings.interpolation)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], revision: str | None = None, **options: Any
     ) -> VqclipImageProcessor:
         """Load from a tokenizer folder or hub name, or from a folder with ``preprocessor_config.json`` alone.
