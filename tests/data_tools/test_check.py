@@ -87,7 +87,7 @@ def plant(folder: Path) -> dict[str, set[str]]:
     return planted
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_planted_faults_are_found_and_named(
     tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

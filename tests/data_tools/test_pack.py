@@ -180,6 +180,9 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "foreign" / "0.tar", caption_members(0, 1))
     with pytest.raises(ConfigError, match=r"contains 0\.tar; expected an empty folder or one that `vqclip data pack`"):
         pack(Made(), options(tmp_path / "foreign"))
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ConfigError, match="OUT: .*file: cannot be made"):
+        pack(Made(), options(tmp_path / "file"))
     with mock.patch.dict("sys.modules", webdataset=None), pytest.raises(ConfigError, match=r"vqclip\[pack\]"):
         pack(Made(), options(tmp_path / "new"))
 

@@ -78,6 +78,8 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
     """Format and version, in every JSON file."""
     suffixes: ClassVar[Sequence[str]]
     """Endings of the names of shards."""
+    out_option: ClassVar[str] = "--out"
+    """Option that names the folder."""
     bad_option: ClassVar[str]
     """Option that sets the largest share of bad samples."""
     record_type: type[RecordT]
@@ -89,7 +91,9 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         try:
             self._records.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out: {folder}: cannot be made ({error.strerror}); expected a new folder") from None
+            raise ConfigError(
+                f"{self.out_option}: {folder}: cannot be made ({error.strerror}); expected a new folder"
+            ) from None
         path = folder / SETTINGS_FILE
         if not path.exists():
             self._require_no_shards()
@@ -212,8 +216,8 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         found = sorted(path.name for suffix in self.suffixes for path in self.folder.glob(f"*{suffix}"))
         if found and not (self.folder / SETTINGS_FILE).exists():  # checked last: another process writes it before them
             raise ConfigError(
-                f"--out: {self.folder} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an empty "
-                f"folder or one that `{self.command}` began"
+                f"{self.out_option}: {self.folder} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; "
+                f"expected an empty folder or one that `{self.command}` began"
             )
 
     def _require_same(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -222,9 +226,8 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         if lines:
             more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             raise ConfigError(
-                f"--out: {self.folder} was begun with other settings; name another folder, or give the same ones:\n"
-                + "\n".join(lines[:_SHOWN])
-                + more
+                f"{self.out_option}: {self.folder} was begun with other settings; name another folder, or give the "
+                "same ones:\n" + "\n".join(lines[:_SHOWN]) + more
             )
 
 

@@ -133,6 +133,7 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
     command = "vqclip data pack"
     versions = {"format": "vqclip packed shards", "format_version": 1}
     suffixes = (".tar",)
+    out_option = "OUT"
     bad_option = "--bad-fraction"
     record_type = PackRecord
 
@@ -321,6 +322,6 @@ def _require_room(source: Source, folder: Path, wanted: Sequence[range]) -> None
         least = count * (float(np.mean(sizes)) - error)
         if least > free:
             raise ConfigError(
-                f"--out: {folder} has room for {free / 1e9:.1f} GB, but {count:,} samples need at least "
+                f"OUT: {folder} has room for {free / 1e9:.1f} GB, but {count:,} samples need at least "
                 f"{least / 1e9:.1f} GB; expected a folder on a larger disk"
             )
