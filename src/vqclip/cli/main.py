@@ -29,7 +29,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("vqclip.cli.train", "train image and text tokenizers together"),
-    "evaluate": Command("vqclip.cli.evaluate", "zero-shot and retrieval figures, continuous, quantized and from codes"),
+    "evaluate": Command(
+        "vqclip.cli.evaluate", "zero-shot, retrieval, probes and near misses: continuous, quantized and from codes"
+    ),
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
