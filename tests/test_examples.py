@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import re
 import runpy
@@ -15,6 +16,9 @@ import torch
 from tests.data.making import class_folder
 from tests.evaluation.made import caption_shards, image_folder
 from tests.models import PRODUCT, tiny_model
+from tests.training import run_tree
+from vqclip.cli.search import main as search
+from vqclip.errors import ConfigError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]
@@ -57,7 +61,8 @@ def example(capsys):
     """Run one: the lines that it prints."""
 
     def run(name, *arguments):
-        load(name).main([str(each) for each in arguments])
+        main = load(name).main if isinstance(name, str) else name
+        main([str(each) for each in arguments])
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -174,6 +179,47 @@ def test_search_writes_a_page_a_query(example, tokenizer, tmp_path):
     pages = [(tmp_path / "out" / f"{number}.html").read_text() for number in range(2)]
     assert all(page.count('<img src="data:image/png;base64,') == 4 for page in pages)
     assert "<b>" not in pages[1]
+
+
+@pytest.mark.slow
+def test_a_sweep_prunes_and_can_be_repeated(example, captions, tmp_path):
+    pytest.importorskip("optuna", reason="pip install 'vqclip[examples]'")
+    pairs = {"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(captions / "val")}}
+    config, metric = tmp_path / "run.yaml", "eval/pairs/codes_only/t2i_r5"
+    config.write_text(json.dumps(run_tree(tmp_path, captions / "train", evaluation=[pairs])))
+    command = ["optuna_sweep", config, "--metric", metric, "--trials", 6, "--steps", 12, "--every", 2]
+    lines = example(*command, "--name", "one")
+    assert [re.sub(r"none|0\.\d+ .*", "", line) for line in lines if "pruned after" in line]
+    assert all(int(re.search(r"after (\d+)", line)[1]) in (2, 4, 6, 8, 10) for line in lines if "pruned after" in line)
+    assert lines[-1].startswith("best: ")
+    again = example(*command, "--name", "two")
+    assert lines == again
+    with pytest.raises(ConfigError, match="run.resume: got 'never'"):
+        example(*command, "--name", "one")
+
+
+@pytest.mark.slow
+def test_lancedb_and_faiss_find_what_search_finds(example, tokenizer, tmp_path):
+    pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
+    pytest.importorskip("faiss", reason="pip install 'vqclip[search]'")
+    folder, queries = image_folder(tmp_path / "images", per_class=3), ["red", "a <b>green</b> one"]
+    index = ["--index", str(tmp_path / "index")]
+    for command in (
+        ["build", "--tokenizer", str(tokenizer), "--images", str(folder), "--out", index[1]],
+        ["export", *index, "--out", str(tmp_path / "vectors.parquet")],
+        ["export", *index, "--out", str(tmp_path / "vectors.arrow")],
+    ):
+        assert search([*command]) == 0
+    by_faiss = example("search_faiss", tokenizer, tmp_path / "vectors.arrow", *queries)[3:]  # after three commands
+    out = tmp_path / "lancedb"
+    by_lance = example("search_lancedb", tokenizer, tmp_path / "vectors.parquet", *queries, "--out", out)
+    ours = [line for query in queries for line in found_by_us(query, index, example)]
+    assert sorted(by_faiss) == sorted(by_lance[1:]) == sorted(ours)
+
+
+def found_by_us(query, index, example):
+    lines = example(search, "query", *index, query, "-k", "5")
+    return [f"{query!r}: {score} {name}" for _, score, name in (line.split(maxsplit=2) for line in lines)]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))

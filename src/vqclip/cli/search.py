@@ -3,6 +3,7 @@
 vqclip search build --tokenizer runs/captions/tokenizer --images path/to/images --out images.index
 vqclip search query --index images.index "a red apple" --images path/to/images --html page.html
 vqclip search query --index images.index --image apple.png
+vqclip search export --index images.index --out images.parquet
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError,
 from vqclip.io.atomic import write_text
 from vqclip.io.files import read_bounded
 from vqclip.runlog.console import print_output
+from vqclip.search.arrow import VectorType, export_vectors
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.page import Hit, page
 from vqclip.search.scan import CodeSearch, SearchResult
@@ -40,7 +43,7 @@ __all__ = ["build", "main"]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
-    _build(options) if options.command == "build" else _query(options)
+    {"build": _build, "query": _query, "export": _export}[options.command](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
     query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
+    export = commands.add_parser("export", help="write names, ids and embeddings as Parquet or Arrow")
+    export.add_argument("--index", type=types.path, required=True, help="folder of the index")
+    export.add_argument(
+        "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"
+    )
+    export.add_argument("--out", type=types.path, required=True, help="file to write: .parquet or .arrow")
+    export.add_argument(
+        "--dtype", choices=get_args(VectorType), default="float32", help="numbers of a vector (float32)"
+    )
     return parser
 
 
@@ -159,11 +171,7 @@ def _query(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--images: missing, expected the images for --html; the index was built from {_former(index)}"
         )
-    tokenizer = options.tokenizer or index.origin.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
-        )
+    tokenizer = _tokenizer(options, index)
     search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
     found = search.search(_embed_query(options, tokenizer), options.k)
     asked = options.text if options.text is not None else options.image.name
@@ -173,6 +181,29 @@ def _query(options: argparse.Namespace) -> None:
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
         _write(options.html, page(str(asked), _hits(index, found, options.images), notes))
+
+
+def _export(options: argparse.Namespace) -> None:
+    index = CodeIndex.load(options.index)
+    tokenizer = load_tokenizer(_tokenizer(options, index), index.modality)  # type: ignore[call-overload]
+    try:
+        export_vectors(index, tokenizer, options.out, options.dtype)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {options.out}: cannot be written ({error.strerror}); expected a file in a folder"
+        ) from None
+    size = options.out.stat().st_size
+    print(f"{options.out}: {len(index):,} rows, vectors of {tokenizer.embed_dim} {options.dtype}; {size:,} bytes")
+
+
+def _tokenizer(options: argparse.Namespace, index: CodeIndex) -> str:
+    """Return the folder or name of the tokenizer of an index."""
+    tokenizer = options.tokenizer or index.origin.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
+        )
+    return str(tokenizer)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,54 @@
+"""Search images with words in LanceDB, in a table that `vqclip search export` has written.
+
+    vqclip search build --tokenizer runs/captions/tokenizer --images data/captions_noto_emoji/val --out emoji.index
+    vqclip search export --index emoji.index --out emoji.parquet
+    python examples/search_lancedb.py runs/captions/tokenizer emoji.parquet "hamster" "family" --where "place < 200"
+
+The database is a folder, `--out`. Queries are texts, embedded through their codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import vqclip
+from vqclip.errors import VqclipError
+from vqclip.search import read_vectors
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the table, and search it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
+    parser.add_argument("vectors", help="Parquet file of `vqclip search export`")
+    parser.add_argument("queries", nargs="+", help="what to look for")
+    parser.add_argument("-k", type=int, default=5, help="results of a query")
+    parser.add_argument("--where", help="condition on the columns, in SQL")
+    parser.add_argument("--out", type=Path, default=Path("lancedb"), help="folder of the database")
+    options = parser.parse_args(arguments)
+    import lancedb  # pip install 'vqclip[lancedb]'
+
+    images = vqclip.load_tokenizer(options.tokenizer, modality="image")
+    text = vqclip.load_tokenizer(options.tokenizer, modality="text")
+    database = lancedb.connect(options.out)
+    table = database.create_table("images", read_vectors(options.vectors, images), mode="overwrite")
+    print(f"{table.count_rows()} rows of {', '.join(table.schema.names)}")
+
+    for query, vector in zip(options.queries, text.embed(text.encode(options.queries)), strict=True):
+        search = table.search(vector.numpy()).distance_type("cosine").limit(options.k)
+        search = search.where(options.where) if options.where else search
+        for row in search.select(["name", "_distance"]).to_list():
+            print(f"{query!r}: {1 - row['_distance']:.4f} {row['name']}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except VqclipError as error:
+        sys.exit(f"error: {error}")
