@@ -78,7 +78,7 @@ def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     [
         ("export t --modality image --out o", "vqclip.cli.export._run"),
         ("search query --index i x", "vqclip.cli.search._query"),
-        ("tokenize --tokenizer t --data d --out o", "vqclip.cli.tokenize.tokenize"),
+        ("tokenize --tokenizer t --data d.tar --out o", "vqclip.cli.tokenize.tokenize"),
         ("tokenize --tokenizer t --data d --out o", "vqclip.cli.main.importlib.import_module"),
     ],
 )
