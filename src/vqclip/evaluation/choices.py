@@ -15,13 +15,12 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from vqclip.data import RawSample, Source, SourceConfigBase
+from vqclip.data import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError, printable
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.images import ImagesConfig, encode_images
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import SAME
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.io.files import read_bounded
@@ -156,10 +155,6 @@ class ChoicesConfig(ImagesConfig):
         if self.limit is not None:
             raise ValueError(f"got limit {self.limit}; expected null: this kind uses the whole set")
         return self
-
-    def open(self, partition: RankPartition) -> Source:
-        """Open the data on every rank; raise DataError if they cannot be used."""
-        return partition.open(self.data)
 
 
 class Scores(NamedTuple):

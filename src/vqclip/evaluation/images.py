@@ -12,6 +12,9 @@ from vqclip.config import Config
 from vqclip.data import EvalBatch, EvalSet, Source
 from vqclip.errors import DataError
 from vqclip.evaluation.encode import Encoded, Encoder
+from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.results import Result
+from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer
 
 T = TypeVar("T")
@@ -40,6 +43,23 @@ class ImagesConfig(Config):
     max_bad_fraction: float = Field(0.01, ge=0, lt=1)
     """Largest share of unusable images; they are left out, named in the log and counted in the results' notes. A larger
     share is an error."""
+
+    def open(self, partition: RankPartition) -> Source:
+        """Open the data on every rank; raise DataError if they cannot be used."""
+        return partition.open(self.data)
+
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Evaluate a model in each of the three modes; called by `vqclip.evaluation.evaluate`.
+
+        Args:
+            model: in evaluation mode.
+            encoder: encoder; every rank of its partition must call this.
+            name: prefix of the names of the files of ids.
+
+        Raises:
+            DataError: the data cannot be used; raised on every rank, with the file and sample.
+        """
+        raise NotImplementedError
 
 
 def encode_images(

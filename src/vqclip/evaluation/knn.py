@@ -33,37 +33,26 @@ class KnnConfig(ProbeConfig):
     """Temperature of the weights."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return knn(self, model, encoder, name)
+        """Classify every test image by its neighbours in each of the three modes; each rank classifies its part.
 
-
-def knn(config: KnnConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Classify every test image by its neighbours in each of the three modes; each rank classifies its part.
-
-    Args:
-        config: configuration of the task.
-        model: in evaluation mode.
-        encoder: encoder; every rank of its partition must call this.
-        name: prefix of the names of the files of ids.
-
-    Raises:
-        DataError: the data cannot be used, or has fewer training images than neighbours; raised on every rank.
-    """
-    train, test = encode_both(config, model, encoder, name)
-    if len(train.labels) < config.neighbours:
-        raise DataError(
-            f"{config.name}: got {len(train.labels)} training images, expected at least {config.neighbours}"
-        )
-    count, partition = len(test.source.classnames), encoder.partition
-    mine = torch.tensor(partition.indices(len(test.labels)), dtype=torch.int64)
-    found: dict[Mode, dict[str, float]] = {}
-    for mode in common_modes(test.encoded)[0]:
-        with partition.raise_on_all_ranks():  # one rank may be asked to stop
-            rows, bank = (F.normalize(each.encoded.embeddings[mode], dim=-1) for each in (test, train))
-            some = rows[mine.to(rows.device)]
-            hits = vote(some, bank, test.labels[mine], train.labels, count, config.neighbours, config.temperature)
-        found[mode] = class_figures(partition.gather_rows(hits.T.to(rows.device)).T.cpu(), test.labels)
-    return probe_result(config, train, test, found)
+        Raises:
+            DataError: the data cannot be used, or has fewer training images than neighbours; raised on every rank.
+        """
+        train, test = encode_both(self, model, encoder, name)
+        if len(train.labels) < self.neighbours:
+            raise DataError(
+                f"{self.name}: got {len(train.labels)} training images, expected at least {self.neighbours}"
+            )
+        count, partition = len(test.source.classnames), encoder.partition
+        mine = torch.tensor(partition.indices(len(test.labels)), dtype=torch.int64)
+        found: dict[Mode, dict[str, float]] = {}
+        for mode in common_modes(test.encoded)[0]:
+            with partition.raise_on_all_ranks():  # one rank may be asked to stop
+                rows, bank = (F.normalize(each.encoded.embeddings[mode], dim=-1) for each in (test, train))
+                some = rows[mine.to(rows.device)]
+                hits = vote(some, bank, test.labels[mine], train.labels, count, self.neighbours, self.temperature)
+            found[mode] = class_figures(partition.gather_rows(hits.T.to(rows.device)).T.cpu(), test.labels)
+        return probe_result(self, train, test, found)
 
 
 def vote(

@@ -45,38 +45,27 @@ class LinearProbeConfig(ProbeConfig):
     best one between 10 and 1e-6."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return linear_probe(self, model, encoder, name)
+        """Fit and test a classifier in each of the three modes; the ranks share the modes.
 
-
-def linear_probe(config: LinearProbeConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Fit and test a classifier in each of the three modes; the ranks share the modes.
-
-    Args:
-        config: configuration of the task.
-        model: in evaluation mode.
-        encoder: encoder; every rank of its partition must call this.
-        name: prefix of the names of the files of ids.
-
-    Raises:
-        DataError: the data cannot be used, or has too few training images to hold some out; raised on every rank.
-    """
-    train, test = encode_both(config, model, encoder, name)
-    held_out = _held_out(train.labels)
-    if config.l2 is None and not held_out.any():
-        raise DataError(
-            f"{config.name}: got fewer than {_HELD_OUT} training images of every class, so none can be held out to "
-            "choose the penalty; expected more images, or a value of l2"
-        )
-    modes = common_modes(test.encoded)[0]
-    distinct = [mode for number, mode in enumerate(modes) if _first_equal(modes, mode, train, test) == number]
-    with encoder.partition.raise_on_all_ranks():
-        mine = [_probe(config, train, test, distinct[n], held_out) for n in encoder.partition.indices(len(distinct))]
-    by_mode = dict(zip(distinct, encoder.partition.gather_items(mine), strict=True))
-    found = {mode: by_mode[modes[_first_equal(modes, mode, train, test)]] for mode in modes}
-    result = probe_result(config, train, test, {mode: figures for mode, (figures, _) in found.items()})
-    chosen = ", ".join(f"{mode.replace('_', ' ')} {l2:.1g}" for mode, (_, l2) in found.items())
-    return dataclasses.replace(result, notes=[*result.notes, f"L2 of the linear probe: {chosen}"])
+        Raises:
+            DataError: the data cannot be used, or has too few training images to hold some out; raised on every rank.
+        """
+        train, test = encode_both(self, model, encoder, name)
+        held_out = _held_out(train.labels)
+        if self.l2 is None and not held_out.any():
+            raise DataError(
+                f"{self.name}: got fewer than {_HELD_OUT} training images of every class, so none can be held out to "
+                "choose the penalty; expected more images, or a value of l2"
+            )
+        modes = common_modes(test.encoded)[0]
+        distinct = [mode for number, mode in enumerate(modes) if _first_equal(modes, mode, train, test) == number]
+        with encoder.partition.raise_on_all_ranks():
+            mine = [_probe(self, train, test, distinct[n], held_out) for n in encoder.partition.indices(len(distinct))]
+        by_mode = dict(zip(distinct, encoder.partition.gather_items(mine), strict=True))
+        found = {mode: by_mode[modes[_first_equal(modes, mode, train, test)]] for mode in modes}
+        result = probe_result(self, train, test, {mode: figures for mode, (figures, _) in found.items()})
+        chosen = ", ".join(f"{mode.replace('_', ' ')} {l2:.1g}" for mode, (_, l2) in found.items())
+        return dataclasses.replace(result, notes=[*result.notes, f"L2 of the linear probe: {chosen}"])
 
 
 def _first_equal(modes: list[Mode], mode: Mode, train: LabelledImages, test: LabelledImages) -> int:

@@ -35,46 +35,32 @@ class RetrievalConfig(ImagesConfig):
         return open_captioned(self.data, partition)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return retrieval(self, model, encoder, name)
+        """Rank all captions for every image and all images for every caption, in each of the three modes.
 
+        An image with several captions is hit if one of them is found, and each caption is a query. If images share
+        equal captions, only an image's own is right; such ties count as a random order (`vqclip.evaluation.ranking`).
+        """
+        source = self.open(encoder.partition)
+        image, captions, left_out = encode_images(
+            self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
+        )
+        text = encoder.captions(model.text, [each for one in captions for each in one], self.batch_size, f"{name}-text")
+        counts = torch.tensor([len(one) for one in captions])
 
-def retrieval(config: RetrievalConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Rank all captions for every image and all images for every caption, in each of the three modes.
-
-    An image with several captions is hit if one of them is found, and each caption is a query. If images share equal
-    captions, only an image's own caption is right; such ties count as a random order (`vqclip.evaluation.ranking`).
-
-    Args:
-        config: configuration of the task.
-        model: in evaluation mode.
-        encoder: encoder; every rank of its partition must call this.
-        name: prefix of the names of the files of ids.
-
-    Raises:
-        DataError: the data cannot be used; raised on every rank, with the file and sample.
-    """
-    source = config.open(encoder.partition)
-    image, captions, left_out = encode_images(
-        config, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
-    )
-    text = encoder.captions(model.text, [each for one in captions for each in one], config.batch_size, f"{name}-text")
-    counts = torch.tensor([len(one) for one in captions])
-
-    modes, notes = common_modes(image, text)
-    with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-        found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
-    return Result(
-        name=config.name,
-        kind=config.kind,
-        figures=fill_modes(found),
-        chance=chance(counts),
-        samples=len(captions),
-        classes=None,
-        captions=int(counts.sum()),
-        usage={"image": image.usage, "text": text.usage},
-        notes=left_out + text.notes + notes,
-    )
+        modes, notes = common_modes(image, text)
+        with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
+            found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
+        return Result(
+            name=self.name,
+            kind=self.kind,
+            figures=fill_modes(found),
+            chance=chance(counts),
+            samples=len(captions),
+            classes=None,
+            captions=int(counts.sum()),
+            usage={"image": image.usage, "text": text.usage},
+            notes=left_out + text.notes + notes,
+        )
 
 
 def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float]:

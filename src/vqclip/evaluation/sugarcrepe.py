@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from vqclip.data.sources.table_files import read_json
 from vqclip.errors import DataError, printable
 from vqclip.evaluation.choices import (
     Choice,
@@ -21,8 +21,7 @@ from vqclip.evaluation.choices import (
 )
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.results import Result, fill_modes
-from vqclip.io.files import read_bounded
-from vqclip.io.json_files import MAX_BYTES, validation_problems
+from vqclip.io.json_files import validation_problems
 from vqclip.model import CLIP
 
 _EXPECTED = "expected an object of objects with filename, caption and negative_caption"
@@ -78,41 +77,26 @@ class SugarCrepeConfig(ChoicesConfig):
     """The set."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return sugarcrepe(self, model, encoder, name)
-
-
-def sugarcrepe(config: SugarCrepeConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Compare every image with its two captions in each of the three modes; see `score_choices`.
-
-    Raises:
-        DataError: the data cannot be used; raised on every rank.
-    """
-    scores, result = score_choices(config, model, encoder, name)
-    categories = list(dict.fromkeys(scores.categories))
-    rows = {category: [n for n, each in enumerate(scores.categories) if each == category] for category in categories}
-    found = {}
-    for mode, each in scores.by_mode.items():
-        hits = all_before(each[:, 0, :1], each[:, 0, 1:])
-        by_category = {category: float(hits[rows[category]].mean()) for category in categories}
-        found[mode] = {"accuracy": sum(by_category.values()) / len(categories)} | by_category
-    chance = dict.fromkeys(("accuracy", *categories), 0.5)
-    return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+        """Compare every image with its two captions in each of the three modes; see `score_choices`."""
+        scores, result = score_choices(self, model, encoder, name)
+        categories = list(dict.fromkeys(scores.categories))
+        rows = {
+            category: [n for n, each in enumerate(scores.categories) if each == category] for category in categories
+        }
+        found = {}
+        for mode, each in scores.by_mode.items():
+            hits = all_before(each[:, 0, :1], each[:, 0, 1:])
+            by_category = {category: float(hits[rows[category]].mean()) for category in categories}
+            found[mode] = {"accuracy": sum(by_category.values()) / len(categories)} | by_category
+        chance = dict.fromkeys(("accuracy", *categories), 0.5)
+        return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
 
 
 def _read(file: Path) -> dict[str, _Item]:
     try:
-        data = read_bounded(file, MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); {_EXPECTED}") from None
-    if len(data) > MAX_BYTES:
-        raise DataError(f"{file}: more than {MAX_BYTES} bytes, which are not read")
-    try:
-        items = _ITEMS.validate_python(json.loads(data))
+        items = _ITEMS.validate_python(read_json(file))
     except ValidationError as error:
         raise DataError(f"{file}: {validation_problems(error)[0]}; {_EXPECTED}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not JSON: {error}; {_EXPECTED}") from None
     if not items or file.stem == SugarCrepeConfig.figures[0]:
         raise DataError(f"{file}: got {len(items)} items of the category {file.stem!r}; expected some, of another name")
     return items

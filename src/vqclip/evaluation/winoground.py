@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from vqclip.data.sources.folder import IMAGE_ENDINGS
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
+from vqclip.data.sources.table_files import read_json_lines
 from vqclip.errors import DataError
 from vqclip.evaluation.choices import (
     Choice,
@@ -27,8 +27,7 @@ from vqclip.evaluation.choices import (
 )
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.results import Result, fill_modes
-from vqclip.io.files import read_bounded
-from vqclip.io.json_files import MAX_BYTES, validation_problems
+from vqclip.io.json_files import validation_problems
 from vqclip.model import CLIP
 
 _IMAGES, _CAPTIONS = ("image_0", "image_1"), ("caption_0", "caption_1")
@@ -137,20 +136,11 @@ class WinogroundConfig(ChoicesConfig):
     """The set."""
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return winoground(self, model, encoder, name)
-
-
-def winoground(config: WinogroundConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Compare the two images with the two captions of every row in each of the three modes; see `score_choices`.
-
-    Raises:
-        DataError: the data cannot be used; raised on every rank.
-    """
-    scores, result = score_choices(config, model, encoder, name)
-    found = {mode: winoground_scores(each) for mode, each in scores.by_mode.items()}
-    chance = dict(zip(config.figures, (1 / 4, 1 / 4, 1 / 6), strict=True))
-    return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+        """Compare the two images with the two captions of every row in each of the three modes; see `score_choices`."""
+        scores, result = score_choices(self, model, encoder, name)
+        found = {mode: winoground_scores(each) for mode, each in scores.by_mode.items()}
+        chance = dict(zip(self.figures, (1 / 4, 1 / 4, 1 / 6), strict=True))
+        return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
 
 
 def winoground_scores(scores: torch.Tensor) -> dict[str, float]:
@@ -169,20 +159,12 @@ def _pairs(rows: Sequence[tuple[object, object, str]]) -> list[Choice]:
 
 
 def _read_lines(file: Path) -> list[_Line]:
-    try:
-        data = read_bounded(file, MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); expected a .parquet or .jsonl file") from None
-    if len(data) > MAX_BYTES:
-        raise DataError(f"{file}: more than {MAX_BYTES} bytes, which are not read")
     lines = []
-    for number, text in enumerate(data.splitlines(), 1):
+    for number, row in read_json_lines(file):
         try:
-            lines.append(_Line.model_validate(json.loads(text)))
+            lines.append(_Line.model_validate(row))
         except ValidationError as error:
             raise DataError(f"{file}:{number}: {validation_problems(error)[0]}; {_EXPECTED}") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}:{number}: not JSON: {error}; {_EXPECTED}") from None
     if not lines:
         raise DataError(f"{file}: is empty; expected a line of JSON for each pair")
     return lines

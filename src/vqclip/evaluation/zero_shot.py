@@ -62,50 +62,35 @@ class ZeroShotConfig(ImagesConfig):
         return open_labelled(self.data, partition)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Evaluate ``model``, which is in evaluation mode; called by `vqclip.evaluation.evaluate`."""
-        return zero_shot(self, model, encoder, name)
+        """Classify every image in each of the three modes; a figure uses the same mode for images and prompts."""
+        images = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
+        image, right = images.encoded, images.labels
+        with encoder.partition.raise_on_all_ranks():
+            templates, classes = _prompts(self, images.source)
+        prompts = [fill(templates, names) for names in classes]
+        sizes = [len(each) for each in prompts]
+        text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
 
-
-def zero_shot(config: ZeroShotConfig, model: CLIP, encoder: Encoder, name: str) -> Result:
-    """Classify every image in each of the three modes; a figure uses the same mode for images and prompts.
-
-    Args:
-        config: configuration of the task.
-        model: in evaluation mode.
-        encoder: encoder; every rank of its partition must call this.
-        name: prefix of the names of the files of ids.
-
-    Raises:
-        DataError: the data cannot be used; raised on every rank, with the file and sample.
-    """
-    images = encode_labelled(config, config.data, model, encoder, f"{name}-image", config.limit)
-    image, right = images.encoded, images.labels
-    with encoder.partition.raise_on_all_ranks():
-        templates, classes = _prompts(config, images.source)
-    prompts = [fill(templates, names) for names in classes]
-    sizes = [len(each) for each in prompts]
-    text = encoder.captions(model.text, list(itertools.chain(*prompts)), config.batch_size, f"{name}-text")
-
-    modes, notes = common_modes(image, text)
-    found: dict[Mode, dict[str, float]] = {}
-    with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-        for mode in modes:
-            targets = class_embeddings(text.embeddings[mode], sizes)
-            rows = image.embeddings[mode]
-            groups = right.to(rows.device), torch.arange(len(targets), device=rows.device)
-            found[mode] = class_figures(hits(rows, targets, *groups, DEPTHS), right)
-    count = len(classes)
-    return Result(
-        name=config.name,
-        kind=config.kind,
-        figures=fill_modes(found),
-        chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
-        samples=len(right),
-        classes=count,
-        captions=sum(sizes),
-        usage={"image": image.usage, "text": text.usage},
-        notes=_notes(classes) + images.notes + text.notes + notes,
-    )
+        modes, notes = common_modes(image, text)
+        found: dict[Mode, dict[str, float]] = {}
+        with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
+            for mode in modes:
+                targets = class_embeddings(text.embeddings[mode], sizes)
+                rows = image.embeddings[mode]
+                groups = right.to(rows.device), torch.arange(len(targets), device=rows.device)
+                found[mode] = class_figures(hits(rows, targets, *groups, DEPTHS), right)
+        count = len(classes)
+        return Result(
+            name=self.name,
+            kind=self.kind,
+            figures=fill_modes(found),
+            chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
+            samples=len(right),
+            classes=count,
+            captions=sum(sizes),
+            usage={"image": image.usage, "text": text.usage},
+            notes=_notes(classes) + images.notes + text.notes + notes,
+        )
 
 
 def class_embeddings(prompts: Tensor, sizes: Sequence[int]) -> Tensor:
