@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import subprocess
@@ -256,6 +257,14 @@ def test_wrong_inputs_and_folders_say_what_to_do(folder, model, images, tmp_path
     (tmp_path / "other" / "config.json").write_text(json.dumps(config.to_dict()))
     with pytest.raises(CheckpointError, match="format is None"):
         ours.VqclipModel.from_pretrained(tmp_path / "other")
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [name for name in sys.modules if name.startswith("vqclip.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigError, match=r"pip install 'vqclip\[transformers\]'"):
+        importlib.import_module("vqclip.integrations.transformers")
 
 
 NEW_PROCESS = """

@@ -12,6 +12,16 @@ by its strict reader: ``save_pretrained`` writes one that `vqclip.load_tokenizer
 executed.
 """
 
+from vqclip.errors import ConfigError
+
+try:
+    import transformers as _  # noqa: F401
+except ImportError as error:
+    raise ConfigError(
+        f"vqclip.integrations.transformers needs the package transformers, which is not installed ({error}); "
+        "pip install 'vqclip[transformers]'"
+    ) from error
+
 from vqclip.integrations.transformers.config import (
     VqclipConfig,
     VqclipImageTokenizerConfig,

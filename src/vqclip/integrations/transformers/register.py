@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoTokenizer,
 )
-from transformers.models.auto import modeling_auto
 
 from vqclip.integrations.transformers.config import (
     VqclipConfig,
@@ -40,8 +39,6 @@ def register() -> None:
         if "image" in config.sections:
             AutoImageProcessor.register(config, **_processor_classes())
     AutoModelForZeroShotImageClassification.register(VqclipConfig, VqclipModel)
-    # Pipelines compare the name of a class with this table, and log an error for registered ones that it lacks.
-    modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES[VqclipConfig.model_type] = VqclipModel.__name__
 
 
 def _processor_classes() -> dict[str, Any]:
