@@ -147,7 +147,7 @@ def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, cap
 
 def test_several_codebooks_compares_three_models(example, tokenizer, captions, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # of the whole test process
-    lines = example("several_codebooks", tokenizer, captions, "--seconds", 0.2, "--width", 16, "--layers", 1)
+    lines = example("several_codebooks", tokenizer, captions, "--seconds", 0.05, "--width", 16, "--layers", 1)
     assert lines[0].startswith("23 training images, 1 to choose when to stop, 8 of val; 4 tokens of 2 codebooks of 64")
     assert re.fullmatch(r"independent: \d+\.\d nats an image", lines[1])
     assert [line.split(":")[0] for line in lines[2:]] == ["flat", "parallel", "depth"]
