@@ -57,9 +57,10 @@ def test_neighbours_that_are_equally_near_share_the_places_and_equal_classes_are
     query = torch.tensor([[1.0, 0.0]])
     bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, 0.8], [0.6, 0.8]])
     labels = torch.tensor([0, 1, 1, 2])
-    # Of two places, one is of class 0, and the three others share the second: 2/3 for class 1, 1/3 for class 2.
     for own, hit in ((0, 1.0), (1, 0.0), (2, 0.0)):
         assert vote(query, bank, torch.tensor([own]), labels, 3, 2, 0.07)[0].item() == hit
+    bank[0] = F.normalize(torch.tensor([0.602, 0.8]), dim=0)  # a little nearer than the three, which share one vote
+    assert vote(query, bank, torch.tensor([0]), torch.tensor([0, 1, 1, 1]), 2, 2, 0.07)[0].item() == 1.0
     same = torch.ones(6, 2)
     for own, hit in ((0, 0.5), (1, 0.5), (2, 0.0)):
         found = vote(same[:1], same, torch.tensor([own]), torch.tensor([0, 0, 1, 1, 2, 3]), 4, 3, 0.07)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import encode, pixels
-from vqclip.data import FileSource, parse_source
+from tests.data.making import class_folder, encode, pixels
+from vqclip.data import FileSource, parse_source, prepare_sources
+from vqclip.data.images import open_images
 from vqclip.data.sources import files
 from vqclip.errors import ConfigError, DataError, VqclipError
 
@@ -272,3 +273,36 @@ def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: p
     monkeypatch.setattr(files, "open_regular", Growing)
     with pytest.raises(DataError, match=r"a\.jpg: was written to while it was indexed"):
         table(folder, "filepath,title\na.jpg,x\n")
+
+
+def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "t.csv").write_text("filepath,title\na.jpg,x\nb.jpg,y\n")
+    config, compared, stat = parse_source(folder / "t.csv"), [], files._stat
+    monkeypatch.setattr(files, "_stat", lambda path: compared.append(path) or stat(path))
+    prepare_sources([config])
+    assert len(compared) == 2
+    config.build()
+    assert len(compared) == 2
+    config.build()  # later, files may have changed
+    assert len(compared) == 4
+
+
+def test_class_folders_are_equal_to_class_shards(tmp_path: Path) -> None:
+    shards = class_folder(tmp_path / "shards")
+    packed = parse_source(shards).build()
+    samples = sorted((packed.read(index) for index in range(len(packed))), key=lambda sample: sample.label)
+    for number, sample in enumerate(samples):
+        path = tmp_path / "images" / packed.classnames[sample.label].replace(" ", "_") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.image)
+    templates = "zeroshot_classification_templates.txt"
+    (tmp_path / "images" / templates).write_bytes((shards / templates).read_bytes())
+    source = parse_source(tmp_path / "images").build()
+    assert (source.classnames, source.templates) == (packed.classnames, packed.templates)
+    assert [source.read(index) for index in range(len(source))] == samples
+
+
+def test_search_and_export_read_tables(folder: Path) -> None:
+    (folder / "t.csv").write_text("filepath,title\na.jpg,x\n")
+    images = open_images(str(folder / "t.csv"))
+    assert (len(images), images.place(0)) == (1, "a.jpg (row 2)")

@@ -101,6 +101,10 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert json.loads(json.dumps(prints[0])) == prints[0]
     made(caption=[*CAPTIONS[:9], "other"]).save_to_disk(tmp_path / "d")
     assert HfConfig(path=str(tmp_path / "d")).build().fingerprint != prints[0]
+    for name, label in (("f", 0), ("g", 1)):
+        made(caption=CAPTIONS, label=[label] * 10).save_to_disk(tmp_path / name)
+    labelled = [HfConfig(path=str(tmp_path / name), label="label").build().fingerprint for name in "fg"]
+    assert labelled[0] != labelled[1]
     made(IMAGES[::-1], caption=CAPTIONS).save_to_disk(tmp_path / "e")
     assert HfConfig(path=str(tmp_path / "e")).build().fingerprint != prints[0]
 

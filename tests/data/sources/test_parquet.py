@@ -375,3 +375,15 @@ def test_tables_at_urls_name_no_files(tmp_path: Path, server: FaultyServer) -> N
     write(tmp_path / "0.parquet", {"path": ["/etc/passwd"] * 10, "title": CAPTIONS})
     text = refusal(f"{server.add(tmp_path)}/0.parquet")
     assert "a table at a URL has images or URLs in it; paths are not read" in text
+
+
+def test_a_url_among_images_is_not_fetched(tmp_path: Path, server: FaultyServer) -> None:
+    server.files["/1.jpg"] = IMAGES[1]
+    images = [{"bytes": IMAGES[0], "path": None}, {"bytes": None, "path": f"{server.url}/1.jpg"}]
+    path = write(tmp_path / "a.parquet", {"image": images, "caption": CAPTIONS[:2]})
+    assert "row 1: " in refusal(path)
+    assert refusal(path).endswith("URLs in tables are not fetched unless urls: fetch is set")
+    assert not server.requests
+    assert read_all(path, urls="fetch") == EXPECTED[:2]
+    write(path, {"image": [images[0], {"bytes": None, "path": "x.jpg"}], "caption": CAPTIONS[:2]})
+    assert "row 1: x.jpg: a relative path beside images or URLs" in refusal(path)

@@ -52,7 +52,7 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
 
     Args:
         path: file, folder, pattern or URL; several for kinds that read several.
-        overrides: ``key=value`` of the kind, such as ``kind=csv`` or ``caption_key=text``; applied after ``defaults``.
+        overrides: ``key=value`` of the kind, such as ``kind=csv`` or ``captions=text``; applied after ``defaults``.
         **defaults: values of keys; those that are None are left out.
 
     Raises:
@@ -60,7 +60,7 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
         DataError: there is nothing at the path, or its kind is not plain.
 
     Example:
-        >>> parse_source("train.csv", ["caption_key=text"]).build()
+        >>> parse_source("train.csv", ["captions=text"]).build()
     """
     paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
     given = {key: value for key, value in defaults.items() if value is not None}
