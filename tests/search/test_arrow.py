@@ -63,7 +63,8 @@ def test_an_arrow_file_is_mapped_without_a_copy(made, tmp_path, monkeypatch):
         read_vectors(tmp_path / "images.arrow", tokenizer)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow  # docs/search.md compares LanceDB by default
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_lancedb_finds_the_same(made, tmp_path, dtype):
     lancedb = pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
     index, tokenizer, path = made
