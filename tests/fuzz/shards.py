@@ -16,7 +16,7 @@ from tests.data.making import caption_members, encode, pixels
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
 from vqclip.data.index import load_index
-from vqclip.data.sources.captions import json_captions, txt_captions
+from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
@@ -135,8 +135,8 @@ def check(data: bytes, folder: Path) -> str:
 
 def _readers(reader: ShardReader, number: int) -> list[Callable[[], object]]:
     return [
-        lambda: txt_captions(reader, number, one_per_line=True),
-        lambda: json_captions(reader, number, ("caption", "n")),
+        lambda: CaptionFiles("txt_lines").parse(reader.text(number, "txt"), reader.name(number)),
+        lambda: CaptionFiles("json", ("caption", "n")).parse(reader.text(number, "json"), reader.name(number)),
         lambda: reader.text(number, "cls"),
         lambda: decode_image(reader.read(number, "image"), _MAX_PIXELS),
         lambda: reader.name(number).encode(),

@@ -29,8 +29,8 @@ from vqclip.config import Config
 from vqclip.data import Source, load_index
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.shard_folder import ShardFolder, ShardRecord, ShardSlices, require_few_bad
-from vqclip.data.sources.base import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import CLASSNAMES, TEMPLATES
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.tokens.manifest import ShardInfo
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.data_tools.samples import PackedBatch, PackedSample, SamplePacker

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vqclip.config import Config
 from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError
 
-__all__ = ["DEFAULT_TEMPLATE", "FolderContent", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
+__all__ = ["FolderContent", "Place", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
 
-DEFAULT_TEMPLATE = "a photo of a {c}"
-"""Prompt of data with classes and without prompts."""
+Place = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), Field(min_length=1)]
+"""A path or URL."""
 
 
 class RawSample(NamedTuple):

@@ -4,64 +4,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError
 
-__all__ = [
-    "MAX_CAPTION",
-    "captions_in_json",
-    "captions_in_text",
-    "collect_captions",
-    "json_captions",
-    "require_usable",
-    "txt_captions",
-]
+__all__ = ["MAX_CAPTION", "CaptionFiles", "collect_captions", "require_usable"]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
 gigantic captions would delay every process."""
 
 
-def txt_captions(reader: ShardReader, index: int, one_per_line: bool) -> tuple[str, ...]:
-    """Return the .txt as one caption, or every line as one.
+@dataclass(frozen=True)
+class CaptionFiles:
+    """Captions in the .txt or .json of a sample, in a shard or beside an image."""
 
-    Raises:
-        DataError: there is no .txt, or it is empty.
-    """
-    return captions_in_text(reader.text(index, "txt"), one_per_line, reader.name(index))
+    mode: Literal["txt", "txt_lines", "json"]
+    """See `vqclip.data.CaptionShardsConfig.captions`."""
+    json_keys: tuple[str, ...] = ()
+    """Keys of the .json with a caption or a list of captions."""
 
+    @property
+    def kind(self) -> Literal["txt", "json"]:
+        """Ending of the file's name."""
+        return "json" if self.mode == "json" else "txt"
 
-def captions_in_text(text: str, one_per_line: bool, name: str) -> tuple[str, ...]:
-    """Return a text as one caption, or every line as one; raises DataError if it is empty."""
-    lines = text.splitlines() if one_per_line else [text]
-    captions = tuple(line.strip() for line in lines if line.strip())
-    if not captions:
-        raise DataError(f"{name}: the caption (.txt) is empty", "no caption")
-    return require_usable(captions, name)
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Settings that change captions."""
+        return {"captions": self.mode, "json_keys": list(self.json_keys) if self.mode == "json" else []}
 
+    def parse(self, text: str, name: str) -> tuple[str, ...]:
+        """Return the captions in the content of a file.
 
-def json_captions(reader: ShardReader, index: int, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the captions under some keys of the .json: strings, or lists of strings.
+        Missing, null and empty values of a .json are skipped if another key has a caption.
 
-    Missing, null and empty values are skipped if another key has a caption.
+        Raises:
+            DataError: the file cannot be read, or has no caption.
+        """
+        if self.mode == "json":
+            return self._parse_json(text, name)
+        lines = text.splitlines() if self.mode == "txt_lines" else [text]
+        captions = tuple(line.strip() for line in lines if line.strip())
+        if not captions:
+            raise DataError(f"{name}: the caption (.txt) is empty", "no caption")
+        return require_usable(captions, name)
 
-    Raises:
-        DataError: there is no .json, it cannot be read, or it has no caption under these keys.
-    """
-    return captions_in_json(reader.text(index, "json"), keys, reader.name(index))
-
-
-def captions_in_json(text: str, keys: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return the captions under some keys of a JSON object; raises DataError as `json_captions`."""
-    try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
-    if not isinstance(facts, dict):
-        raise DataError(f"{name}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON")
-    return collect_captions(facts, keys, name, "key", "damaged JSON", " in the .json")
+    def _parse_json(self, text: str, name: str) -> tuple[str, ...]:
+        try:
+            facts = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
+        if not isinstance(facts, dict):
+            raise DataError(f"{name}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON")
+        return collect_captions(facts, self.json_keys, name, "key", "damaged JSON", " in the .json")
 
 
 def collect_captions(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import Any, Literal
 
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Shard
-from vqclip.data.sources.base import FolderContent, RawSample, SourceConfigBase
+from vqclip.data.sources.base import FolderContent, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.class_folder import CLASSNAMES, choose_split, open_folder, read_lines, read_templates
+from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import ShardReader
 from vqclip.data.sources.shards import TarSource, require_members
-from vqclip.errors import DataError
 
 __all__ = ["ClassShards", "ClassShardsConfig"]
 
@@ -29,7 +26,7 @@ class ClassShardsConfig(SourceConfigBase):
 
     kind: Literal["classes"] = "classes"
     """Labelled shards."""
-    path: Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
+    path: Place
     """The folder, or its URL. With http and https, `nshards.txt` beside the tars gives their number."""
     split: str | None = None
     """Subfolder of the split; "" if the tars are beside `classnames.txt`. null: train in `data.sources`, test in
@@ -80,26 +77,21 @@ class ClassShards(TarSource):
         require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
         self.classnames = read_lines(folder, CLASSNAMES, "one class name a line")
         self.templates = read_templates(folder)
-        self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
+        self._prompts = Prompts(self.templates, self.classnames)
 
     def read(self, index: int) -> RawSample:
         """Return image, prompts and label of one sample; see `Source.read`."""
         text = self._reader.text(index, "cls")
         label = int(text) if text.isascii() and text.isdigit() else -1
-        if not 0 <= label < len(self.classnames):
-            last = len(self.classnames) - 1
-            raise DataError(
-                f"{self.name(index)}: .cls contains {text[:20]!r}; expected a class number, 0 to {last}", "class number"
-            )
-        return RawSample(self._reader.read(index, "image"), self._prompts[label], label)
+        prompts = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
+        return RawSample(self._reader.read(index, "image"), prompts, label)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        prompts = "\n".join(prompt for prompts in self._prompts for prompt in prompts)
         return {
             "kind": "classes",
             "samples": len(self),
             "sha256": self._reader.sha256,
-            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+            "prompts_sha256": self._prompts.sha256,
         }

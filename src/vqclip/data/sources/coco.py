@@ -6,46 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vqclip.data.sources.csv_table import Place
 from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import FileSourceConfig, local_file
+from vqclip.data.sources.files import ListConfig
 from vqclip.data.sources.table_files import read_json
 from vqclip.errors import DataError
 
 __all__ = ["CocoConfig"]
 
 
-class CocoConfig(FileSourceConfig):
+class CocoConfig(ListConfig):
     """A JSON file in the format of COCO's captions: lists of `images` and `annotations`, several captions an image."""
 
     endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"coco": (".json",)}
+    row_word: ClassVar[str] = "image"
 
     kind: Literal["coco"] = "coco"
     """COCO captions."""
-    path: Place
-    """The file, such as annotations/captions_train2017.json."""
-    images: Path | None = None
-    """Folder of the images, such as train2017; null: the folder of the file."""
 
     @property
     def has_classes(self) -> bool:
         """Return whether images have classes."""
         return False
-
-    @property
-    def listing(self) -> Path:
-        """The JSON file."""
-        return local_file(self.path, self.kind)
-
-    @property
-    def root(self) -> Path:
-        """The folder of the images."""
-        return self.listing.parent if self.images is None else local_file(self.images, self.kind)
-
-    @property
-    def row_word(self) -> str:
-        """Word for an image in messages."""
-        return "image"
 
     def table(self) -> FileTable:
         """Read the file: images in its order, each with its captions in the order of the annotations."""

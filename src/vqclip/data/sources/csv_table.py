@@ -8,27 +8,18 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from vqclip.data.sources.base import DEFAULT_TEMPLATE
 from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import FileSourceConfig, local_file
+from vqclip.data.sources.files import ListConfig
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.table_files import find_column, read_rows
 from vqclip.errors import DataError
 
-__all__ = ["CsvConfig", "Place", "require_templates"]
-
-Place = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), Field(min_length=1)]
-"""A path or URL."""
+__all__ = ["CsvConfig"]
 
 
-def require_templates(templates: tuple[str, ...]) -> None:
-    """Raise ValueError unless all prompts have a place for the class name."""
-    if not templates or not all("{c}" in each for each in templates):
-        raise ValueError(f"templates: got {list(templates)}; expected prompts with {{c}} for the class name")
-
-
-class CsvConfig(FileSourceConfig):
+class CsvConfig(ListConfig):
     """A table with a header and a row for each image: the path of its file, and captions or a class.
 
     Relative paths refer to the folder of the table, or to `images`; they cannot leave it. Absolute paths are read
@@ -39,8 +30,6 @@ class CsvConfig(FileSourceConfig):
 
     kind: Literal["csv", "tsv"] = "csv"
     """csv: columns are separated by commas; tsv: by tabs."""
-    path: Place
-    """The table: a file on this machine, in UTF-8."""
     image: str = "filepath"
     """Column of the paths of the images."""
     captions: str | tuple[str, ...] | None = None
@@ -49,10 +38,8 @@ class CsvConfig(FileSourceConfig):
     """Column of the class of each image: its name, or its number in `classnames`, from 0."""
     classnames: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers; empty: the names in column `label`, sorted."""
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
-    images: Path | None = None
-    """Folder that relative paths refer to; null: the folder of the table."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Character between columns; null: that of the kind."""
     quotes: bool = True
@@ -60,7 +47,6 @@ class CsvConfig(FileSourceConfig):
 
     @model_validator(mode="after")
     def _columns_fit(self) -> CsvConfig:
-        require_templates(self.templates)
         if self.captions == ():
             raise ValueError("captions: got an empty list; expected names of columns, or null")
         if self.classnames and self.label is None:
@@ -73,21 +59,6 @@ class CsvConfig(FileSourceConfig):
     def has_classes(self) -> bool | None:
         """Return whether images have classes, if the configuration decides it."""
         return None if self.label is not None else False
-
-    @property
-    def listing(self) -> Path:
-        """The table."""
-        return local_file(self.path, self.kind)
-
-    @property
-    def root(self) -> Path:
-        """The folder that relative paths refer to."""
-        return self.listing.parent if self.images is None else local_file(self.images, self.kind)
-
-    @property
-    def row_word(self) -> str:
-        """Word for a row in messages."""
-        return "row"
 
     @property
     def _caption_columns(self) -> tuple[str, ...]:

@@ -15,22 +15,23 @@ import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import RawSample, SourceConfigBase
-from vqclip.data.sources.captions import captions_in_json, captions_in_text, require_usable
+from vqclip.data.sources.base import Place, RawSample, SourceConfigBase
+from vqclip.data.sources.captions import CaptionFiles, require_usable
 from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, load_table, save_arrays
+from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.cache import cache_folder
 from vqclip.io.files import open_regular
 from vqclip.process import progress
 
-__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "local_file", "skip_next_check"]
+__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file", "skip_next_check"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -55,6 +56,9 @@ def skip_next_check(parts: Iterable[object]) -> None:
 class FileSourceConfig(SourceConfigBase):
     """Configuration of a source of image files; a kind implements `table`, `listing` and `root`."""
 
+    row_word: ClassVar[str] = "row"
+    """Word for a row in messages."""
+
     def table(self) -> FileTable:
         """List the images.
 
@@ -73,11 +77,6 @@ class FileSourceConfig(SourceConfigBase):
         """The folder that relative paths of images refer to; absolute."""
         raise NotImplementedError
 
-    @property
-    def row_word(self) -> str:
-        """Word for a row in messages, such as "row"; "" if the path of an image says enough."""
-        return ""
-
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images; None if they are in the table or are prompts."""
         return None
@@ -93,7 +92,7 @@ class FileSourceConfig(SourceConfigBase):
             FilePart(
                 table=table,
                 root=self.root,
-                second="" if second is None else second.ending,
+                second="" if second is None else f".{second.kind}",
                 start=start,
                 stop=min(start + PART_SIZE, len(table)),
                 name=str(self.listing),
@@ -120,23 +119,37 @@ class FileSourceConfig(SourceConfigBase):
         return (cache or cache_folder()) / "index" / checksum(text.encode())[:24]
 
 
-@dataclass(frozen=True)
-class CaptionFiles:
-    """Captions in files beside the images, as in shards."""
+def local_file(path: str | Path, kind: str) -> Path:
+    """Return the absolute form of a path on this machine.
 
-    mode: Literal["txt", "txt_lines", "json"]
-    json_keys: tuple[str, ...] = ()
+    Raises:
+        ConfigError: it is a URL.
+    """
+    protocol = protocol_of(str(path))
+    if protocol not in (None, "file"):
+        raise ConfigError(
+            f"path: got {display_url(str(path))}; kind: {kind} reads files on this machine (shards may be at URLs)"
+        )
+    return Path(path if protocol is None else local_path(str(path))).expanduser().absolute()
+
+
+class ListConfig(FileSourceConfig):
+    """Configuration of a file that lists images; a kind implements `table`."""
+
+    path: Place
+    """The file, on this machine, in UTF-8."""
+    images: Path | None = None
+    """Folder that relative paths of images refer to; null: the folder of the file."""
 
     @property
-    def ending(self) -> str:
-        """Ending of their names."""
-        return ".json" if self.mode == "json" else ".txt"
+    def listing(self) -> Path:
+        """The file."""
+        return local_file(self.path, self.kind)
 
-    def parse(self, text: str, name: str) -> tuple[str, ...]:
-        """Return the captions in the content of a file; raises DataError if there are none."""
-        if self.mode == "json":
-            return captions_in_json(text, self.json_keys, name)
-        return captions_in_text(text, self.mode == "txt_lines", name)
+    @property
+    def root(self) -> Path:
+        """The folder that relative paths refer to."""
+        return self.listing.parent if self.images is None else local_file(self.images, self.kind)
 
 
 @dataclass(frozen=True)
@@ -304,7 +317,7 @@ class FileSource:
         self.classnames, self.templates = table.classnames, table.templates
         self.notes: list[str] = list(table.facts.get("notes", ()))
         """Remarks on files that are left out."""
-        self._prompts = tuple(tuple(t.replace("{c}", name) for t in self.templates) for name in self.classnames)
+        self._prompts = Prompts(self.templates, self.classnames)
         sizes, times = [], []
         self._shards: list[dict[str, str | int]] = []
         for part in config.parts(table, cache):
@@ -328,7 +341,7 @@ class FileSource:
             raise IndexError(index)
         label = int(self._table.labels[index])
         if self.templates:
-            captions = self._prompts[label]
+            captions = self._prompts.of(label, self.name(index))
         elif self._captions is not None:
             captions = self._captions.parse(self._read_text(index), self.name(index))
         else:
@@ -363,15 +376,13 @@ class FileSource:
         """See `Source.fingerprint`; contents, captions and labels count, names and folders do not."""
         table, files = self._table, self._captions
         texts = [table.captions.span(0, len(table.captions.ends)), table.caption_ends.tobytes(), table.labels.tobytes()]
-        prompts = "\n".join(prompt for prompts in self._prompts for prompt in prompts)
         return {
             "kind": "files",
             "samples": len(self),
             "sha256": checksum("".join(str(shard["sha256"]) for shard in self._shards).encode()),
             "captions_sha256": checksum(*texts),
-            "prompts_sha256": checksum(prompts.encode()),
-            "captions": "table" if files is None else files.mode,
-            "json_keys": list(files.json_keys) if files is not None and files.mode == "json" else [],
+            "prompts_sha256": self._prompts.sha256,
+            **({"captions": "table", "json_keys": []} if files is None else files.fingerprint),
         }
 
     def _require_some(self) -> None:
@@ -398,7 +409,7 @@ class FileSource:
 
     def _read_file(self, index: int, column: int) -> bytes:
         """Read the image (column 0) or the file of its captions (1)."""
-        name, second = self.name(index), "" if self._captions is None else self._captions.ending
+        name, second = self.name(index), "" if self._captions is None else f".{self._captions.kind}"
         what, most = ("image", MAX_IMAGE_BYTES) if column == 0 else (second, MAX_BYTES[second.removeprefix(".")])
         try:
             file = _files(self._table.paths[index], self._root, second)[column]
@@ -425,17 +436,3 @@ class FileSource:
         if len(data) != size:
             raise DataError(f"{name}: {what} became shorter while it was read", "changed file")
         return data
-
-
-def local_file(path: str | Path, kind: str) -> Path:
-    """Return the absolute form of a path on this machine.
-
-    Raises:
-        ConfigError: it is a URL.
-    """
-    protocol = protocol_of(str(path))
-    if protocol not in (None, "file"):
-        raise ConfigError(
-            f"path: got {display_url(str(path))}; kind: {kind} reads files on this machine (shards may be at URLs)"
-        )
-    return Path(path if protocol is None else local_path(str(path))).expanduser().absolute()

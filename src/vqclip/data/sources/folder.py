@@ -10,11 +10,12 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from vqclip.data.remote import is_tar
-from vqclip.data.sources.base import DEFAULT_TEMPLATE, FolderContent
+from vqclip.data.sources.base import FolderContent, Place
+from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
-from vqclip.data.sources.csv_table import Place
 from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import IMAGE_ENDINGS, CaptionFiles, FileSourceConfig, local_file
+from vqclip.data.sources.files import IMAGE_ENDINGS, FileSourceConfig, local_file
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
 from vqclip.errors import DataError
 
@@ -77,11 +78,6 @@ class FolderConfig(FileSourceConfig):
     def root(self) -> Path:
         """The folder."""
         return self.listing
-
-    @property
-    def row_word(self) -> str:
-        """Word for a row of the metadata."""
-        return "row"
 
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images."""

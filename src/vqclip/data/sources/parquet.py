@@ -124,11 +124,6 @@ class ParquetFiles(FileSourceConfig):
         """The folder of the first file."""
         return self.listing.parent
 
-    @property
-    def row_word(self) -> str:
-        """Word for a row in messages."""
-        return "row"
-
     def table(self) -> FileTable:
         """Read paths, captions and labels of all rows; raises DataError for a wrong class number."""
         builder = TableBuilder()

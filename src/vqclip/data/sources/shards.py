@@ -11,7 +11,7 @@ from pydantic import model_validator
 from vqclip.data.remote import RemoteConfig, display_url, is_tar
 from vqclip.data.shard import Shard
 from vqclip.data.sources.base import FolderContent, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import json_captions, txt_captions
+from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.reader import ShardReader
@@ -112,29 +112,20 @@ class CaptionShards(TarSource):
     def __init__(self, config: CaptionShardsConfig, cache: Path | None = None):
         self.config = config
         self._reader = ShardReader(config.shards(), cache)
-        member = "json" if config.captions == "json" else "txt"
+        self._captions = CaptionFiles(config.captions, config.json_keys)
         where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
-        require_members(self._reader, "image", member, where)
+        require_members(self._reader, "image", self._captions.kind, where)
 
     def read(self, index: int) -> RawSample:
         """Return image and captions of one sample; see `Source.read`."""
-        if self.config.captions == "json":
-            captions = json_captions(self._reader, index, self.config.json_keys)
-        else:
-            captions = txt_captions(self._reader, index, self.config.captions == "txt_lines")
-        return RawSample(self._reader.read(index, "image"), captions)
+        text = self._reader.text(index, self._captions.kind)
+        return RawSample(self._reader.read(index, "image"), self._captions.parse(text, self.name(index)))
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        keys = list(self.config.json_keys) if self.config.captions == "json" else []
-        return {
-            "kind": "shards",
-            "samples": len(self),
-            "sha256": self._reader.sha256,
-            "captions": self.config.captions,
-            "json_keys": keys,
-        }
+        settings = self._captions.fingerprint
+        return {"kind": "shards", "samples": len(self), "sha256": self._reader.sha256, **settings}
 
 
 def require_members(reader: ShardReader, first: str, second: str, path: object) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import field_validator
-
 from vqclip.data.remote import RemoteConfig, display_url, fetch_image, local_path, protocol_of
-from vqclip.data.sources.base import DEFAULT_TEMPLATE, RawSample, SourceConfigBase
+from vqclip.data.sources.base import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import read_bounded
@@ -39,7 +37,7 @@ class TableConfig(SourceConfigBase):
     """Column of class numbers, from 0. null: label, labels or cls if no captions are found."""
     classnames: tuple[str, ...] = ()
     """Names of the classes; may be left out if the table has them (a ClassLabel of Hugging Face)."""
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name; used if the table has labels and no captions."""
     urls: Literal["refuse", "fetch", "fetch_or_replace"] = "refuse"
     """Images at URLs. refuse: an error. fetch: fetched into the cache; one that cannot be fetched ends the run.
@@ -47,13 +45,6 @@ class TableConfig(SourceConfigBase):
     servers."""
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of what is at URLs."""
-
-    @field_validator("templates")
-    @classmethod
-    def _have_places(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
-        if not templates or not all("{c}" in each for each in templates):
-            raise ValueError(f"got {list(templates)}; expected prompts with {{c}} for the class name")
-        return templates
 
 
 class Columns(NamedTuple):
@@ -185,20 +176,14 @@ class RowParser:
         self.columns, self._config = columns, config
         self.classnames = columns.classnames
         self.templates = () if columns.captions or columns.label is None else config.templates
-        self._prompts = tuple(
-            tuple(template.replace("{c}", name) for template in self.templates) for name in self.classnames
-        )
+        self._prompts = Prompts(self.templates, self.classnames)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Settings that change samples."""
-        columns, prompts = self.columns, "\n".join(prompt for prompts in self._prompts for prompt in prompts)
-        return {
-            "image": columns.image,
-            "captions": list(columns.captions),
-            "label": columns.label,
-            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
-        }
+        columns = self.columns
+        found = {"image": columns.image, "captions": list(columns.captions), "label": columns.label}
+        return {**found, "prompts_sha256": self._prompts.sha256}
 
     def parse(self, row: Mapping[str, Any], name: str) -> RawSample:
         """Return the sample of a row.
@@ -212,7 +197,7 @@ class RowParser:
         """
         captions, label = self.texts(row, name)
         if not captions:
-            captions = self._prompts[label] if self.templates else self._captions(row, name)
+            captions = self._prompts.of(label, name) if self.templates else self._captions(row, name)
         return RawSample(self._image(row[self.columns.image], name), captions, label)
 
     def texts(self, row: Mapping[str, Any], name: str) -> tuple[tuple[str, ...], int]:
@@ -230,13 +215,9 @@ class RowParser:
         return collect_captions(row, self.columns.captions, name, "column", "damaged row")
 
     def _label(self, value: Any, name: str) -> int:
-        if not isinstance(value, int) or not 0 <= value < len(self.classnames):
-            raise DataError(
-                f"{name}: {self.columns.label} contains {str(value)[:20]!r}; expected a class number, 0 to "
-                f"{len(self.classnames) - 1}",
-                "class number",
-            )
-        return value
+        number = value if isinstance(value, int) else -1
+        self._prompts.of(number, f"{name}: {self.columns.label} contains {str(value)[:20]!r}")
+        return number
 
     def _image(self, value: Any, name: str) -> bytes:
         path = image_path(value)

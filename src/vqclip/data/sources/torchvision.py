@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
 from vqclip.config import did_you_mean
-from vqclip.data.sources.base import DEFAULT_TEMPLATE, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import require_usable
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.data.sources.table import read_image
 from vqclip.errors import ConfigError, DataError, VqclipError
@@ -52,15 +53,8 @@ class TorchvisionConfig(SourceConfigBase):
     with those of the original files before it reads them."""
     classnames: tuple[str, ...] = ()
     """Names of the classes; may be left out if the data set has them."""
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
+    templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name."""
-
-    @field_validator("templates")
-    @classmethod
-    def _have_places(cls, templates: tuple[str, ...]) -> tuple[str, ...]:
-        if not templates or not all("{c}" in each for each in templates):
-            raise ValueError(f"got {list(templates)}; expected prompts with {{c}} for the class name")
-        return templates
 
     def shards(self) -> Sequence[Block]:
         """Return blocks of rows, for `vqclip.data.prepare_sources`; see `build`."""
@@ -162,7 +156,7 @@ class TorchvisionRows:
             self._count = len(self._data)
         self.templates = config.templates
         self.classnames = config.classnames or _class_names(self._data)
-        self._prompts = [tuple(each.replace("{c}", name) for each in self.templates) for name in self.classnames]
+        self._prompts = Prompts(self.templates, self.classnames)
         if self._count:
             self._require_kind(config)
         root = arguments.get("root")
@@ -208,10 +202,7 @@ class TorchvisionRows:
             raise DataError(
                 f"{name}: its target is a {type(target).__name__}; expected a class number or captions", "no caption"
             )
-        if not 0 <= label < len(self._prompts):
-            last = len(self._prompts) - 1
-            raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")
-        return self._prompts[label], label
+        return self._prompts.of(label, f"{name}: class {label}"), label
 
     def _require_kind(self, config: TorchvisionConfig) -> None:
         """Look at the first sample: it must be an image with a class number or captions."""
@@ -228,7 +219,7 @@ class TorchvisionRows:
         if has_labels and not self.classnames:
             raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
         if not has_labels and not config.classnames:
-            self.classnames, self.templates, self._prompts = (), (), []
+            self.classnames, self.templates = (), ()
         elif not has_labels:
             raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
         self._target(sample[1], f"{self._name}: row 0")
