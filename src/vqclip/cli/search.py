@@ -24,10 +24,9 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.images import ImageFiles, ImageSource, open_images
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.class_folder import SPLIT_HELP
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.reader import read_image
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, printable
 from vqclip.io.atomic import write_text
-from vqclip.io.files import read_bounded
 from vqclip.runlog.console import print_output
 from vqclip.search.arrow import VectorType, export_vectors
 from vqclip.search.index import CodeIndex, Origin
@@ -238,9 +237,7 @@ def _embed_query(options: argparse.Namespace, tokenizer: str) -> Tensor:
 
 
 def _read_image(path: Path) -> Tensor:
-    data = read_bounded(path, MAX_IMAGE_BYTES)
-    if len(data) > MAX_IMAGE_BYTES:
-        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read")
+    data = read_image(path, str(path))
     try:
         return decode_image(data)
     except DataError as error:

@@ -10,9 +10,8 @@ from typing import Any, Protocol, cast
 from vqclip.data.remote import is_tar
 from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
 from vqclip.data.sources.class_folder import CLASSNAMES
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, printable
-from vqclip.io.files import read_bounded
 
 __all__ = ["ImageFiles", "ImageSource", "open_images"]
 
@@ -78,12 +77,7 @@ class ImageFiles:
 
     def read(self, index: int) -> RawSample:
         """Read one file; see `Source.read`."""
-        try:
-            image = read_bounded(self.folder / self.files[index], MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable file") from None
-        if len(image) > MAX_IMAGE_BYTES:
-            raise DataError(f"{self.name(index)}: more than {MAX_IMAGE_BYTES} bytes; it is not read", "too many bytes")
+        image = read_image(self.folder / self.files[index], self.name(index))
         stem = self.files[index].stem
         return RawSample(image, (stem.replace("_", " ").replace("-", " ").strip() or stem,))
 

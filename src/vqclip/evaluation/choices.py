@@ -17,13 +17,12 @@ from torch import Tensor
 
 from vqclip.data import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.reader import read_image
 from vqclip.errors import DataError, printable
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import SAME
 from vqclip.evaluation.results import Result, common_modes, fill_modes
-from vqclip.io.files import read_bounded
 from vqclip.model import CLIP
 
 
@@ -110,13 +109,7 @@ class FileChoices(Choices):
 
     def image(self, index: int) -> bytes:
         """See `Choices.image`."""
-        try:
-            image = read_bounded(self._folder / self._names[index], MAX_IMAGE_BYTES)
-        except OSError as error:
-            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable file") from None
-        if len(image) > MAX_IMAGE_BYTES:
-            raise DataError(f"{self.name(index)}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too large")
-        return image
+        return read_image(self._folder / self._names[index], self.name(index))
 
 
 def clean_caption(text: object, name: str) -> str:

@@ -9,7 +9,6 @@ Shapes: n items, N tokens, C codebooks, E embedding width.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 import torch
 
+from vqclip.data.libraries import name_errors, require_pyarrow
 from vqclip.data.tokens.layout import id_type
-from vqclip.data.tokens.parquet import require_pyarrow
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import write_file
 from vqclip.search.index import CodeIndex
@@ -91,7 +90,10 @@ def read_vectors(path: str | Path, tokenizer: Tokenizer) -> Any:
     """
     path = Path(path)
     _, parquet = require_pyarrow()
-    with _name_errors(path), parquet.ParquetFile(path, page_checksum_verification=True) as file:
+    with (
+        name_errors(f"{path}: cannot be read as Parquet"),
+        parquet.ParquetFile(path, page_checksum_verification=True) as file,
+    ):
         _require_schema(file.schema_arrow, tokenizer, path)
         _require_bounded(file.metadata, file.schema_arrow, path)
         table = file.read(use_threads=False)
@@ -241,15 +243,3 @@ def _require_bounded(metadata: Any, schema: Any, path: Path) -> None:
                 )
             if not 0 <= column.num_values <= metadata.num_rows * sizes.get(name, 1):
                 raise DataError(f"{path}: {name}: {column.num_values} values; too many for its rows", "damaged vectors")
-
-
-@contextlib.contextmanager
-def _name_errors(path: Path) -> Iterator[None]:
-    """Raise pyarrow's errors about a file as DataError: it raises nearly anything for damaged files."""
-    try:
-        yield
-    except (CheckpointError, ConfigError, DataError):
-        raise
-    except Exception as error:
-        reason = str(error).splitlines() or [""]
-        raise DataError(f"{path}: cannot be read as Parquet ({type(error).__name__}: {reason[0]:.300})") from None

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
-from vqclip.data.arrow import require_pyarrow
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.libraries import require_pyarrow
 from vqclip.data.shard_folder import require_few_bad
 from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo

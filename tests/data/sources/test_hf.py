@@ -133,9 +133,9 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{tmp_path}/none: no such folder, and no name of a data set on the hub" in refusal(tmp_path / "none")
-    assert "cannot be read by datasets: " in refusal(tmp_path)
+    assert "cannot be read by datasets (" in refusal(tmp_path)
     assert "pandas: is a file format, not a data set" in refusal("pandas")
-    assert "nobody/nothing: cannot be read by datasets: " in refusal("nobody/nothing")
+    assert "nobody/nothing: cannot be read by datasets (" in refusal("nobody/nothing")
     (tmp_path / "x.py").touch()
     assert "x.py: is a file; expected a folder" in refusal(tmp_path / "x.py")
     made().save_to_disk(tmp_path / "a")

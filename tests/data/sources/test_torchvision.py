@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torchvision
 from PIL import Image
 
@@ -137,7 +138,7 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "LSUN"}, "name: got 'LSUN'"),
         ({"name": "wrap_dataset_for_transforms_v2"}, "name: got"),
         ({"name": "MNIST"}, "root: missing; expected the folder of MNIST"),
-        ({"name": "MNIST", "root": "none"}, "cannot be read by torchvision: RuntimeError: Dataset not found"),
+        ({"name": "MNIST", "root": "none"}, "cannot be read by torchvision .RuntimeError: Dataset not found"),
         ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "MNIST takes no 'trian'; .*did you mean .train"),
         ({"name": "FakeData", "arguments": {"transform": "x"}}, "takes no 'transform'; functions cannot be set"),
         ({"name": "FakeData", "root": "x"}, "root: got x; FakeData has no such argument: leave it out"),
@@ -195,3 +196,10 @@ def test_ranks_share_the_digests(ranks: RankPool, tmp_path: Path) -> None:
 def test_without_class_names() -> None:
     with pytest.raises(ConfigError, match="classnames"):
         TorchvisionConfig(name="FakeData").build()
+
+
+def test_an_image_of_another_type_is_named() -> None:
+    source = TorchvisionConfig(**FAKE).build()
+    source.rows._data = [(torch.zeros(3, 4, 4), 0)]
+    with pytest.raises(DataError, match="FakeData: row 0: image is torch.float32"):
+        source.read(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import re
 import time
@@ -13,16 +11,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from vqclip.data.libraries import name_errors
 from vqclip.data.remote import mask_credentials
 from vqclip.data.sources.base import FolderContent, RawSample, Source
-from vqclip.data.sources.rows import BLOCK, Block, RowSource, divide, stamp
+from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.data.sources.table import RowParser, TableConfig, find_columns
-from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
+from vqclip.errors import ConfigError, DataError, StorageError
 
 __all__ = ["HfConfig"]
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
+_UNREADABLE = ": cannot be read by datasets"
 _CHECK_S = 1.0
 """Seconds after which the files are compared again with what they were."""
 
@@ -74,7 +74,7 @@ class HfConfig(TableConfig):
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the data set."""
-        return HfStream(self) if self.streaming else RowSource(HfRows(self), "hf", cache)
+        return RowSource((HfStream if self.streaming else HfRows)(self), "hf", cache)
 
 
 def _require_datasets() -> Any:
@@ -87,20 +87,6 @@ def _require_datasets() -> Any:
     return datasets
 
 
-@contextlib.contextmanager
-def _name_errors(where: str, kind: str) -> Iterator[None]:
-    """Raise errors of the library as `DataError`; it raises nearly anything."""
-    try:
-        yield
-    except VqclipError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise DataError(
-            f"{where}: cannot be read by datasets: {type(error).__name__}: {mask_credentials(reason)}", kind
-        ) from None
-
-
 def _load(config: HfConfig) -> Any:
     """Open one split of the data set, its images undecoded, with the columns that are read."""
     datasets = _require_datasets()
@@ -110,7 +96,7 @@ def _load(config: HfConfig) -> Any:
         raise ConfigError(
             f"{folder}: was written by save_to_disk, which has no streaming, name or revision: leave them out"
         )
-    with _name_errors(config.where, "unreadable data set"):
+    with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
         if is_saved:
             found = datasets.load_from_disk(str(folder), keep_in_memory=False)
         else:
@@ -170,34 +156,44 @@ class HfRows:
         config: the data set.
     """
 
+    content: str | None = None
+
     def __init__(self, config: HfConfig):
         self._where = config.where
-        with _name_errors(config.where, "unreadable data set"):
-            self._data, self._parser = _select(_load(config), config)
-            files = [each["filename"] for each in self._data.cache_files]
+        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+            found = _load(config)
+            self._data, self._parser = _select(found, config)
+            self._examine(found, config)
         self.classnames, self.templates = self._parser.classnames, self._parser.templates
-        self._files, self._checked = stamp(files), time.monotonic()
+
+    def _examine(self, found: Any, config: HfConfig) -> None:
+        """Find out the number of rows, and what identifies them."""
+        self._count = len(found)
+        self._files, self._checked = stamp([each["filename"] for each in self._data.cache_files]), time.monotonic()
         self.identity = f"{config.model_dump_json(exclude={'weight', 'remote'})} {os.getcwd()} {self._files}"
 
     def __len__(self) -> int:
-        return len(self._data)
+        return self._count
 
     def __str__(self) -> str:
         return self._where
 
     def read(self, index: int, name: str) -> RawSample:
         """Return the sample of a row; see `Rows.read`."""
+        with name_errors(f"{name}{_UNREADABLE}", "damaged row"):
+            row = self._row(index, name)
+        return self._parser.parse(row, name)
+
+    def _row(self, index: int, name: str) -> Any:
         if time.monotonic() - self._checked > _CHECK_S:
             if stamp([path for path, _, _ in self._files]) != self._files:
                 raise DataError(f"{name}: the files of the data set have changed; start the run again", "changed shard")
             self._checked = time.monotonic()
-        with _name_errors(name, "damaged row"):
-            row = self._data[index]
-        return self._parser.parse(row, name)
+        return self._data[index]
 
 
-class HfStream:
-    """A `Source` that reads rows in order, from the hub or a folder; going back starts again from the beginning.
+class HfStream(HfRows):
+    """Rows in order, from the hub or a folder; going back starts again from the beginning.
 
     Args:
         config: the data set.
@@ -214,65 +210,31 @@ class HfStream:
                 f"revision: got {config.revision!r}; streaming needs a commit (40 digits, from the data set's page on "
                 "the hub), since nothing else fixes the content"
             )
-        self.config, self._where = config, config.where
-        with _name_errors(config.where, "unreadable data set"):
-            found = _load(config)
-            self._data, self._parser = _select(found, config)
-            splits = found.info.splits or {}
-            self._count = int(getattr(splits.get(str(found.split)), "num_examples", None) or 0)
-        if not self._count:
-            raise DataError(f"{config.where}: its card states no number of rows; leave streaming out")
-        self.classnames, self.templates = self._parser.classnames, self._parser.templates
-        self._content = config.revision or stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
+        super().__init__(config)
         self._rows: Iterator[Any] | None = None
         self._at, self._pid = 0, 0
 
-    def __len__(self) -> int:
-        return self._count
+    def _examine(self, found: Any, config: HfConfig) -> None:
+        splits = found.info.splits or {}
+        self._count = int(getattr(splits.get(str(found.split)), "num_examples", None) or 0)
+        if not self._count:
+            raise DataError(f"{config.where}: its card states no number of rows; leave streaming out")
+        folder = Path(config.path).expanduser()
+        commit = config.revision or stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
+        keys = config.model_dump(mode="json", include={"path", "name", "split"})
+        self.content = f"{keys} {self._parser.fingerprint} {commit}"
 
-    def name(self, index: int) -> str:
-        """Return data set and row, for messages."""
-        return f"{self._where}: row {index}"
-
-    @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """Rows in blocks; see `ShardedSource.shards`. The digests are of the commit and the places of the rows."""
-        found: list[dict[str, str | int]] = []
-        for start in range(0, len(self), BLOCK):
-            text = f"{self.fingerprint} {start}"
-            sha256 = hashlib.sha256(text.encode()).hexdigest()
-            samples = min(BLOCK, len(self) - start)
-            found.append({"name": f"hf-{start // BLOCK:05d}", "bytes": 0, "samples": samples, "sha256": sha256})
-        return found
-
-    def place(self, index: int) -> str:
-        """Return the row's number; see `vqclip.data.images.ImageSource.place`."""
-        return self.key(index)
-
-    def key(self, index: int) -> str:
-        """Return the row's number; see `ShardedSource.key`."""
-        return f"{index:09d}"
-
-    def read(self, index: int) -> RawSample:
-        """Return a sample; rows before it are read and dropped. See `Source.read`."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        with _name_errors(self.name(index), "damaged row"):
-            if self._rows is None or index < self._at or self._pid != os.getpid():
-                self._rows, self._at, self._pid = iter(self._data), 0, os.getpid()
-            row = None
-            while self._at <= index:
-                row = next(self._rows, None)
-                self._at += 1
+    def _row(self, index: int, name: str) -> Any:
+        """Return a row; rows before it are read and dropped."""
+        if self._rows is None or index < self._at or self._pid != os.getpid():
+            self._rows, self._at, self._pid = iter(self._data), 0, os.getpid()
+        row = None
+        while self._at <= index:
+            row = next(self._rows, None)
+            self._at += 1
         if row is None:
-            raise StorageError(f"{self.name(index)}: the data set ends before; its card states {len(self)} rows")
-        return self._parser.parse(row, self.name(index))
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """See `Source.fingerprint`: of the commit, since the samples are not read in advance."""
-        keys = self.config.model_dump(mode="json", include={"path", "name", "split"})
-        return {"kind": "hf", "samples": len(self), "content": str(self._content), **keys, **self._parser.fingerprint}
+            raise StorageError(f"{name}: the data set ends before; its card states {len(self)} rows")
+        return row
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows": None}

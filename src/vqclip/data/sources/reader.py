@@ -16,8 +16,9 @@ from vqclip.data.index import KINDS, ShardIndex, load_index, remove_index
 from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
+from vqclip.io.files import read_bounded
 
-__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "strip_common_folders"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "read_image", "strip_common_folders"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -27,6 +28,18 @@ MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 6
 """Larger members are refused before they are read."""
 _SHOWN_KEY = 200
 """Characters of a sample's name in messages; every bad sample is logged, and a tar allows 65,536 characters."""
+
+
+def read_image(file: Path, name: str) -> bytes:
+    """Read an image file; raise DataError, which begins with its name, if it cannot be read or is too large."""
+    try:
+        data = read_bounded(file, MAX_IMAGE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{name}: cannot be read: {reason}", "unreadable file") from None
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"{name}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
+    return data
 
 
 class ShardReader:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from vqclip.data.arrow import name_errors, require_pyarrow
+from vqclip.data.libraries import name_errors, require_pyarrow
 from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.sources.records import load_record

@@ -12,11 +12,10 @@ from vqclip.data.remote import RemoteConfig, display_url, fetch_image, local_pat
 from vqclip.data.sources.base import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
-from vqclip.data.sources.reader import MAX_IMAGE_BYTES
+from vqclip.data.sources.reader import MAX_IMAGE_BYTES, read_image
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.files import read_bounded
 
-__all__ = ["Columns", "RowParser", "TableConfig", "find_columns", "image_path", "read_image"]
+__all__ = ["Columns", "RowParser", "TableConfig", "find_columns", "image_path"]
 
 _IMAGE_NAMES = ("image", "image_path", "filepath", "file_name", "path")
 """Columns of text that are plainly paths of images, if no column holds images themselves."""
@@ -233,7 +232,13 @@ class RowParser:
     def _fetch(self, path: str, name: str) -> bytes:
         try:
             if protocol_of(path) in (None, "file"):
-                return read_image(path)
+                file = Path(path if protocol_of(path) is None else local_path(path))
+                if not file.is_absolute():
+                    raise DataError(
+                        f"{path}: a relative path beside images or URLs; expected one of them in all rows",
+                        "path outside",
+                    )
+                return read_image(file, path)
             if self._config.urls == "refuse":
                 raise DataError(f"{display_url(path)}: URLs in tables are not fetched unless urls: fetch is set", "URL")
             return fetch_image(path, self._config.remote, MAX_IMAGE_BYTES)
@@ -250,24 +255,3 @@ def image_path(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else None
     return value if isinstance(value, str) else None
-
-
-def read_image(path: str) -> bytes:
-    """Read an image file by its absolute path, or ``file`` URL.
-
-    Raises:
-        DataError: it is relative, cannot be read, or is too large.
-    """
-    file = Path(path if protocol_of(path) is None else local_path(path))
-    if not file.is_absolute():
-        raise DataError(
-            f"{path}: a relative path beside images or URLs; expected one of them in all rows", "path outside"
-        )
-    try:
-        data = read_bounded(file, MAX_IMAGE_BYTES)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{path}: cannot be read: {reason}", "unreadable file") from None
-    if len(data) > MAX_IMAGE_BYTES:
-        raise DataError(f"{path}: more than {MAX_IMAGE_BYTES} bytes, which are not read", "too many bytes")
-    return data

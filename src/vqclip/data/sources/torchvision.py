@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +16,13 @@ from pydantic import Field
 from torch import Tensor
 
 from vqclip.config import did_you_mean
+from vqclip.data.libraries import name_errors
 from vqclip.data.sources.base import RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import require_usable
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
+from vqclip.data.sources.reader import read_image
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
-from vqclip.data.sources.table import read_image
-from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.errors import ConfigError, DataError
 
 __all__ = ["TorchvisionConfig"]
 
@@ -32,6 +32,7 @@ _REFUSED = ("LSUN", "LSUNClass")
 """Read a pickle that nothing is compared with."""
 _FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 _OWN = ("root", "download")
+_UNREADABLE = ": cannot be read by torchvision"
 Argument = str | int | float | bool | None | tuple[str | int | float, ...]
 
 
@@ -145,13 +146,15 @@ class TorchvisionRows:
         config: the data set.
     """
 
+    content: str | None = None
+
     def __init__(self, config: TorchvisionConfig):
         import torchvision
 
         found = _find_class(config)
         arguments = _arguments(config, found)
         self._name = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
-        with _name_errors(self._name, "unreadable data set"):
+        with name_errors(f"{self._name}{_UNREADABLE}", "unreadable data set"):
             self._data = found(**arguments)
             self._count = len(self._data)
         self.templates = config.templates
@@ -174,7 +177,7 @@ class TorchvisionRows:
 
     def read(self, index: int, name: str) -> RawSample:
         """Return the sample of a row; see `Rows.read`."""
-        with _name_errors(name or self._name, "unreadable sample"):
+        with name_errors(f"{name or self._name}{_UNREADABLE}", "unreadable sample"):
             image, target = self._data[index]
             data = self._image(image, name)
         captions, label = self._target(target, name)
@@ -183,11 +186,11 @@ class TorchvisionRows:
     def _image(self, image: Any, name: str) -> bytes:
         """Return the bytes of a file that is unchanged, or the image as PNG, which loses nothing."""
         if not isinstance(image, _Original):
-            return _encode_png(image)
+            return _encode_png(image, name)
         path = str(image.path)
         if stamp([path]) != [(path, *self._stamps.get(path, (-1, -1)))]:
             raise DataError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
-        return read_image(str(image.path.absolute()))
+        return read_image(image.path, name)
 
     def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
         """Return captions and label."""
@@ -206,7 +209,7 @@ class TorchvisionRows:
 
     def _require_kind(self, config: TorchvisionConfig) -> None:
         """Look at the first sample: it must be an image with a class number or captions."""
-        with _name_errors(f"{self._name}: row 0", "unreadable sample"):
+        with name_errors(f"{self._name}: row 0{_UNREADABLE}", "unreadable sample"):
             sample = self._data[0]
         if not isinstance(sample, tuple) or len(sample) != 2 or not _is_image(sample[0]):
             what = (
@@ -223,18 +226,6 @@ class TorchvisionRows:
         elif not has_labels:
             raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
         self._target(sample[1], f"{self._name}: row 0")
-
-
-@contextlib.contextmanager
-def _name_errors(name: str, kind: str) -> Iterator[None]:
-    """Raise errors of torchvision as `DataError`; it raises nearly anything."""
-    try:
-        yield
-    except VqclipError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise DataError(f"{name}: cannot be read by torchvision: {type(error).__name__}: {reason}", kind) from None
 
 
 def _is_image(value: Any) -> bool:
@@ -254,11 +245,11 @@ def _class_names(data: Any) -> tuple[str, ...]:
     return tuple(names) if all(isinstance(name, str) for name in names) else ()
 
 
-def _encode_png(image: Any) -> bytes:
+def _encode_png(image: Any, name: str) -> bytes:
     if isinstance(image, Tensor):
         if image.ndim != 3 or image.dtype != torch.uint8:
             raise DataError(
-                f"image is {image.dtype} of shape {tuple(image.shape)}; expected uint8 (C, H, W)", "image type"
+                f"{name}: image is {image.dtype} of shape {tuple(image.shape)}; expected uint8 (C, H, W)", "image type"
             )
         image = Image.fromarray(image.permute(1, 2, 0).squeeze(2 if image.shape[0] == 1 else ()).numpy())
     stream = io.BytesIO()

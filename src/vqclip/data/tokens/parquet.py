@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vqclip.data.arrow import name_errors, require_pyarrow
+from vqclip.data.libraries import name_errors, require_pyarrow
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
 from vqclip.errors import DataError, printable
 

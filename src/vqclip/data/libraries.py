@@ -1,4 +1,4 @@
-"""pyarrow, imported where it is needed, and its errors."""
+"""Libraries that read data, imported where they are needed, and their errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from vqclip.errors import DataError
+from vqclip.data.remote import mask_credentials
+from vqclip.errors import DataError, VqclipError
 
 __all__ = ["name_errors", "require_pyarrow"]
 
@@ -29,12 +30,12 @@ def require_pyarrow(otherwise: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def name_errors(prefix: str) -> Iterator[None]:
-    """Raise errors of the block as `DataError` with a prefix: pyarrow raises nearly anything for damaged files."""
+def name_errors(prefix: str, kind: str = "damaged shard") -> Iterator[None]:
+    """Raise errors of the block as `DataError` with a prefix: libraries raise nearly anything for damaged data."""
     try:
         yield
-    except DataError:
+    except VqclipError:
         raise
     except Exception as error:
-        reason = str(error).splitlines() or [""]
-        raise DataError(f"{prefix} ({type(error).__name__}: {reason[0]})", "damaged shard") from None
+        reason = " ".join(str(error).split())[:400]
+        raise DataError(f"{prefix} ({type(error).__name__}: {mask_credentials(reason)})", kind) from None
