@@ -213,7 +213,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", run_folder, "--data", tmp_path / "whole", "--split", "val"), "whole/val: no such folder"),
         (
             ("retrieval", run_folder, "--data", fine),
-            "classnames.txt); expected captioned images. For labelled ones: vqclip evaluate zero-shot",
+            "fine: kind classes with split test has classes, not captions",
         ),
         (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
         (("zero-shot", run_folder, "--data", wrong_label), ".cls contains '1'; expected a class number, 0 to 0"),

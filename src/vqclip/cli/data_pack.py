@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from vqclip.cli import arguments as types
 from vqclip.data import parse_source
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data_tools.pack import Options, PackResult, pack
+from vqclip.data_tools.pack import Options, PackManifest, pack
 
 __all__ = ["OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
 
@@ -76,24 +77,16 @@ def run(options: argparse.Namespace) -> None:
             max_pixels=options.max_pixels,
         ),
     )
-    print(_summary(done, options, str(out)), flush=True)
+    print(done.describe(out, "other parts"), flush=True)
+    if done.manifest is not None:
+        print(_how_to_read(done.manifest, out, options.split), flush=True)
 
 
-def _summary(done: PackResult, options: argparse.Namespace, out: str) -> str:
-    rate = f"; {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
-    text = f"shards: {done.made} written, {done.found} already finished{rate}"
-    manifest = done.manifest
-    if manifest is None:
-        return f"{text}\n{done.missing} shards are left to other parts, or to the same command run again"
-    size, left_out = sum(shard.size for shard in manifest.shards), sum(manifest.bad.values())
-    kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
-    bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""
-    shards = len(manifest.shards)
-    text += f"\n{out}: {manifest.samples:,} samples in {shards} shards, {size / 1e6:,.1f} MB{bad}\nread them with "
+def _how_to_read(manifest: PackManifest, out: Path, split: str) -> str:
     if manifest.settings.layout == "classes":
-        return f"{text}{{kind: classes, path: {out}, split: {options.split}}}"
+        return f"read them with {{kind: classes, path: {out}, split: {split}}}"
     several = ", captions: json" if manifest.captions > manifest.samples else ""
-    return f"{text}{{kind: shards, path: {out}{several}}}"
+    return f"read them with {{kind: shards, path: {out}{several}}}"
 
 
 def _part(given: str) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from typing import Any
 from vqclip.cli import arguments as types
 from vqclip.config import Config, load_config
 from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
-from vqclip.data.sources import KINDS
 from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.detect import find_kind
+from vqclip.data.sources.kinds import KINDS
 from vqclip.errors import ConfigError
 from vqclip.evaluation import (
     EvaluationConfig,
@@ -124,9 +124,10 @@ def _source(
     kinds = [text.removeprefix("kind=") for text in group.overrides if text.startswith("kind=")]
     kind = kinds[-1] if kinds else options.kind
     if kind is None and len(group.paths) == 1:
-        (_refuse_labelled if options.task == "retrieval" else _refuse_captioned)(Path(group.paths[0]))
-        if options.task != "retrieval" and (Path(group.paths[0]).parent / CLASSNAMES).is_file():
-            kind = "classes"  # the folder of a split: its message says how to name it
+        path = Path(group.paths[0])
+        if options.task != "retrieval":
+            _refuse_captioned(path)
+            kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message says so
     kind = kind or find_kind(group.paths, KINDS)
     defaults, paths = dict[str, Any](kind=kind), group.paths
     if kind == "folder" and split:
@@ -138,14 +139,6 @@ def _source(
     if options.task == "retrieval" and options.json_key:
         defaults["json_keys"] = list(options.json_key)
     return parse_source(paths, group.overrides, **defaults)
-
-
-def _refuse_labelled(path: Path) -> None:
-    if (path / CLASSNAMES).exists():
-        raise ConfigError(
-            f"--data: {path} contains labelled images ({CLASSNAMES}); expected captioned images. For labelled ones: "
-            "vqclip evaluate zero-shot"
-        )
 
 
 def _refuse_captioned(path: Path) -> None:

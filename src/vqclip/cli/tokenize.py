@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import get_args
 
 from vqclip import dist
@@ -17,7 +16,7 @@ from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
-from vqclip.tokenize_dataset.job import Options, TokenizeResult, tokenize
+from vqclip.tokenize_dataset.job import Options, tokenize
 
 __all__ = ["main"]
 
@@ -39,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_stderr(mask_credentials)
     dist.stop_with_launcher()
     done = tokenize(_options(options))
-    print(_summary(done, options.out), flush=True)
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(done.describe(options.out, "other processes", who), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,17 +162,3 @@ def _data(options: argparse.Namespace) -> SourceConfigBase:
     )
     data.require_no_weight("vqclip tokenize")
     return data
-
-
-def _summary(done: TokenizeResult, out: Path) -> str:
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    rate = f"; {done.samples / done.seconds:.0f} samples/s" if done.samples else ""
-    text = f"{who}shards: {done.made} written, {done.found} already finished{rate}" + (
-        f"\n{who}{done.cut}" if done.cut else ""
-    )
-    if done.manifest is None:
-        return f"{text}\n{who}{done.missing} shards are left to other processes, or to the same command run again"
-    left_out = sum(done.manifest.bad.values())
-    kinds = ", ".join(f"{count} {kind}" for kind, count in done.manifest.bad.items())
-    bad = f", {left_out} left out ({kinds}; see bad_samples.jsonl)" if left_out else ""
-    return f"{text}\n{out}: {done.manifest.samples:,} samples in {len(done.manifest.shards)} shards{bad}"

@@ -9,28 +9,18 @@ from vqclip.data.loader import Coverage, LoaderOptions, TrainData
 from vqclip.data.order import GlobalOrder
 from vqclip.data.prepare import HasShards, prepare_sources
 from vqclip.data.remote import mask_credentials
-from vqclip.data.sources import (
-    CaptionShards,
-    CaptionShardsConfig,
-    ClassShards,
-    ClassShardsConfig,
-    CocoConfig,
-    CsvConfig,
-    FileSource,
-    FileSourceConfig,
-    FolderConfig,
-    FolderContent,
-    HfConfig,
-    ParquetConfig,
-    RawSample,
-    ScenesSourceConfig,
-    ShardedSource,
-    Source,
-    SourceConfig,
-    SourceConfigBase,
-    TorchvisionConfig,
-    parse_source,
-)
+from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
+from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
+from vqclip.data.sources.coco import CocoConfig
+from vqclip.data.sources.csv_table import CsvConfig
+from vqclip.data.sources.files import FileSource, FileSourceConfig
+from vqclip.data.sources.folder import FolderConfig
+from vqclip.data.sources.hf import HfConfig
+from vqclip.data.sources.kinds import SourceConfig, parse_source
+from vqclip.data.sources.parquet import ParquetConfig
+from vqclip.data.sources.scenes import ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
+from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
 from vqclip.io.cache import cache_folder

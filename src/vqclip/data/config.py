@@ -11,7 +11,8 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.sources import SourceConfig, SourceConfigBase
+from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
 from vqclip.errors import ConfigError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from vqclip.data.batch import BadSample, EvalBatch
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
-from vqclip.data.sources import Source
+from vqclip.data.sources.base import Source
 from vqclip.data.workers import ordered_map
 from vqclip.errors import DataError, StorageError
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from vqclip.data.remote import is_tar
-from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
+from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.classes import ClassShardsConfig
+from vqclip.data.sources.kinds import parse_source
 from vqclip.data.sources.reader import read_image
+from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.errors import ConfigError, DataError, printable
 
 __all__ = ["ImageFiles", "ImageSource", "open_images"]

@@ -25,7 +25,7 @@ from vqclip.data.batch import BadSample, Batch
 from vqclip.data.features import FeatureReader
 from vqclip.data.order import GlobalOrder
 from vqclip.data.samples import SampleMaker
-from vqclip.data.sources import Source
+from vqclip.data.sources.base import Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.data.workers import ordered_map
 from vqclip.errors import DataError

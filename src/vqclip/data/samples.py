@@ -21,7 +21,7 @@ from vqclip.data.batch import BadSample
 from vqclip.data.decode import decode_image
 from vqclip.data.draws import KeyedGenerator, hash_integers
 from vqclip.data.features import FeatureReader
-from vqclip.data.sources import RawSample, Source
+from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed

@@ -17,6 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
 
@@ -24,14 +25,14 @@ import numpy as np
 from pydantic import Field
 
 from vqclip.config import Config
-from vqclip.data.tokens.manifest import BAD_FILE, MANIFEST_FILE, RECORDS, SETTINGS_FILE, ShardInfo
+from vqclip.data.tokens.manifest import BAD_FILE, MANIFEST_FILE, RECORDS, SETTINGS_FILE, ShardInfo, ShardManifest
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io import atomic
 from vqclip.io.differences import describe_differences
 from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.json_files import add_checksum, read_versioned
 
-__all__ = ["BadRecord", "ShardFolder", "ShardRecord", "ShardSlices", "require_few_bad"]
+__all__ = ["BadRecord", "ShardFolder", "ShardRecord", "ShardSlices", "WorkResult", "require_few_bad"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,47 @@ class ShardRecord(Config):
 
 
 RecordT = TypeVar("RecordT", bound=ShardRecord)
-ManifestT = TypeVar("ManifestT", bound=Config)
+ManifestT = TypeVar("ManifestT", bound=ShardManifest)
+
+
+@dataclass(frozen=True)
+class WorkResult(Generic[ManifestT]):
+    """Work of one process on a folder of shards."""
+
+    made: int
+    """Number of shards it made."""
+    found: int
+    """Number of its shards that were already finished."""
+    samples: int
+    """Number of samples it read."""
+    seconds: float
+    """Time from the first sample."""
+    missing: int
+    """Number of shards that others have not finished yet."""
+    manifest: ManifestT | None
+    """The manifest, if all shards are finished."""
+    cut: str | None = None
+    """Message on captions that were cut; None if none was."""
+
+    def describe(self, out: Path, others: str, who: str = "") -> str:
+        """Return the work in words.
+
+        Args:
+            out: the folder.
+            others: who makes the other shards.
+            who: name of the process, before its lines.
+        """
+        rate = f"; {self.samples / self.seconds:.0f} samples/s" if self.samples else ""
+        text = f"{who}shards: {self.made} written, {self.found} already finished{rate}"
+        text += f"\n{who}{self.cut}" if self.cut else ""
+        manifest = self.manifest
+        if manifest is None:
+            return f"{text}\n{who}{self.missing} shards are left to {others}, or to the same command run again"
+        size, left_out = sum(shard.size for shard in manifest.shards), sum(manifest.bad.values())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
+        bad = f", {left_out} left out ({kinds}; see {BAD_FILE})" if left_out else ""
+        text += f"\n{out}: {manifest.samples:,} samples in {len(manifest.shards)} shards"
+        return f"{text}, {size / 1e6:,.1f} MB{bad}"
 
 
 class ShardFolder(ABC, Generic[RecordT, ManifestT]):

@@ -28,17 +28,17 @@ from pydantic import Field
 from vqclip.config import Config
 from vqclip.data import Source, load_index
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.shard_folder import ShardFolder, ShardRecord, ShardSlices, require_few_bad
+from vqclip.data.shard_folder import ShardFolder, ShardRecord, ShardSlices, WorkResult, require_few_bad
 from vqclip.data.sources.class_folder import CLASSNAMES, TEMPLATES
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
-from vqclip.data.tokens.manifest import ShardInfo
+from vqclip.data.tokens.manifest import ShardInfo, ShardManifest
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.data_tools.samples import PackedBatch, PackedSample, SamplePacker
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_file
 from vqclip.runlog.bar import ProgressBar
 
-__all__ = ["Options", "PackFolder", "PackManifest", "PackResult", "PackSettings", "pack"]
+__all__ = ["Options", "PackFolder", "PackManifest", "PackSettings", "pack"]
 
 _MADE_WITH = ("webdataset", "torchvision", "pillow")
 _BATCH = 16
@@ -104,19 +104,13 @@ class PackRecord(ShardRecord):
     """Captions of all its samples."""
 
 
-class PackManifest(Config):
+class PackManifest(ShardManifest):
     """A whole folder of packed shards."""
 
     settings: PackSettings
     """Settings of all shards."""
-    samples: int
-    """Samples in all shards."""
     captions: int
     """Captions of all samples."""
-    bad: dict[str, int]
-    """Kind of problem → number of samples left out; `bad_samples.jsonl` names them."""
-    shards: tuple[ShardInfo, ...]
-    """The shards, in order."""
 
 
 class PackFolder(ShardFolder[PackRecord, PackManifest]):
@@ -181,25 +175,7 @@ class _Tally:
                 yield sample
 
 
-@dataclass(frozen=True)
-class PackResult:
-    """Work of one process."""
-
-    made: int
-    """Number of shards it wrote."""
-    found: int
-    """Number of its shards that were already finished."""
-    samples: int
-    """Number of samples it read."""
-    seconds: float
-    """Time from the first sample."""
-    missing: int
-    """Number of shards that other parts have not finished yet."""
-    manifest: PackManifest | None
-    """The manifest, if all shards are finished."""
-
-
-def pack(source: Source, options: Options) -> PackResult:
+def pack(source: Source, options: Options) -> WorkResult[PackManifest]:
     """Write a source as shards; run again, it continues.
 
     Raises:
@@ -221,7 +197,7 @@ def pack(source: Source, options: Options) -> PackResult:
     manifest = folder.finish(int(options.bad_fraction * settings.samples))
     if manifest is not None and labelled:
         write_file(folder.folder / "nshards.txt", f"{settings.shards}\n".encode())
-    return PackResult(len(wanted), len(finished), seen, time.monotonic() - start, folder.missing(), manifest)
+    return WorkResult(len(wanted), len(finished), seen, time.monotonic() - start, folder.missing(), manifest)
 
 
 def _pack(

@@ -60,6 +60,7 @@ from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._state import (
+    choose_device,
     Group,
     group_by_name,
     group_name,
@@ -83,6 +84,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "broadcast_json",
+    "choose_device",
     "differing_ranks",
     "gather_json",
     "gather_sizes",

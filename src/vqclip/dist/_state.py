@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from vqclip.dist import _history
 from vqclip.dist._launcher import stop_with_launcher
 from vqclip.dist._rendezvous import private_store
-from vqclip.errors import DistributedError
+from vqclip.errors import ConfigError, DistributedError
 
 Group: TypeAlias = "c10d.ProcessGroup | None"
 """A process group; None for the group of the whole job."""
@@ -54,6 +54,19 @@ def rank(group: Group = None) -> int:
 def local_rank() -> int:
     """Return this process's rank on its machine, the index of its GPU; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def choose_device(name: str, key: str) -> torch.device:
+    """Return the device of this process: ``cpu``, its ``cuda`` device, or ``auto``, a GPU if there is one.
+
+    Raises:
+        ConfigError: there is no GPU for ``cuda``; the message begins with ``key``.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{key}: got cuda, but torch sees no GPU; expected cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
 
 
 def is_main(group: Group = None) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
 
-from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBase
+from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBase, mask_credentials
 from vqclip.errors import DataError
 from vqclip.evaluation.partition import RankPartition
 
@@ -25,10 +25,11 @@ def _prepare(data: SourceConfigBase, labelled: bool, split: str = "test") -> Sou
 
 def _problem(data: SourceConfigBase, labelled: bool) -> str:
     split = getattr(data, "split", None)
-    what = f"kind {data.kind}" + (f" with split {split}" if split else "")
+    where = f"{mask_credentials(str(path))}: " if (path := getattr(data, "path", None)) is not None else ""
+    what = f"{where}kind {data.kind}" + (f" with split {split}" if split else "")
     if labelled:
-        return f"{what} has captions, not classes; expected labelled images, such as kind: classes (or kind: retrieval)"
-    return f"{what} has classes, not captions of its own; expected captioned images (or kind: zero_shot)"
+        return f"{what} has captions, not classes; expected labelled images (or the task retrieval)"
+    return f"{what} has classes, not captions of its own; expected captioned images (or the task zero-shot)"
 
 
 def _check_labelled(data: SourceConfigBase) -> SourceConfigBase:

@@ -17,7 +17,7 @@ from vqclip import dist
 from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.libraries import require_pyarrow
-from vqclip.data.shard_folder import require_few_bad
+from vqclip.data.shard_folder import WorkResult, require_few_bad
 from vqclip.data.tokens import IdLayout, Manifest
 from vqclip.data.tokens.manifest import Settings, SourceShard, TokenizerInfo
 from vqclip.data.workers import explain_worker_deaths, ordered_map
@@ -35,7 +35,7 @@ from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
 from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 
-__all__ = ["Options", "TokenizeResult", "tokenize"]
+__all__ = ["Options", "tokenize"]
 
 _MADE_WITH = ("torch", "torchvision", "pillow", "open_clip_torch", "timm")
 
@@ -72,27 +72,7 @@ class Options:
     """Longest wait for a worker."""
 
 
-@dataclass(frozen=True)
-class TokenizeResult:
-    """Work of one process of a job."""
-
-    made: int
-    """Number of shards it made."""
-    found: int
-    """Number of its shards that were already finished."""
-    samples: int
-    """Number of samples it read."""
-    seconds: float
-    """Time from the first batch."""
-    missing: int
-    """Number of shards that other processes have not finished yet."""
-    manifest: Manifest | None
-    """The manifest, if all shards are finished."""
-    cut: str | None = None
-    """Message on captions that were cut; None if none was."""
-
-
-def tokenize(options: Options) -> TokenizeResult:
+def tokenize(options: Options) -> WorkResult[Manifest]:
     """Tokenize this process's part of the shards; under torchrun every process takes every W-th shard.
 
     The processes index the shards together; after that none waits for another.
@@ -102,7 +82,7 @@ def tokenize(options: Options) -> TokenizeResult:
     """
     if options.storage == "parquet":
         require_pyarrow("; tars (wds) need nothing more")  # now, not after the first shard
-    device = _device(options.device)
+    device = dist.choose_device(options.device, "--device")
     torch.set_num_threads(options.threads)
     dist.init(device)
     try:
@@ -124,7 +104,7 @@ def tokenize(options: Options) -> TokenizeResult:
 
 def _tokenize(
     options: Options, source: ShardedSource, encoders: Encoders, folder: TokenFolder, share: range, visible: bool
-) -> TokenizeResult:
+) -> WorkResult[Manifest]:
     sizes = [shard.samples for shard in folder.settings.shards]
     allowed = int(options.tolerance * sum(sizes))
     there = {shard: facts for shard in share if (facts := folder.find_finished(shard)) is not None}
@@ -156,9 +136,7 @@ def _tokenize(
     told = encoders.text and encoders.lengths.describe_cuts(
         encoders.text.preprocess.context_length, "the text tower's context_length"
     )
-    return TokenizeResult(
-        len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None
-    )
+    return WorkResult(len(wanted), len(there), seen, time.monotonic() - start, folder.missing(), manifest, told or None)
 
 
 def _by_shard(batches: ShardBatches, options: Options) -> Iterator[tuple[int, Iterator[DecodedBatch]]]:
@@ -232,11 +210,3 @@ def _layout(tokenizer: ImageTokenizer | TextTokenizer) -> IdLayout:
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
     except ValidationError as error:
         raise ConfigError(f"--tokenizer: {tokenizer.modality}: {problem_message(error.errors()[0])}") from None
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: got cuda, but torch sees no GPU; expected cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, dist.local_rank()) if name == "cuda" else torch.device(name)

@@ -80,7 +80,7 @@ def run(
         VqclipError: for anything else that a user can correct; the message says how.
     """
     config = load_config(TrainConfig, config, overrides)
-    device = _device(config.run.device)
+    device = dist.choose_device(config.run.device, "run.device")
     with exclusive_run(config.run.path), preserve_torch_state(device):
         if owns_process and device.type == "cpu":
             keep_freed_memory()
@@ -304,11 +304,3 @@ def _require_same_data(fingerprint: dict[str, Any]) -> None:
             " machine. Update them; for shards at URLs, delete `shards` and `index` in the cache folder "
             "(VQCLIP_CACHE) of each machine"
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: got 'cuda', but torch sees no GPU; expected 'cpu' or 'auto'")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, dist.local_rank()) if name == "cuda" else torch.device(name)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.making import caption_members, caption_shards, write_tar
 from tests.data.sources.test_sources import refusal
-from vqclip.data.sources import CaptionShardsConfig
+from vqclip.data import CaptionShardsConfig
 from vqclip.data.sources.paths import expand_braces, find_shards
 
 

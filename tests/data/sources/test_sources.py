@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
-from vqclip.data.sources import CaptionShardsConfig, ClassShardsConfig, ScenesSourceConfig, SourceConfig
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ScenesSourceConfig, SourceConfig
 from vqclip.errors import DataError
 
 

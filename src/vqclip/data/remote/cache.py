@@ -19,12 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
+from vqclip.io.cache import cache_folder
 from vqclip.io.file_locks import hold_lock, is_at, try_lock
 from vqclip.io.files import sync_folder
 
-__all__ = ["CachedShard", "PartialShard", "ShardCache"]
+__all__ = ["CachedShard", "PartialShard", "ShardCache", "ShardInCache"]
 
 _POLL_S = 0.05
 _STEP = 64 << 20
@@ -240,3 +242,21 @@ def _remove_unused(path: Path) -> bool:
         return unused
     finally:
         os.close(file)
+
+
+class ShardInCache:
+    """Base of shards whose tars are in the cache while they are used."""
+
+    options: RemoteConfig
+
+    @property
+    def key(self) -> str:
+        """Name in the cache."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Remove the copy in the cache, so that a damaged one is made again."""
+        self._cache().remove(self.key)
+
+    def _cache(self) -> ShardCache:
+        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vqclip.data.remote.cache import PartialShard, ShardCache
+from vqclip.data.remote.cache import PartialShard, ShardInCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.urls import digest
 from vqclip.errors import DataError, StorageError
-from vqclip.io.cache import cache_folder
 from vqclip.io.files import open_regular
 
 __all__ = ["TAR_ENDINGS", "GzipError", "GzipShard", "gunzip", "is_gzip", "is_tar"]
@@ -69,7 +68,7 @@ def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class GzipShard:
+class GzipShard(ShardInCache):
     """A .tar.gz on this machine, whose tar is in the cache while it is used.
 
     Args:
@@ -121,13 +120,6 @@ class GzipShard:
             )
         found = self._cache().open(self.key, sha256, self._fill, Deadline(self.options.total_s))
         return found.file
-
-    def discard(self) -> None:
-        """Remove the decompressed copy."""
-        self._cache().remove(self.key)
-
-    def _cache(self) -> ShardCache:
-        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
 
     def _fill(self, part: PartialShard) -> None:
         part.restart()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vqclip.data.remote.cache import PartialShard, ShardCache
+from vqclip.data.remote.cache import PartialShard, ShardInCache
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.gunzip import GzipError, gunzip, is_gzip
@@ -14,13 +14,12 @@ from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import Body, open_url
 from vqclip.data.remote.urls import digest, display_url, file_name
 from vqclip.errors import DataError, StorageError
-from vqclip.io.cache import cache_folder
 
 __all__ = ["RemoteShard", "fetch_bytes", "fetch_text"]
 
 
 @dataclass(frozen=True)
-class RemoteShard:
+class RemoteShard(ShardInCache):
     """A tar, plain or gzipped, at a URL. Two are equal if their full URLs are; `str` shows no credentials."""
 
     url: str = field(repr=False)
@@ -60,13 +59,6 @@ class RemoteShard:
             self.discard()  # otherwise the next start would find this content, whatever the server has by then
             raise self._change_error(f"SHA-256 {sha256}", found.sha256)
         return found.file
-
-    def discard(self) -> None:
-        """Remove the downloaded copy, so that a damaged one is downloaded again."""
-        self._cache().remove(self.key)
-
-    def _cache(self) -> ShardCache:
-        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
 
     def _fill(self, part: PartialShard, length: int | None) -> None:
         def fetch() -> None:

@@ -118,17 +118,22 @@ class ShardInfo(Config):
     """Kind of problem → number of skipped samples."""
 
 
-class Manifest(Config):
-    """A whole folder of token shards."""
+class ShardManifest(Config):
+    """A whole folder of shards."""
 
-    settings: Settings
-    """Settings of all shards."""
     samples: _Count
     """Samples in all shards."""
     bad: dict[str, _Count]
     """Kind of problem → number of skipped samples; `bad_samples.jsonl` names them."""
     shards: tuple[ShardInfo, ...]
     """The shards, in order."""
+
+
+class Manifest(ShardManifest):
+    """A whole folder of token shards."""
+
+    settings: Settings
+    """Settings of all shards."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
