@@ -19,7 +19,7 @@ from vqclip.data import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import DataError, printable
-from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import SAME
 from vqclip.evaluation.results import Result, common_modes, fill_modes
@@ -149,63 +149,52 @@ class ChoicesConfig(ImagesConfig):
             raise ValueError(f"got limit {self.limit}; expected null: this kind uses the whole set")
         return self
 
+    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
+        """Return the figures of one mode.
 
-class Scores(NamedTuple):
-    """Similarities of the choices of which every image can be used."""
+        Args:
+            scores: ``(n, I, C)`` similarities of the images and captions of each choice, on the CPU.
+            categories: category of each of the n.
+        """
+        raise NotImplementedError
 
-    by_mode: dict[Mode, Tensor]
-    """Mode → ``(n, I, C)`` on the CPU."""
-    categories: list[str]
-    """Category of each of the n."""
+    def chance(self, categories: Sequence[str]) -> dict[str, float]:
+        """Return the expectation of `rates` for random embeddings."""
+        raise NotImplementedError
 
-
-def score_choices(config: ChoicesConfig, model: CLIP, encoder: Encoder, name: str) -> tuple[Scores, Result]:
-    """Encode the images and captions of a set, and compare those of each choice.
-
-    Args:
-        config: configuration of the task.
-        model: in evaluation mode.
-        encoder: encoder; every rank of its partition must call this.
-        name: prefix of the names of the files of ids.
-
-    Returns:
-        The similarities, and a result without figures.
-
-    Raises:
-        DataError: the data cannot be used; raised on every rank, with the file and sample.
-    """
-    source = encoder.partition.open(config.data)
-    assert isinstance(source, Choices)
-    image, found, notes = encode_images(
-        config, source, model.image, encoder, f"{name}-image", lambda batch: batch.sample_ids.tolist()
-    )
-    rows = {number: row for row, number in enumerate(found)}
-    choices = [choice for choice in source.choices if all(number in rows for number in choice.images)]
-    if len(choices) < len(source.choices):
-        notes.append(f"{len(source.choices) - len(choices)} of {len(source.choices)} choices lack an image: left out")
-    if not choices:
-        raise DataError(f"{config.name}: no choice has all of its images")
-    captions = list(dict.fromkeys(caption for choice in choices for caption in choice.captions))
-    text = encoder.captions(model.text, captions, config.batch_size, f"{name}-text")
-    number_of = {caption: number for number, caption in enumerate(captions)}
-    left = torch.tensor([[rows[number] for number in choice.images] for choice in choices])
-    right = torch.tensor([[number_of[caption] for caption in choice.captions] for choice in choices])
-    modes, more = common_modes(image, text)
-    by_mode: dict[Mode, Tensor] = {
-        mode: image.embeddings[mode].cpu()[left] @ text.embeddings[mode].cpu()[right].mT for mode in modes
-    }
-    result = Result(
-        name=config.name,
-        kind=config.kind,
-        figures=fill_modes({}),
-        chance={},
-        samples=len(found),
-        classes=None,
-        captions=len(captions),
-        usage={"image": image.usage, "text": text.usage},
-        notes=notes + text.notes + more,
-    )
-    return Scores(by_mode, [choice.category for choice in choices]), result
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Compare the images and captions of each choice in each of the three modes; see `ImagesConfig.run`."""
+        source = self.open(encoder.partition)
+        assert isinstance(source, Choices)
+        image, found, notes = encode_images(
+            self, source, model.image, encoder, f"{name}-image", lambda batch: batch.sample_ids.tolist()
+        )
+        rows = {number: row for row, number in enumerate(found)}
+        choices = [choice for choice in source.choices if all(number in rows for number in choice.images)]
+        if len(choices) < len(source.choices):
+            left_out = len(source.choices) - len(choices)
+            notes.append(f"{left_out} of {len(source.choices)} choices lack an image: left out")
+        if not choices:
+            raise DataError(f"{self.name}: no choice has all of its images")
+        captions = list(dict.fromkeys(caption for choice in choices for caption in choice.captions))
+        text = encoder.captions(model.text, captions, self.batch_size, f"{name}-text")
+        number_of = {caption: number for number, caption in enumerate(captions)}
+        left = torch.tensor([[rows[number] for number in choice.images] for choice in choices])
+        right = torch.tensor([[number_of[caption] for caption in choice.captions] for choice in choices])
+        modes, more = common_modes(image, text)
+        categories = [choice.category for choice in choices]
+        scores = {mode: image.embeddings[mode].cpu()[left] @ text.embeddings[mode].cpu()[right].mT for mode in modes}
+        return Result(
+            name=self.name,
+            kind=self.kind,
+            figures=fill_modes({mode: self.rates(each, categories) for mode, each in scores.items()}),
+            chance=self.chance(categories),
+            samples=len(found),
+            classes=None,
+            captions=len(captions),
+            usage={"image": image.usage, "text": text.usage},
+            notes=notes + text.notes + more,
+        )
 
 
 def all_before(right: Tensor, wrong: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
 
 from vqclip.data.sources.table_files import read_json
 from vqclip.errors import DataError, printable
@@ -17,12 +18,8 @@ from vqclip.evaluation.choices import (
     FileChoices,
     all_before,
     clean_caption,
-    score_choices,
 )
-from vqclip.evaluation.encode import Encoder
-from vqclip.evaluation.results import Result, fill_modes
 from vqclip.io.json_files import validation_problems
-from vqclip.model import CLIP
 
 _EXPECTED = "expected an object of objects with filename, caption and negative_caption"
 
@@ -76,20 +73,16 @@ class SugarCrepeConfig(ChoicesConfig):
     data: SugarCrepeData
     """The set."""
 
-    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Compare every image with its two captions in each of the three modes; see `score_choices`."""
-        scores, result = score_choices(self, model, encoder, name)
-        categories = list(dict.fromkeys(scores.categories))
-        rows = {
-            category: [n for n, each in enumerate(scores.categories) if each == category] for category in categories
-        }
-        found = {}
-        for mode, each in scores.by_mode.items():
-            hits = all_before(each[:, 0, :1], each[:, 0, 1:])
-            by_category = {category: float(hits[rows[category]].mean()) for category in categories}
-            found[mode] = {"accuracy": sum(by_category.values()) / len(categories)} | by_category
-        chance = dict.fromkeys(("accuracy", *categories), 0.5)
-        return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
+        """See `ChoicesConfig.rates`."""
+        hits = all_before(scores[:, 0, :1], scores[:, 0, 1:])
+        rows = {name: [n for n, each in enumerate(categories) if each == name] for name in dict.fromkeys(categories)}
+        by_category = {name: float(hits[some].mean()) for name, some in rows.items()}
+        return {"accuracy": sum(by_category.values()) / len(by_category)} | by_category
+
+    def chance(self, categories: Sequence[str]) -> dict[str, float]:
+        """See `ChoicesConfig.chance`."""
+        return dict.fromkeys(("accuracy", *categories), 0.5)
 
 
 def _read(file: Path) -> dict[str, _Item]:

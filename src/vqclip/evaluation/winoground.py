@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from vqclip.data.sources.folder import IMAGE_ENDINGS
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
@@ -23,12 +22,8 @@ from vqclip.evaluation.choices import (
     FileChoices,
     all_before,
     clean_caption,
-    score_choices,
 )
-from vqclip.evaluation.encode import Encoder
-from vqclip.evaluation.results import Result, fill_modes
 from vqclip.io.json_files import validation_problems
-from vqclip.model import CLIP
 
 _IMAGES, _CAPTIONS = ("image_0", "image_1"), ("caption_0", "caption_1")
 _EXPECTED = f"expected {', '.join((*_IMAGES, *_CAPTIONS))}"
@@ -135,15 +130,16 @@ class WinogroundConfig(ChoicesConfig):
     data: WinogroundData
     """The set."""
 
-    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
-        """Compare the two images with the two captions of every row in each of the three modes; see `score_choices`."""
-        scores, result = score_choices(self, model, encoder, name)
-        found = {mode: winoground_scores(each) for mode, each in scores.by_mode.items()}
-        chance = dict(zip(self.figures, (1 / 4, 1 / 4, 1 / 6), strict=True))
-        return dataclasses.replace(result, figures=fill_modes(found), chance=chance)
+    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
+        """See `ChoicesConfig.rates`."""
+        return winoground_scores(scores)
+
+    def chance(self, categories: Sequence[str]) -> dict[str, float]:
+        """See `ChoicesConfig.chance`."""
+        return dict(zip(self.figures, (1 / 4, 1 / 4, 1 / 6), strict=True))
 
 
-def winoground_scores(scores: torch.Tensor) -> dict[str, float]:
+def winoground_scores(scores: Tensor) -> dict[str, float]:
     """Return the three scores of similarities ``(n, 2, 2)`` of images and captions; ties are in random order."""
     right, wrong = scores.diagonal(dim1=1, dim2=2), scores.flip(2).diagonal(dim1=1, dim2=2)
     text = all_before(right[:, :1], wrong[:, :1]) * all_before(right[:, 1:], wrong[:, 1:])

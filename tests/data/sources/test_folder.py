@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import inspect
+import sys
+
 import pytest
 
 from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig
+from vqclip.data.sources.file_table import TableBuilder
+from vqclip.data.sources.folder import _walk
 from vqclip.errors import DataError
 
 
@@ -71,3 +76,16 @@ def test_two_folders_of_one_name_are_refused(tmp_path):
     (tmp_path / "green").rename(tmp_path / "dark_green")
     with pytest.raises(DataError, match="the folders dark green, dark_green are all the class 'dark green'"):
         images_of(tmp_path)
+
+
+def test_folders_may_lie_deep(tmp_path):
+    deep = tmp_path.joinpath("a", *["d"] * 60)
+    deep.mkdir(parents=True)
+    (deep / "1.jpg").write_bytes(b"")
+    (deep / "1.txt").write_text("deep")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 40)
+    try:
+        assert [*_walk(tmp_path, TableBuilder())] == [f"a/{'d/' * 60}1.{ending}" for ending in ("jpg", "txt")]
+    finally:
+        sys.setrecursionlimit(limit)

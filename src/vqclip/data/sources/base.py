@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from vqclip.config import Config
 from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError
 
-__all__ = ["FolderContent", "Place", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
+__all__ = ["FolderContent", "NumberedSource", "Place", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
 
 Place = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), Field(min_length=1)]
 """A path or URL."""
@@ -70,6 +71,26 @@ class ShardedSource(Source, Protocol):
     def shards(self) -> list[dict[str, str | int]]:
         """Every shard in order: file ``name``, ``bytes``, ``samples`` and ``sha256``."""
         ...
+
+
+class NumberedSource:
+    """Base of sources whose samples have no names but their numbers; a subclass sets `shards`."""
+
+    shards: list[dict[str, str | int]]
+    """See `ShardedSource.shards`."""
+
+    def key(self, index: int) -> str:
+        """Return the number of the sample; see `ShardedSource.key`."""
+        return f"{index:09d}"
+
+    def place(self, index: int) -> str:
+        """Return the number of the sample; see `vqclip.data.images.ImageSource.place`."""
+        return self.key(index)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of those of all shards."""
+        return hashlib.sha256("".join(str(shard["sha256"]) for shard in self.shards).encode()).hexdigest()
 
 
 class FolderContent(NamedTuple):

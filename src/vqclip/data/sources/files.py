@@ -21,7 +21,7 @@ import numpy as np
 
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import Place, RawSample, SourceConfigBase
+from vqclip.data.sources.base import NumberedSource, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, require_usable
 from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, load_table, save_arrays
 from vqclip.data.sources.prompts import Prompts
@@ -299,7 +299,7 @@ def _cut_path(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-class FileSource:
+class FileSource(NumberedSource):
     """A `Source` of image files that a table lists.
 
     Args:
@@ -319,7 +319,7 @@ class FileSource:
         """Remarks on files that are left out."""
         self._prompts = Prompts(self.templates, self.classnames)
         sizes, times = [], []
-        self._shards: list[dict[str, str | int]] = []
+        self.shards = []
         for part in config.parts(table, cache):
             index = part.load()
             sizes.append(index.sizes)
@@ -327,7 +327,7 @@ class FileSource:
             total = int(np.maximum(index.sizes, 0).sum())
             name = f"{config.listing.stem}-{part.start // PART_SIZE:05d}"
             sha256 = checksum(index.digests.tobytes())
-            self._shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
+            self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
         self._sizes = np.concatenate(sizes) if sizes else np.zeros((0, 1), np.int64)
         self._modified_ns = np.concatenate(times) if times else np.zeros((0, 1), np.int64)
         self._require_some()
@@ -357,19 +357,10 @@ class FileSource:
         text = f"{self.config.listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
         return printable(text, one_line=True)
 
-    def key(self, index: int) -> str:
-        """Return the number of the sample; see `ShardedSource.key`."""
-        return f"{index:09d}"
-
     def place(self, index: int) -> str:
         """Return the path of the file, and its row; see `vqclip.data.images.ImageSource.place`."""
         path, row = self._table.paths[index], int(self._table.rows[index])
         return f"{path} ({self.config.row_word} {row})" if row >= 0 else path
-
-    @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """Parts of the table; see `ShardedSource.shards`."""
-        return self._shards
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -379,7 +370,7 @@ class FileSource:
         return {
             "kind": "files",
             "samples": len(self),
-            "sha256": checksum("".join(str(shard["sha256"]) for shard in self._shards).encode()),
+            "sha256": self.sha256,
             "captions_sha256": checksum(*texts),
             "prompts_sha256": self._prompts.sha256,
             **({"captions": "table", "json_keys": []} if files is None else files.fingerprint),

@@ -65,9 +65,7 @@ class FolderConfig(FileSourceConfig):
             return False
         if any(map(_is_image, content.files)) or content.files & set(METADATA):
             return True
-        return bool(content.folders) and not any(
-            is_tar(name) for folder in content.folders for name in os.listdir(content.path / folder)
-        )
+        return bool(content.folders) and not any(is_tar(file.name) for file in content.path.glob("[!.]*/*"))
 
     @property
     def listing(self) -> Path:
@@ -95,13 +93,11 @@ class FolderConfig(FileSourceConfig):
                 mode = mode or "metadata"
         if mode == "metadata":
             return _metadata_table(folder, builder, self.file_key, self.text_key)
-        if mode == "classes":
-            return _class_table(folder, builder)
         paths = list(_walk(folder, builder))
         images = [path for path in paths if _is_image(path)]
         mode = mode or _find_captions(folder, images, set(paths))
         if mode == "classes":
-            return _class_table(folder, builder)
+            return _class_table(folder, builder, paths)
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in it or below it")
         for path in images:
@@ -128,67 +124,65 @@ def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions
     return "classes"
 
 
-def _walk(
-    folder: Path, builder: TableBuilder, relative: str = "", above: frozenset[str] = frozenset()
-) -> Iterator[str]:
+def _walk(folder: Path, builder: TableBuilder) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, sorted by path; hidden ones are skipped."""
-    here = folder / relative
-    real = os.path.realpath(here)
-    if real in above:  # a symbolic link to a folder that contains it
-        return
-    try:
-        names = sorted(name for name in os.listdir(builder.read_from(here)) if name[0] != ".")
-    except OSError as error:
-        raise DataError(f"{here}: cannot be read: {error.strerror}") from None
-    folders = [name for name in names if os.path.isdir(here / name)]
-    inside = set(folders)
-    yield from (f"{relative}{name}" for name in names if name not in inside)
-    for name in folders:
-        yield from _walk(folder, builder, f"{relative}{name}/", above | {real})
+    left: list[tuple[str, frozenset[str]]] = [("", frozenset())]
+    while left:
+        relative, above = left.pop()
+        here = folder / relative
+        real = os.path.realpath(here)
+        if real in above:  # a symbolic link to a folder that contains it
+            continue
+        try:
+            names = sorted(name for name in os.listdir(builder.read_from(here)) if name[0] != ".")
+        except OSError as error:
+            raise DataError(f"{here}: cannot be read: {error.strerror}") from None
+        inside = {name for name in names if os.path.isdir(here / name)}
+        yield from (f"{relative}{name}" for name in names if name not in inside)
+        left += [(f"{relative}{name}/", above | {real}) for name in reversed(names) if name in inside]
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_ENDINGS)
 
 
-def _class_table(folder: Path, builder: TableBuilder) -> FileTable:
+def _class_table(folder: Path, builder: TableBuilder, paths: Sequence[str]) -> FileTable:
     """List labelled images: classes in the order of their names, with "_" read as a blank."""
-    classes = _class_folders(builder.read_from(folder))
-    names = tuple(path.name.replace("_", " ") for path in classes)
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
+    names = tuple(name.replace("_", " ") for name in classes)
     _require_distinct(folder, classes, names)
     templates: Sequence[str] = (DEFAULT_TEMPLATE,)
     if builder.read_from(folder / TEMPLATES).exists():
         templates = read_templates(LocalFolder(folder))
-    for label, path in enumerate(classes):
-        for image in _images(builder.read_from(path)):
-            builder.add(f"{path.name}/{image.name}", label=label)
-    notes = _describe_left_out(folder, classes)
-    return builder.finish(names, templates, {"captions": "classes", "notes": notes})
+    inside = [path for path in paths if path.count("/") == 1]
+    images: dict[str, list[str]] = {name: [] for name in classes}
+    for path in filter(_is_image, inside):
+        images[path.partition("/")[0]].append(path)
+    for label, (name, own) in enumerate(images.items()):
+        _require_images(folder / name, own)
+        for path in own:
+            builder.add(path, label=label)
+    others = [os.path.splitext(path)[1].lower() or os.path.basename(path) for path in inside if not _is_image(path)]
+    loose = sum(map(_is_image, (path for path in paths if "/" not in path)))
+    nested = sum(map(_is_image, (path for path in paths if path.count("/") > 1)))
+    return builder.finish(names, templates, {"captions": "classes", "notes": _describe_left_out(others, nested, loose)})
 
 
-def _class_folders(folder: Path) -> list[Path]:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
-    return classes
-
-
-def _images(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    images = [path for path in files if _is_image(path.name)]
+def _require_images(folder: Path, images: list[str]) -> None:
     if not images:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(
             f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
             "add images, or remove the folder if it is not a class"
         )
-    return images
 
 
-def _require_distinct(folder: Path, classes: list[Path], names: tuple[str, ...]) -> None:
+def _require_distinct(folder: Path, classes: Sequence[str], names: Sequence[str]) -> None:
     for name in dict.fromkeys(names):
-        same = [path.name for path, each in zip(classes, names, strict=True) if each == name]
+        same = [each for each, read in zip(classes, names, strict=True) if read == name]
         if len(same) > 1:
             raise DataError(
                 f'{folder}: the folders {", ".join(same)} are all the class {name!r}, because "_" is '
@@ -196,15 +190,8 @@ def _require_distinct(folder: Path, classes: list[Path], names: tuple[str, ...])
             )
 
 
-def _describe_left_out(folder: Path, classes: list[Path]) -> list[str]:
-    """Return a note for each kind of file that is not read; hidden files are skipped without a note."""
-    others, nested = [], 0
-    for path in (path for each in classes for path in each.iterdir() if not path.name.startswith(".")):
-        if path.is_dir():
-            nested += sum(_is_image(below.name) for below in path.rglob("*"))
-        elif not _is_image(path.name):
-            others.append(path.suffix.lower() or path.name)
-    loose = sum(_is_image(path.name) for path in folder.iterdir())
+def _describe_left_out(others: Sequence[str], nested: int, loose: int) -> list[str]:
+    """Return a note for each kind of file that is not read."""
     endings = ", ".join(sorted(set(others))[:5])
     notes = (
         (len(others), f"without an image's ending ({', '.join(IMAGE_ENDINGS)}) in the folders of classes: {endings}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,7 +10,7 @@ from pydantic import Field, model_validator
 
 from vqclip.data.remote import display_url, is_tar, protocol_of
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import FolderContent, RawSample, Source
+from vqclip.data.sources.base import FolderContent, NumberedSource, RawSample, Source
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.paths import find_shards
@@ -158,7 +157,7 @@ def find_image_files(config: ParquetConfig) -> ParquetFiles | None:
     return None if path is None else ParquetFiles(parquet=config)
 
 
-class ParquetRows:
+class ParquetRows(NumberedSource):
     """A `Source` of the rows of Parquet files.
 
     Args:
@@ -175,6 +174,7 @@ class ParquetRows:
         self._rows, columns = open_rows(config, cache)
         self._parser = RowParser(columns, config)
         self._rows.warn_if_slow()
+        self.shards = self._rows.shards
         self.classnames, self.templates = self._parser.classnames, self._parser.templates
         self._places = strip_common_folders([str(path) for path in self._rows.paths])
         self._width = len(str(max(sum(facts.rows) for facts in self._rows.facts)))
@@ -190,23 +190,12 @@ class ParquetRows:
         """Return file and row, for messages."""
         return self._rows.name(index)
 
-    def key(self, index: int) -> str:
-        """Return the number of the sample; see `ShardedSource.key`."""
-        return f"{index:09d}"
-
     def place(self, index: int) -> str:
         """Return file and row; see `vqclip.data.images.ImageSource.place`."""
         file, row = self._rows.locate(index)
         return f"{self._places[file]}/{row:0{self._width}d}"
 
     @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """See `ShardedSource.shards`."""
-        return self._rows.shards
-
-    @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; of the tables alone if the images are at URLs."""
-        digests = "".join(str(shard["sha256"]) for shard in self.shards)
-        digest = hashlib.sha256(digests.encode()).hexdigest()
-        return {"kind": "parquet", "samples": len(self), "sha256": digest, **self._parser.fingerprint}
+        return {"kind": "parquet", "samples": len(self), "sha256": self.sha256, **self._parser.fingerprint}

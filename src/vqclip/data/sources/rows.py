@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vqclip.data.sources.base import RawSample
+from vqclip.data.sources.base import NumberedSource, RawSample
 from vqclip.data.sources.records import load_record
 from vqclip.errors import DataError, StorageError, printable
 from vqclip.process import progress
@@ -106,7 +106,7 @@ def stamp(paths: Sequence[str | Path]) -> list[tuple[str, int, int]]:
     return found
 
 
-class RowSource:
+class RowSource(NumberedSource):
     """A `Source` of the rows of another library.
 
     Args:
@@ -123,11 +123,11 @@ class RowSource:
             raise DataError(f"{rows}: has no rows")
         self.rows, self._kind = rows, kind
         self.classnames, self.templates = rows.classnames, rows.templates
-        self._shards: list[dict[str, str | int]] = []
+        self.shards = []
         for number, block in enumerate(divide(rows)):
             facts = block.prepare(cache)
             name = f"{kind}-{number:05d}"
-            self._shards.append({"name": name, "samples": block.stop - block.start, **facts})
+            self.shards.append({"name": name, "samples": block.stop - block.start, **facts})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -142,21 +142,7 @@ class RowSource:
         """Return data set and row, for messages."""
         return printable(f"{self.rows}: row {index}", one_line=True)
 
-    def key(self, index: int) -> str:
-        """Return the row's number; see `ShardedSource.key`."""
-        return f"{index:09d}"
-
-    def place(self, index: int) -> str:
-        """Return the row's number; see `vqclip.data.images.ImageSource.place`."""
-        return self.key(index)
-
-    @property
-    def shards(self) -> list[dict[str, str | int]]:
-        """Blocks of rows; see `ShardedSource.shards`."""
-        return self._shards
-
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; of the samples, so neither the place nor the version of the library counts."""
-        digests = "".join(str(shard["sha256"]) for shard in self._shards)
-        return {"kind": self._kind, "samples": len(self), "sha256": hashlib.sha256(digests.encode()).hexdigest()}
+        return {"kind": self._kind, "samples": len(self), "sha256": self.sha256}
