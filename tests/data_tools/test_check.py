@@ -10,8 +10,11 @@ import pytest
 from PIL import Image
 
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from vqclip.cli import data_check
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.remote import RemoteShard
+from vqclip.data.sources.row_groups import ParquetPart
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
 from vqclip.towers.bpe import BPE
 
@@ -200,3 +203,10 @@ def test_mistakes_of_a_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["check", shard, "--config", "configs/base.yaml", "--context-length", "9"]) == 2
     assert main(["check", shard, "caption=txt"]) == 2
     assert "caption" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrap", [lambda shard: shard, ParquetPart])
+def test_whole_shards_beside_damaged_ones_keep_their_credentials(wrap) -> None:
+    url = "https://user:secret@example.org/0.tar?signature=abc"
+    assert "secret" not in str(wrap(RemoteShard(url)))
+    assert data_check._path_of(wrap(RemoteShard(url))) == url

@@ -16,6 +16,8 @@ from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
 from vqclip.data import Source, parse_source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import prepare_shard
+from vqclip.data.remote import RemoteShard
+from vqclip.data.shard import Part, Shard
 from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
@@ -125,6 +127,12 @@ def _limits(options: argparse.Namespace) -> CheckOptions:
     )
 
 
+def _path_of(shard: Shard | Part) -> str:
+    """Return the path or the whole URL of a shard or Parquet file; ``str`` shows no credentials."""
+    found = getattr(shard, "path", shard) if isinstance(shard, Part) else shard
+    return found.url if isinstance(found, RemoteShard) else str(found)
+
+
 def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     """Return the source without its damaged shards, and these.
 
@@ -136,7 +144,7 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     for shard in config.shards():
         try:
             prepare_shard(shard)
-            whole.append(str(shard))
+            whole.append(_path_of(shard))
         except DataError as error:
             logger.warning("%s", error)
             damaged.append(Finding(str(shard), str(error).removeprefix(f"{shard}: ")))

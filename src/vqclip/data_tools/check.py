@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vqclip.data import Source
-from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.loader import Tokenize
-from vqclip.data_tools.scan import ScannedSample, scan
+from vqclip.data_tools.scan import CheckOptions, scan
 from vqclip.errors import printable
 from vqclip.towers import CaptionLengths
 
@@ -26,22 +24,6 @@ __all__ = ["CheckOptions", "CheckReport", "Finding", "check_source", "format_rep
 
 _DIGEST = "S16"
 _SHOWN = 160
-
-
-@dataclass(frozen=True)
-class CheckOptions:
-    """Options of `vqclip data check`."""
-
-    tokenize: Tokenize | None = None
-    """Captions → tokens and lengths; None does not count tokens."""
-    context_length: int | None = None
-    """Tokens of a caption, marks included, after which it is cut; None: captions are not cut."""
-    max_pixels: int = MAX_PIXELS
-    """Larger images are bad samples."""
-    min_side: int = 32
-    """Images with a shorter side give a warning."""
-    workers: int = 0
-    """Processes that read and decode; 0: this one."""
 
 
 class Finding(NamedTuple):
@@ -124,7 +106,7 @@ def check_source(source: Source, options: CheckOptions, against: Source | None =
     report, bad, warnings = CheckReport(len(source)), defaultdict(list), defaultdict(list)
     files, pixels, captions = _Digests(), _Digests(), _Digests()
     lengths, classes = CaptionLengths(), Counter[int]()
-    for sample in _scan(source, options, "check"):
+    for sample in scan(source, options):
         if sample.problem is not None:
             kind, detail = sample.problem
             bad[kind].append(Finding(source.name(sample.index), detail))
@@ -156,10 +138,6 @@ def check_source(source: Source, options: CheckOptions, against: Source | None =
         _add_overlap(warnings["also in the other data"], source, against, files, pixels, options)
     report.bad, report.warnings = _sort_kinds(bad), _sort_kinds(warnings)
     return report
-
-
-def _scan(source: Source, options: CheckOptions, name: str) -> Iterator[ScannedSample]:
-    return scan(source, options.tokenize, options.max_pixels, options.min_side, options.workers, name)
 
 
 def _sort_kinds(found: dict[str, list[Finding]]) -> dict[str, list[Finding]]:
@@ -209,7 +187,7 @@ def _add_overlap(
     found: list[Finding], source: Source, against: Source, files: _Digests, pixels: _Digests, options: CheckOptions
 ) -> None:
     other_files, other_pixels = _Digests(), _Digests()
-    for sample in _scan(against, dataclasses.replace(options, tokenize=None), "other data"):
+    for sample in scan(against, dataclasses.replace(options, tokenize=None), "other data"):
         other_files.add(sample.file_digest, sample.index)
         other_pixels.add(sample.pixel_digest, sample.index)
     seen: set[int] = set()

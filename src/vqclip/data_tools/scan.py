@@ -11,19 +11,35 @@ from PIL import Image
 from torch import Tensor
 
 from vqclip.data import Source
-from vqclip.data.decode import decode_image, image_format
+from vqclip.data.decode import MAX_PIXELS, decode_image, image_format
 from vqclip.data.loader import Tokenize
 from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError
 from vqclip.runlog.bar import ProgressBar
 
-__all__ = ["ScannedSample", "scan"]
+__all__ = ["CheckOptions", "ScannedSample", "scan"]
 
 _BATCH = 16
 _LONG_SIDE = 4.0
 """Largest ratio of the sides that is not remarkable."""
 _ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of `vqclip data check`."""
+
+    tokenize: Tokenize | None = None
+    """Captions → tokens and lengths; None does not count tokens."""
+    context_length: int | None = None
+    """Tokens of a caption, marks included, after which it is cut; None: captions are not cut."""
+    max_pixels: int = MAX_PIXELS
+    """Larger images are bad samples."""
+    min_side: int = 32
+    """Images with a shorter side give a warning."""
+    workers: int = 0
+    """Processes that read and decode; 0: this one."""
 
 
 @dataclass
@@ -54,14 +70,11 @@ class _Scanner:
     Args:
         source: the samples.
         slices: samples of every batch.
-        tokenize: captions → tokens and lengths; None does not count tokens.
-        max_pixels: larger images are bad samples.
-        min_side: images with a shorter side are remarkable.
+        options: the limits.
     """
 
-    def __init__(self, source: Source, slices: ShardSlices, tokenize: Tokenize | None, max_pixels: int, min_side: int):
-        self._source, self._slices, self._tokenize = source, slices, tokenize
-        self._max_pixels, self._min_side = max_pixels, min_side
+    def __init__(self, source: Source, slices: ShardSlices, options: CheckOptions):
+        self._source, self._slices, self._options = source, slices, options
 
     def __call__(self, number: int) -> list[ScannedSample]:
         _, indices = self._slices[number]
@@ -74,9 +87,9 @@ class _Scanner:
             data = sample.image
             found.label, found.size, found.file_digest = sample.label, len(data), _digest(data)
             found.captions = [_digest(caption.encode()) for caption in sample.captions]
-            if self._tokenize is not None:
-                found.lengths = [*self._tokenize([*sample.captions])[1]]
-            image = decode_image(data, self._max_pixels)
+            if self._options.tokenize is not None:
+                found.lengths = [*self._options.tokenize([*sample.captions])[1]]
+            image = decode_image(data, self._options.max_pixels)
             found.pixel_digest = _pixel_digest(image)
             found.remarks = [*self._remarks(data, image)]
             if self._source.classnames and not 0 <= found.label < len(self._source.classnames):
@@ -93,7 +106,7 @@ class _Scanner:
 
     def _remarks(self, data: bytes, image: Tensor) -> Iterator[tuple[str, str]]:
         height, width = image.shape[1:]
-        if min(height, width) < self._min_side:
+        if min(height, width) < self._options.min_side:
             yield "small image", f"{width}x{height} pixels"
         if max(height, width) > _LONG_SIDE * min(height, width):
             yield "long image", f"{width}x{height} pixels"
@@ -111,30 +124,12 @@ class _Scanner:
             yield "EXIF orientation", f"orientation {orientation}; the image is rotated or flipped upright"
 
 
-def scan(
-    source: Source,
-    tokenize: Tokenize | None,
-    max_pixels: int,
-    min_side: int,
-    workers: int,
-    name: str = "check",
-    timeout_s: float = 240.0,
-) -> Iterator[ScannedSample]:
-    """Yield every sample of a source in order, and show progress.
-
-    Args:
-        source: the samples.
-        tokenize: captions → tokens and lengths; None does not count tokens.
-        max_pixels: larger images are bad samples.
-        min_side: images with a shorter side are remarkable.
-        workers: processes that read and decode; 0: this one.
-        name: of the progress bar.
-        timeout_s: longest wait for a worker.
-    """
+def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator[ScannedSample]:
+    """Yield every sample of a source in order, and show progress in a bar of this name."""
     slices = ShardSlices([len(source)], [0], _BATCH)
-    scanner = _Scanner(source, slices, tokenize, max_pixels, min_side)
+    scanner = _Scanner(source, slices, options)
     with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
-        batches = ordered_map(scanner, range(len(slices)), workers, timeout_s=timeout_s, section="check")
+        batches = ordered_map(scanner, range(len(slices)), options.workers, timeout_s=240.0, section="check")
         for batch in batches:
             yield from batch
             bar.advance(len(batch))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vqclip.data.features import FeatureSettings
 from vqclip.data.features.folder import BadFeatures
 from vqclip.data.samples import SampleMaker
+from vqclip.data.shard_folder import ShardSlices
 from vqclip.errors import DataError, StorageError
 
 _NOT_THE_SAMPLES_FAULT = frozenset({"unreadable shard", "changed shard", "unreadable file"})
@@ -43,13 +43,12 @@ class Blocks:
     """
 
     def __init__(self, samples: SampleMaker, settings: FeatureSettings, shards: Sequence[int], size: int):
-        self._samples, self._settings, self._shards, self._size = samples, settings, tuple(shards), size
-        counts = [-(-len(settings.shard_range(shard)) // size) for shard in shards]
-        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._samples, self._settings = samples, settings
+        self._slices = ShardSlices([len(settings.shard_range(n)) for n in range(settings.shards)], shards, size)
 
     def __len__(self) -> int:
         """Return the number of blocks in all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return len(self._slices)
 
     def __call__(self, number: int) -> Block:
         """Return block `number`, counted over the shards.
@@ -57,11 +56,8 @@ class Blocks:
         Raises:
             DataError: the storage of a sample cannot be read; a bad sample is part of the block.
         """
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        shard, start = self._shards[place], int(self._ends[place - 1]) if place else 0
-        first = (number - start) * self._size
-        ids = self._settings.shard_range(shard)[first : first + self._size]
-        block = Block(shard, len(ids), number + 1 == self._ends[place])
+        shard, ids = self._slices[number]
+        block = Block(shard, len(ids), ids.stop == self._settings.shard_range(shard).stop)
         is_image = self._settings.modality == "image"
         empty: Tensor | tuple[str, ...] = torch.empty(0) if is_image else ()
         read = self._samples.make_views if is_image else self._samples.read_captions

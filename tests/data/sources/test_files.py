@@ -306,3 +306,15 @@ def test_search_and_export_read_tables(folder: Path) -> None:
     (folder / "t.csv").write_text("filepath,title\na.jpg,x\n")
     images = open_images(str(folder / "t.csv"))
     assert (len(images), images.place(0)) == (1, "a.jpg (row 2)")
+
+
+def test_a_damaged_table_or_index_is_made_again(folder: Path, cache: Path) -> None:
+    source = table(folder, "filepath,title\na.jpg,x\nb.jpg,y\n")
+    expected = [source.read(0), source.read(1), source.fingerprint]
+    for stored in sorted((cache / "index").glob("*.npz")):
+        whole = stored.read_bytes()
+        for place in range(0, len(whole), 41):
+            stored.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            again = source.config.build()
+            assert [again.read(0), again.read(1), again.fingerprint] == expected
+        stored.write_bytes(whole)

@@ -197,15 +197,7 @@ class FilePart:
         stored = load_arrays(self.file, self.name)
         if stored is None or stored[0].get("paths") != paths:
             return None
-        shape = (self.stop - self.start, 2 if self.second else 1)
-        expected = {"sizes": (np.int64, shape), "modified_ns": (np.int64, shape), "digests": (np.uint8, (*shape, 32))}
-        arrays = stored[1]
-        if arrays.keys() != expected.keys() or any(
-            arrays[key].dtype != kind or arrays[key].shape != size for key, (kind, size) in expected.items()
-        ):
-            logger.warning("%s: damaged index of %s is made again", self.file, self.name)
-            return None
-        return PartIndex(**arrays)
+        return PartIndex(**stored[1])
 
     def files(self, index: int) -> list[str]:
         """Return the files of a row: the image, and that of the captions if there is one.
