@@ -20,6 +20,7 @@ def make_place(folder: Path) -> Path:
     - ``configs``, ``scripts``, ``benchmarks``, ``examples``: those of the checkout.
     - ``shards/{00000,00001}.tar``: 24 captioned images. ``classes``: three classes in clip_benchmark's layout.
     - ``images/<class>/*.png``: two classes of two images. ``photos/*.png`` with captions beside them: ten pairs.
+      ``held-out``: four more.
     - ``runs/base``: a finished run of a tiny model, two steps on those shards, with an evaluation.
     """
     for name in ("configs", "scripts", "benchmarks", "examples"):
@@ -33,10 +34,11 @@ def make_place(folder: Path) -> Path:
         path = folder / "images" / ("cat", "dog")[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(number)).save(path)
-    (folder / "photos").mkdir()
-    for number in range(10):
-        Image.fromarray(pixels(number)).save(folder / "photos" / f"{number}.png")
-        (folder / "photos" / f"{number}.txt").write_text(f"number {number}")
+    for number in range(14):
+        path = folder / ("photos" if number < 10 else "held-out") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels(number)).save(path)
+        path.with_suffix(".txt").write_text(f"number {number}")
     tree = run_tree(
         folder / "runs",
         shards,
