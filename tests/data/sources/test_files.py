@@ -212,7 +212,8 @@ def test_captions_beside_the_images(folder: Path) -> None:
 
 
 def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
-    with pytest.raises(DataError, match="3 images without captions; expected a .txt of the same name"):
+    (folder / "a.csv").touch()
+    with pytest.raises(DataError, match="3 images without captions; expected a .txt .* named as the path: a.csv"):
         parse_source(folder).build()
     (folder / "a.txt").write_text("x")
     with pytest.raises(DataError, match="3 images, of which 1 have a .txt and 0 a .json of the same name"):

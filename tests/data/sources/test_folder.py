@@ -48,7 +48,7 @@ def test_errors_name_the_folder(tmp_path):
         images_of(tmp_path)
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "a.bmp").touch()
-    with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp"):
+    with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp; .* if it contains the classes, name it"):
         images_of(tmp_path)
 
 

@@ -44,9 +44,18 @@ def test_the_kind_of_a_path(tmp_path: Path) -> None:
 
 def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
     (tmp_path / "notes.doc").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("0.tar", "a.png", "a.txt"):
+        (tmp_path / "both" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "both" / name).touch()
     for path, message in (
+        (tmp_path / "empty", "the folder is empty"),
+        (tmp_path / "both", "could be of several kinds: shards, folder; name one"),
         (tmp_path / "none", "no such file or folder"),
-        (tmp_path, r"its kind is not plain from its contents \(notes.doc\); name it, kind: one of shards, classes"),
+        (
+            tmp_path,
+            r"its kind is not plain from its contents \(both/, empty/, notes.doc\); name it, kind: one of shards",
+        ),
         (tmp_path / "notes.doc", "its kind is not plain from its name; .*plain are folders .* end in .tar"),
         ("s3://bucket/folder", "its kind is not plain from its name"),
     ):

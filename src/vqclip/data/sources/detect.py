@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from vqclip.data.remote import display_url, protocol_of
 from vqclip.data.sources.base import FolderContent, SourceConfigBase
+from vqclip.data.sources.files import IMAGE_ENDINGS
 from vqclip.errors import DataError
 
 __all__ = ["find_kind"]
@@ -35,11 +36,14 @@ def _find(path: str, kinds: Mapping[str, type[SourceConfigBase]]) -> str:
     if is_local and local.is_dir():
         content = _list(local)
         found = [kind for kind, config in kinds.items() if config.matches_folder(content)]
-        found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
+        if not any(_has_ending(name, IMAGE_ENDINGS) for name in content.files):
+            found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
+        if not content.files and not content.folders:
+            raise DataError(f"{local.absolute()}: the folder is empty; expected a data set")
         if not found:
             names = sorted([*content.files, *(f"{name}/" for name in content.folders)])
             raise DataError(
-                f"{local.absolute()}: its kind is not plain from its contents ({', '.join(names[:5]) or 'none'}); name "
+                f"{local.absolute()}: its kind is not plain from its contents ({', '.join(names[:5])}); name "
                 f"it, kind: one of {', '.join(kinds)}"
             )
     else:

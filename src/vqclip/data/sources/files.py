@@ -190,7 +190,7 @@ class FilePart:
         if changed or found is None:
             arrays = {"sizes": index.sizes, "modified_ns": index.modified_ns, "digests": index.digests}
             save_arrays(self.file, self.name, {"paths": paths}, arrays)
-            logger.info("indexed %s: files of %d images, %d to %d", self.name, changed, self.start, self.stop)
+            logger.info("indexed %s: %d image files of samples %d to %d", self.name, changed, self.start, self.stop - 1)
         return index
 
     def _read(self, paths: str) -> PartIndex | None:

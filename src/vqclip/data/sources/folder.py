@@ -60,10 +60,12 @@ class FolderConfig(FileSourceConfig):
 
     @classmethod
     def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether there are images, metadata, or folders without tars."""
+        """Return whether there are images; or, without tars, metadata or folders."""
+        if any(map(_is_image, content.files)):
+            return True
         if any(map(is_tar, content.files)):
             return False
-        if any(map(_is_image, content.files)) or content.files & set(METADATA):
+        if content.files & set(METADATA):
             return True
         return bool(content.folders) and not any(is_tar(file.name) for file in content.path.glob("[!.]*/*"))
 
@@ -117,9 +119,11 @@ def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions
             "it a folder of classes, or are captions missing? Set captions: classes, txt or json"
         )
     if images and all("/" not in path for path in images):
+        tables = [path for path in paths if path.endswith((".csv", ".tsv", ".json", ".parquet"))]
+        hint = f"; a table with their captions is named as the path: {min(tables)}" if tables else ""
         raise DataError(
             f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one of "
-            f"{', '.join(METADATA)}, or a subfolder for each class"
+            f"{', '.join(METADATA)}, or a subfolder for each class{hint}"
         )
     return "classes"
 
@@ -176,7 +180,7 @@ def _require_images(folder: Path, images: list[str]) -> None:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(
             f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
-            "add images, or remove the folder if it is not a class"
+            "add images, or remove the folder if it is not a class; if it contains the classes, name it as the path"
         )
 
 

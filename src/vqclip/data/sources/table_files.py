@@ -90,13 +90,12 @@ def find_column(path: Path, columns: Sequence[str], name: str, key: str) -> int:
         return columns.index(name)
     if name in columns:
         raise DataError(f"{path}: {columns.count(name)} columns are called {name!r}; give each its own name")
-    close = did_you_mean(difflib.get_close_matches(name, columns, n=1))
-    hint = ""
+    hint = did_you_mean(difflib.get_close_matches(name, columns, n=1))
     if len(columns) == 1 and any(mark in columns[0] for mark in ",\t;"):
         mark = next(mark for mark in "\t;," if mark in columns[0])
         hint = f"; it has a single column, so the separator may be {mark!r} (separator)"
     shown = ", ".join(map(repr, columns[:20]))
-    raise DataError(f"{path}: {key}: no column {name!r}; its columns: {shown}{close}{hint}")
+    raise DataError(f"{path}: {key}: no column {name!r}; its columns: {shown}{hint}")
 
 
 def read_json(path: Path) -> Any:
