@@ -187,6 +187,12 @@ def test_without_the_extra(model, monkeypatch, capsys):
     assert main(["clip-benchmark", "build", "x.json"]) == 2
 
 
+def test_build_refuses_other_files(tmp_path, capsys):
+    (tmp_path / "report.json").write_text('{"samples": 3}')
+    assert main(["clip-benchmark", "build", str(tmp_path / "report.json"), "--output", str(tmp_path / "b.csv")]) == 2
+    assert "expected results of eval" in capsys.readouterr().err
+
+
 def test_nothing_imports_clip_benchmark_before_it_is_needed():
     found = [str(file) for file in FILES if re.search(r"(?m)^\s*(from|import) clip_benchmark\b", file.read_text())]
     assert found == []

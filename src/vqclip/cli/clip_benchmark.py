@@ -1,7 +1,7 @@
 """Evaluate models with clip_benchmark, on its data sets, by its own command.
 
 vqclip clip-benchmark eval --pretrained runs/eurosat --dataset wds/eurosat --dataset_root data/cls_eurosat
-vqclip clip-benchmark build *.json --output benchmark.csv
+vqclip clip-benchmark build eurosat_*.json --output benchmark.csv
 
 Options that eval does not list are those of clip_benchmark (clip_benchmark eval --help). It is run once for each model,
 with --model_type vqclip, and with --no_amp, so that its logits are in fp32 as those of vqclip evaluate.
@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options, others = _parser().parse_known_args(arguments)
     if options.task == "build":
-        run(["build", *others])
+        try:
+            run(["build", *others])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"build: a file has no {error}; expected results of eval only: {' '.join(others)}"
+            ) from error
         return
     for name in _REFUSED.keys() & {each.partition("=")[0] for each in others}:
         raise ConfigError(f"{name}: {_REFUSED[name]}")

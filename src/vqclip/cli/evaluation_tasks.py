@@ -127,7 +127,7 @@ def _source(
         path = Path(group.paths[0])
         if options.task != "retrieval":
             _refuse_captioned(path)
-            kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message says so
+            kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message names them
     kind = kind or find_kind(group.paths, KINDS)
     defaults, paths = dict[str, Any](kind=kind), group.paths
     if kind == "folder" and split:
