@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
 
 from tests.data.making import caption_shards, class_folder
+from vqclip.cli.data_pack import OVERRIDES_HELP
 from vqclip.cli.main import main
+from vqclip.data import CsvConfig
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import choose_split
 from vqclip.errors import ConfigError, DataError
@@ -139,3 +142,8 @@ def test_no_command_guesses_among_splits(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: found no \*.tar or \*.tar.gz in it"):
         choose_split(str(tmp_path / "empty"), None)
+
+
+def test_help_names_keys_that_exist() -> None:
+    keys = re.findall(r"(\w+)=", OVERRIDES_HELP)
+    assert {"kind", "captions"} == {*keys} & CsvConfig.model_fields.keys() == {*keys}

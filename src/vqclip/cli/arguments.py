@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = [
-    "JSON_KEY_HELP",
     "WEIGHTS_HELP",
+    "add_captions",
     "batch_size",
     "count",
     "path",
@@ -25,8 +25,6 @@ __all__ = [
 ]
 
 
-JSON_KEY_HELP = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
-"""Help of ``--json-key``."""
 WEIGHTS_HELP = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
 """Help of ``--weights``."""
 
@@ -65,6 +63,14 @@ def share(given: str) -> float:
     if not 0 <= number < 1:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a share: a number from 0 to less than 1")
     return number
+
+
+def add_captions(parser: argparse.ArgumentParser) -> None:
+    """Add ``--captions`` and ``--json-key``, which say where the captions of shards and folders are."""
+    help_text = "of shards and folders: txt: the .txt is the caption; txt_lines: each line is one; json: see --json-key"
+    parser.add_argument("--captions", choices=("txt", "txt_lines", "json"), help=f"{help_text} (shards: txt)")
+    help_text = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
+    parser.add_argument("--json-key", type=text, nargs="+", action="extend", metavar="KEY", help=help_text)
 
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")

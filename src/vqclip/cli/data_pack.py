@@ -26,7 +26,7 @@ examples:
 """
 SOURCE_HELP = "file, folder, pattern or URL of the data"
 """Help of ``SOURCE``."""
-OVERRIDES_HELP = "keys of the source, such as kind=csv caption_key=title; see docs/data.md"
+OVERRIDES_HELP = "keys of the source, such as kind=csv captions=title; see docs/data.md"
 """Help of ``key=value``."""
 
 

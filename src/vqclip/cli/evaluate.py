@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "zero-shot":
             _add_prompts(task)
         elif name == "retrieval":
-            _add_captions(task)
+            types.add_captions(task)
         elif name in ("linear-probe", "knn"):
             _add_probe(task, name)
         _add_reading(task)
@@ -183,16 +183,6 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="names of the classes in the data's order, one a line; or JSON with a name or a list of names for each",
     )
-
-
-def _add_captions(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--captions",
-        choices=("txt", "txt_lines", "json"),
-        help="of shards: txt: the .txt is the caption; txt_lines: each line is a caption; json: see --json-key (txt)",
-    )
-    add("--json-key", type=types.text, nargs="+", action="extend", metavar="KEY", help=types.JSON_KEY_HELP)
 
 
 def _add_probe(parser: argparse.ArgumentParser, task: str) -> None:

@@ -82,19 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "from the path, shards at URLs",
     )
     add("--split", help=f"for --kind classes: {SPLIT_HELP}")
-    add(
-        "--captions",
-        choices=("txt", "txt_lines", "json"),
-        help="where the captions are, for --kind shards and folder (default for shards: txt)",
-    )
-    add(
-        "--json-key",
-        type=types.text,
-        nargs="+",
-        action="extend",
-        metavar="KEY",
-        help=types.JSON_KEY_HELP,
-    )
+    types.add_captions(parser)
     add(
         "--batch-size",
         type=types.batch_size,
