@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
@@ -32,23 +33,11 @@ def _problem(data: SourceConfigBase, labelled: bool) -> str:
     return f"{what} has classes, not captions of its own; expected captioned images (or the task zero-shot)"
 
 
-def _check_labelled(data: SourceConfigBase) -> SourceConfigBase:
-    return _prepare(data, labelled=True)
-
-
-def _check_training(data: SourceConfigBase) -> SourceConfigBase:
-    return _prepare(data, labelled=True, split="train")
-
-
-def _check_captioned(data: SourceConfigBase) -> SourceConfigBase:
-    return _prepare(data, labelled=False)
-
-
-LabelledData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_labelled)]
+LabelledData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=True))]
 """Any kind of labelled images."""
-TrainingData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_training)]
+TrainingData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=True, split="train"))]
 """Any kind of labelled images to fit a probe to: the split train where none is named."""
-CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(_check_captioned)]
+CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=False))]
 """Any kind of captioned images."""
 
 

@@ -88,14 +88,15 @@ class FileSourceConfig(SourceConfigBase):
     def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
         """Divide the table into parts for indexing."""
         stem, second = self._stem(cache), self.caption_files(table)
+        name, root = str(self.listing), self.root
         return [
             FilePart(
                 table=table,
-                root=self.root,
+                root=root,
                 second="" if second is None else f".{second.kind}",
                 start=start,
                 stop=min(start + PART_SIZE, len(table)),
-                name=str(self.listing),
+                name=name,
                 file=stem.with_suffix(f".{start // PART_SIZE:05d}.npz"),
             )
             for start in range(0, len(table), PART_SIZE)
@@ -305,7 +306,8 @@ class FileSource(NumberedSource):
     def __init__(self, config: FileSourceConfig, cache: Path | None = None):
         self.config = config
         self._table = table = config.load_table(cache)
-        self._root, self._captions = config.root, config.caption_files(table)
+        self._listing, self._root = config.listing, config.root  # once: a listing may look for files
+        self._captions = config.caption_files(table)
         self.classnames, self.templates = table.classnames, table.templates
         self.notes: list[str] = list(table.facts.get("notes", ()))
         """Remarks on files that are left out."""
@@ -317,7 +319,7 @@ class FileSource(NumberedSource):
             sizes.append(index.sizes)
             times.append(index.modified_ns)
             total = int(np.maximum(index.sizes, 0).sum())
-            name = f"{config.listing.stem}-{part.start // PART_SIZE:05d}"
+            name = f"{self._listing.stem}-{part.start // PART_SIZE:05d}"
             sha256 = checksum(index.digests.tobytes())
             self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
         self._sizes = np.concatenate(sizes) if sizes else np.zeros((0, 1), np.int64)
@@ -346,7 +348,7 @@ class FileSource(NumberedSource):
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
         path, row = _cut_path(self._table.paths[index]), int(self._table.rows[index])
-        text = f"{self.config.listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
+        text = f"{self._listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
@@ -376,7 +378,7 @@ class FileSource(NumberedSource):
             self._read_file(0, 0)
         except DataError as error:
             raise DataError(
-                f"{self.config.listing}: none of the {len(self)} images can be read; the first: {error}. Relative "
+                f"{self._listing}: none of the {len(self)} images can be read; the first: {error}. Relative "
                 f"paths refer to {self._root}"
             ) from None
 
