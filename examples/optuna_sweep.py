@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from vqclip.errors import VqclipError
+from vqclip.errors import ConfigError, VqclipError
 from vqclip.train import Callback, run
 
 METRIC = "eval/captions of unseen combinations/codes_only/t2i_r10"
@@ -27,9 +27,17 @@ class Prune(Callback):
     def on_step_end(self, training):
         """Report after an evaluation; the last one is the trial's value."""
         if training.done % training.config.train.evaluate_every == 0 and not training.is_last:
-            self.trial.report(training.metrics[self.metric], training.done)
+            self.trial.report(find_metric(training.metrics, self.metric), training.done)
             if self.trial.should_prune():
                 training.request_stop("pruned", checkpoint=False)
+
+
+def find_metric(metrics: Mapping[str, float], name: str) -> float:
+    """Return a metric by name; raises ConfigError if the evaluations have no such metric."""
+    if name not in metrics:
+        names = ", ".join(sorted(each for each in metrics if each.startswith("eval/"))) or "none"
+        raise ConfigError(f"--metric: got {name!r}; expected a metric of an evaluation: {names}")
+    return metrics[name]
 
 
 def draw_overrides(trial) -> list[str]:
@@ -67,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             study.stop()
         if not result.finished:
             raise optuna.TrialPruned(result.stopped)
-        return result.metrics[options.metric]
+        return find_metric(result.metrics, options.metric)
 
     study = optuna.create_study(
         direction="maximize",

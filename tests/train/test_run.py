@@ -251,6 +251,13 @@ def test_mistakes_are_errors_of_ours(config, message):
         train(config)
 
 
+def test_callbacks_are_instances(tmp_path, shards):
+    with pytest.raises(
+        ConfigError, match=r"callbacks\[0\]: got <class .*expected an instance of vqclip.train.Callback"
+    ):
+        train(run_tree(tmp_path, shards), [Callback])
+
+
 def test_one_text_is_no_list_of_overrides(tmp_path, shards):
     with pytest.raises(ConfigError, match="got the string 'optim.lr=1'; expected a list"):
         train(run_tree(tmp_path, shards), overrides="optim.lr=1")

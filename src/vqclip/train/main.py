@@ -80,6 +80,9 @@ def run(
         VqclipError: for anything else that a user can correct; the message says how.
     """
     config = load_config(TrainConfig, config, overrides)
+    for number, each in enumerate(callbacks):
+        if not isinstance(each, Callback):
+            raise ConfigError(f"callbacks[{number}]: got {each!r}; expected an instance of vqclip.train.Callback")
     device = dist.choose_device(config.run.device, "run.device")
     with exclusive_run(config.run.path), preserve_torch_state(device):
         if owns_process and device.type == "cpu":
