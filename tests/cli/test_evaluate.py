@@ -240,7 +240,10 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", run_folder, "--data", fine, "--classes", config), "config.yaml"),
         (("zero-shot", run_folder, "--data", fine, "--template", "{c}", "--templates", config), "expected one of them"),
         (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
-        (("knn", run_folder, "--data", fine, "--train-split", "test"), "--train: got the images of --data"),
+        (
+            ("knn", run_folder, "--data", fine, "--train-split", "test"),
+            ": train: got the images of data",
+        ),
         (("knn", run_folder, "--kind", "scenes"), "--kind: got scenes, whose classes have no training images"),
         (("knn", run_folder, "--data", fine, "--neighbours", 10**9), "--neighbours: got 1000000000"),
         (("winoground", run_folder, "--data", fine), "fine: cannot be read"),

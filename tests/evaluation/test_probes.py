@@ -104,7 +104,8 @@ def test_perfect_codes_score_100_percent_and_the_blind_path_knows_only_how_many_
 def test_features_may_be_the_mean_of_the_decoded_tokens(tmp_path):
     folder, model = class_shards(tmp_path), tiny_clip()
     data = ClassShardsConfig(path=folder, split="test")
-    task = KnnConfig(data=data, train=data, neighbours=1, features="tokens")
+    again = ClassShardsConfig(path=f"{folder}/", split="test")
+    task = KnnConfig(data=data, train=again, neighbours=1, features="tokens")
     other = task.model_copy(update={"features": "embedding", "name": "other"})
     found, embedding = evaluate(model, [task, other])
     assert found.figures["codes_only"] == found.figures["quantized"]
@@ -125,7 +126,7 @@ def test_tasks_in_a_row_share_images_and_a_probe_uses_its_limits(tmp_path):
     folder, model, seen = class_shards(tmp_path), tiny_clip(IDENTITY), []
     model.image.tower.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     data = ClassShardsConfig(path=folder, split="test")
-    probe = {"data": data, "train": data, "train_limit": 12}
+    probe = {"data": data, "train": ClassShardsConfig(path=f"{folder}/", split="test"), "train_limit": 12}
     tasks = [ZeroShotConfig(data=data), KnnConfig(**probe, neighbours=2), LinearProbeConfig(**probe, l2=0.1)]
     prepare(tasks)
     results = evaluate(model, tasks)

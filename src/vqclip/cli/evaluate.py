@@ -256,6 +256,8 @@ def _device(name: str) -> torch.device:
 
 
 def _problem(error: ErrorDetails) -> str:
-    key, *inner = error["loc"] or ("",)
+    if not error["loc"]:  # several keys together, which the message names
+        return problem_message(error)
+    key, *inner = error["loc"]
     place = _OPTIONS.get(str(key), f"--{key}".replace("_", "-")) + "".join(f"[{part}]" for part in inner)
     return f"{place}: {problem_message(error)}"

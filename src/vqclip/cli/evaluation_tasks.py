@@ -106,21 +106,13 @@ class _Group:
 
 def _data(options: argparse.Namespace, group: _Group) -> tuple[SourceConfigBase, SourceConfigBase | None]:
     """Return the data to test on, and those to fit a probe to."""
-    if options.task in ("zero-shot", "retrieval"):
-        return _source(options, group, options.split), None
     test = _source(options, group, options.split)
-    train = _source(options, _Group(options.train) if options.train else group, options.train_split, "train")
-    if train == test:
-        raise ConfigError(
-            f"--train: got the images of --data, {' '.join(group.paths)}; expected others, to fit the classifier to: "
-            "name --train, or --split and --train-split"
-        )
-    return test, train
+    if options.task in ("zero-shot", "retrieval"):
+        return test, None
+    return test, _source(options, _Group(options.train) if options.train else group, options.train_split)
 
 
-def _source(
-    options: argparse.Namespace, group: _Group, split: str | None, default_split: str = "test"
-) -> SourceConfigBase:
+def _source(options: argparse.Namespace, group: _Group, split: str | None) -> SourceConfigBase:
     kinds = [text.removeprefix("kind=") for text in group.overrides if text.startswith("kind=")]
     kind = kinds[-1] if kinds else options.kind
     if kind is None and len(group.paths) == 1:
@@ -129,16 +121,11 @@ def _source(
             _refuse_captioned(path)
             kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message names them
     kind = kind or find_kind(group.paths, KINDS)
-    defaults, paths = dict[str, Any](kind=kind), group.paths
+    paths = group.paths
     if kind == "folder" and split:
-        paths = [str(Path(path) / split) for path in paths]
-    elif kind == "classes" or split is not None:
-        defaults["split"] = default_split if split is None else split
-    if options.task == "retrieval" and options.captions is not None:
-        defaults["captions"] = options.captions
-    if options.task == "retrieval" and options.json_key:
-        defaults["json_keys"] = list(options.json_key)
-    return parse_source(paths, group.overrides, **defaults)
+        paths, split = [str(Path(path) / split) for path in paths], None
+    captions, keys = getattr(options, "captions", None), getattr(options, "json_key", None)
+    return parse_source(paths, group.overrides, kind=kind, split=split, captions=captions, json_keys=keys)
 
 
 def _refuse_captioned(path: Path) -> None:

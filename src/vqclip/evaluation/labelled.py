@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.data import Source, SourceConfigBase
@@ -30,6 +30,15 @@ class ProbeConfig(ImagesConfig):
     """Number of training images to use, evenly spread over the set; null uses all."""
     features: Features = "embedding"
     """Vector of an image. embedding: the joint embedding. tokens: the mean of the vectors that `decode` returns."""
+
+    @model_validator(mode="after")
+    def _has_other_training_images(self) -> ProbeConfig:
+        if self.train == self.data:
+            raise ValueError(
+                "train: got the images of data; expected others, to fit the classifier to: set train (--train), or the "
+                "splits of both (--split, --train-split)"
+            )
+        return self
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they have no classes. Return the test images."""
