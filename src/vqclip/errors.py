@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 
 def printable(text: str, *, one_line: bool = False) -> str:
     """Escape a text of unknown origin, so that it can be written to a terminal or a log.
@@ -17,6 +20,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
         return text
     kept = "" if one_line else "\n"
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def quote_names(names: Iterable[object]) -> str:
+    """Return names of unknown origin for a message: the first 20 in quotes, each of at most 80 characters."""
+    return ", ".join(repr(str(name)[:80]) for name in itertools.islice(names, 20))
 
 
 class VqclipError(Exception):

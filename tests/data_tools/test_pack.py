@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
 from vqclip.data.index import load_index
 from vqclip.data_tools.pack import Options, pack
@@ -185,6 +186,21 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
         pack(Made(), options(tmp_path / "file"))
     with mock.patch.dict("sys.modules", webdataset=None), pytest.raises(ConfigError, match=r"vqclip\[pack\]"):
         pack(Made(), options(tmp_path / "new"))
+
+
+def test_class_names_that_could_not_be_read_back_are_refused(tmp_path: Path) -> None:
+    source = Made()
+    source.classnames = ("cat", "k" * 1001)
+    with pytest.raises(DataError, match="of 1001 characters, expected one line of at most 1000"):
+        pack(source, options(tmp_path / "out"))
+
+
+def test_shards_are_not_written_into_a_folder_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.png").write_bytes(encode(pixels(0), "PNG"))
+    assert main(["pack", str(tmp_path), str(tmp_path / "packed")]) == 2
+    assert "is inside SOURCE, whose folders are data; expected a folder elsewhere" in capsys.readouterr().err
+    assert not (tmp_path / "packed").exists()
 
 
 def test_headers_hold_neither_time_nor_user(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import re
 from pathlib import Path
 
 from vqclip.cli import arguments as types
-from vqclip.data import parse_source
+from vqclip.data import FolderConfig, parse_source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data_tools.pack import Options, PackManifest, pack
+from vqclip.errors import ConfigError
+from vqclip.io.files import expand_home
 
 __all__ = ["OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
 
@@ -63,8 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Pack the source, and print where it is and how it is read."""
-    source = parse_source(options.source, options.overrides).build()
-    out = options.out.expanduser().absolute()
+    config, out = parse_source(options.source, options.overrides), expand_home(options.out).absolute()
+    if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
+        raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
+    source = config.build()
     done = pack(
         source,
         Options(

@@ -29,7 +29,7 @@ from vqclip.config import Config
 from vqclip.data import Source, load_index
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.shard_folder import ShardFolder, ShardRecord, ShardSlices, WorkResult, require_few_bad
-from vqclip.data.sources.class_folder import CLASSNAMES, TEMPLATES
+from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.tokens.manifest import ShardInfo, ShardManifest
 from vqclip.data.workers import explain_worker_deaths, ordered_map
@@ -260,8 +260,11 @@ def _settings(source: Source, options: Options) -> PackSettings:
     if names and not templates:
         templates = (DEFAULT_TEMPLATE,)
     for text in (*names, *templates):
-        if not text.strip() or len(text.splitlines()) != 1:
-            raise DataError(f"class names and prompts are written one a line; got {text!r}, expected one line of text")
+        if not text.strip() or len(text.splitlines()) != 1 or len(text) > MAX_LINE:
+            raise DataError(
+                f"class names and prompts are written one a line; got {text[:80]!r} of {len(text)} characters, "
+                f"expected one line of at most {MAX_LINE}"
+            )
     return PackSettings(
         layout="classes" if names else "captions",
         samples=len(source),

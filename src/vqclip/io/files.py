@@ -17,13 +17,21 @@ PICKLED = (
 """Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with ``~`` replaced by the home folder; that of an unknown user stays, so that no file is found."""
+    return Path(os.path.expanduser(path))
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file. A pipe or device is never waited for.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a zero byte, or half a character
+        raise OSError(errno.EINVAL, f"no path of a file: {error}", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

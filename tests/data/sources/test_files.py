@@ -84,6 +84,8 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names; set classnames"),
         ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a, b]"], "row 2: class '2'; expected one of classnames"),
         ("filepath,cls\na.jpg,\n", ["label=cls"], "row 2: the class is empty"),
+        (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: class '111"),
+        (f"{'x' * 100_000},{'y' * 100_000}\n", [], "its columns: 'xxx"),
         ("filepath,cls\na.jpg,x\n", ["classnames=[a]"], "classnames: got them without label"),
         ("filepath,cls\na.jpg,x\n", ["label=cls", "templates=[a photo]"], "expected prompts with {c}"),
     ],
@@ -93,6 +95,15 @@ def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: st
     with pytest.raises(VqclipError) as error:
         parse_source(folder / "t.csv", overrides).build()
     assert message in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_json_without_a_caption_is_reported_in_a_short_message(folder: Path) -> None:
+    (folder / "a.json").write_text(json.dumps({"k" * 1_000_000: 1}))
+    source = parse_source(folder, ["captions=json"]).build()
+    with pytest.raises(DataError, match="its keys: 'kkk") as error:
+        source.read(0)
+    assert len(str(error.value)) < 1000
 
 
 def test_tables_of_other_encodings(folder: Path) -> None:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.evaluation.made import image_folder, png
-from vqclip.data import FileSource, FolderConfig
-from vqclip.data.sources.file_table import TableBuilder
-from vqclip.data.sources.folder import _walk
+from vqclip.data import FileSource, FolderConfig, parse_source
 from vqclip.errors import DataError
+from vqclip.io.walk import walk_files
 
 
 def images_of(path) -> FileSource:
@@ -52,6 +52,24 @@ def test_errors_name_the_folder(tmp_path):
         images_of(tmp_path)
 
 
+def test_links_that_make_loops(tmp_path):
+    image_folder(tmp_path, per_class=1)
+    (tmp_path / "green" / "above").symlink_to("..")
+    for name in ("self", "green/self.jpg"):
+        (tmp_path / name).symlink_to(Path(name).name)
+    for options in ([], ["captions=txt"]):
+        assert len(parse_source(tmp_path, options).build()) == 3  # the link to itself is a bad sample
+
+
+def test_links_that_multiply(tmp_path):
+    for number in range(14):
+        (tmp_path / f"{number:02d}").mkdir()
+        for name in "ab":
+            (tmp_path / f"{number:02d}" / name).symlink_to(f"../{number + 1:02d}")
+    with pytest.raises(DataError, match="symbolic links lead to it in more than 1000 ways"):
+        FolderConfig(path=tmp_path, captions="txt").build()
+
+
 def test_what_is_left_out_is_counted(tmp_path):
     assert images_of(image_folder(tmp_path)).notes == []
     (tmp_path / "green" / "a.gif").touch()
@@ -86,6 +104,6 @@ def test_folders_may_lie_deep(tmp_path):
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 40)
     try:
-        assert [*_walk(tmp_path, TableBuilder())] == [f"a/{'d/' * 60}1.{ending}" for ending in ("jpg", "txt")]
+        assert [*walk_files(tmp_path)] == [f"a/{'d/' * 60}1.{ending}" for ending in ("jpg", "txt")]
     finally:
         sys.setrecursionlimit(limit)

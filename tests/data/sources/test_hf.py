@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 import sys
 from pathlib import Path
 
@@ -120,6 +121,25 @@ def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DataError, match="row 0: the files of the data set have changed; start the run again"):
         source.read(0)
     assert HfConfig(path=str(tmp_path)).build().fingerprint == before
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "arrow"])
+def test_a_saved_format_changes_nothing(tmp_path: Path, form: str) -> None:
+    data = made(caption=CAPTIONS, label=[0] * 10).with_format(form, columns=["label"])
+    data.save_to_disk(tmp_path)
+    source = HfConfig(path=str(tmp_path), label="label", classnames=("cat",)).build()
+    assert source.read(3) == RawSample(IMAGES[3], (CAPTIONS[3],), 0)
+
+
+@pytest.mark.parametrize("ends", [(0, 9, 18, 10**8), (0, 18, 9, 27), (0, 9, 18, 40)])
+def test_values_outside_of_the_file_are_not_read(tmp_path: Path, ends: tuple[int, ...]) -> None:
+    made().save_to_disk(tmp_path)  # of ten captions of nine characters
+    (file,) = tmp_path.glob("*.arrow")
+    data, true = file.read_bytes(), struct.pack("<4i", 0, 9, 18, 27)
+    assert data.count(true) == 1
+    file.write_bytes(data.replace(true, struct.pack("<4i", *ends)))
+    with pytest.raises(DataError, match="cannot be read by datasets .ArrowInvalid: Column"):
+        HfConfig(path=str(tmp_path)).build()
 
 
 def test_bad_rows_are_named(tmp_path: Path) -> None:

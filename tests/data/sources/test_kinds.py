@@ -65,6 +65,13 @@ def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
             TypeAdapter(SourceConfig).validate_python({"path": str(path)})
 
 
+@pytest.mark.parametrize("ending", [".csv", ".json", ".parquet", ".tar", ""])
+def test_paths_of_no_file(tmp_path: Path, ending: str) -> None:
+    for path in (f"{tmp_path}/a\0{ending}", f"{tmp_path}/{'a' * 5000}{ending}", f"~nobody-of-this-name/a{ending}"):
+        with pytest.raises(DataError, match="(cannot be read: |no such file)"):
+            parse_source(path).build()
+
+
 def test_wrong_keys_and_kinds(tmp_path: Path) -> None:
     for overrides, message in (
         (["kind=shard"], "kind: got 'shard'; expected one of shards, .*did you mean \"shards\""),

@@ -133,6 +133,11 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
     ("columns", "options", "message"),
     [
         ({"a": IMAGES, "b": IMAGES, "caption": CAPTIONS}, {}, "image: which column? a, b could all be it"),
+        (
+            {"image": pyarrow.StructArray.from_arrays([IMAGES, IMAGES], ["bytes"] * 2), "caption": CAPTIONS},
+            {},
+            "image: which column? none is plainly it; set image to one of image (struct<",
+        ),
         ({"a": CAPTIONS}, {}, "image: which column? none is plainly it; set image to one of a (string)"),
         ({"image": IMAGES, "caption": CAPTIONS, "text": CAPTIONS}, {}, "It could be caption, text; set captions"),
         ({"image": IMAGES, "words": CAPTIONS}, {}, "captions: which column? None is called caption, captions, text"),
@@ -371,6 +376,21 @@ def test_paths_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_all(path, classnames=("cat",), templates=("a {c}",))[3] == RawSample(IMAGES[3], ("a cat",), 0)
     write(path, {"filepath": ["../x.jpg"] * 10, "title": CAPTIONS})
     assert "leaves the folder" in refusal(path)
+
+
+@pytest.mark.parametrize("form", ["text", "struct"])
+def test_a_null_in_the_first_row_of_paths(tmp_path: Path, form: str) -> None:
+    names = [None, *(f"{number}.jpg" for number in range(1, 10))]
+    for name in names[1:]:
+        (tmp_path / name).write_bytes(IMAGES[int(name[0])])
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    images = names if form == "text" else pyarrow.array([{"path": name} for name in names], kind)
+    path = write(tmp_path / "a.parquet", {"image": images, "caption": CAPTIONS})
+    source = ParquetConfig(path=str(path)).build()
+    assert [source.read(index) for index in range(1, 10)] == EXPECTED[1:]
+    with pytest.raises(DataError, match="row 0: "):
+        source.read(0)
+    assert source.fingerprint["kind"] == "files"  # the images are watched
 
 
 def test_tables_at_urls_name_no_files(tmp_path: Path, server: FaultyServer) -> None:

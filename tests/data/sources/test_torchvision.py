@@ -87,6 +87,31 @@ def test_captions(tmp_path: Path) -> None:
     )
 
 
+def test_files_outside_of_the_root_count(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    root.mkdir()
+    (root / "1.jpg").write_bytes(encode(pixels(1)))
+    listing = tmp_path / "captions.token"
+    listing.write_text("1.jpg#0\tone\n")
+    config = TorchvisionConfig(name="Flickr30k", root=root, arguments={"ann_file": str(listing)})
+    before = config.build().fingerprint
+    listing.write_text("1.jpg#0\tother\n")
+    source = config.build()
+    assert source.read(0).captions == ("other",)
+    assert source.fingerprint != before
+
+
+def test_links_are_followed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_folder(tmp_path / "away")
+    (tmp_path / "root").mkdir()
+    for name in ("cat", "dog"):
+        (tmp_path / "root" / name).symlink_to(tmp_path / "away" / name)
+    monkeypatch.chdir(tmp_path)
+    source = TorchvisionConfig(name="ImageFolder", root=Path("root")).build()
+    assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
+    assert len(source.rows.identity) < 200  # it is stored with each block, and there may be millions of files
+
+
 def mnist(folder: Path) -> Path:
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vqclip.errors import DataError
+from vqclip.errors import DataError, quote_names
 
 __all__ = ["MAX_CAPTION", "CaptionFiles", "collect_captions", "require_usable"]
 
@@ -92,8 +92,7 @@ def collect_captions(
             captions += [caption.strip()] if caption.strip() else []
     if not captions:
         raise DataError(
-            f"{name}: no caption under {', '.join(map(repr, keys))}{where}; "
-            f"its {what}s: {', '.join(map(repr, list(values)[:20]))}",
+            f"{name}: no caption under {', '.join(map(repr, keys))}{where}; its {what}s: {quote_names(values)}",
             "no caption",
         )
     return require_usable(tuple(captions), name)

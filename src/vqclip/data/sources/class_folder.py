@@ -10,10 +10,11 @@ from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, i
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import ConfigError, DataError
-from vqclip.io.files import read_bounded
+from vqclip.io.files import expand_home, read_bounded
 
 __all__ = [
     "CLASSNAMES",
+    "MAX_LINE",
     "SPLIT_HELP",
     "TEMPLATES",
     "ClassFolder",
@@ -30,7 +31,7 @@ SPLIT_HELP = "its folder of tars; needed where there are several, since none is 
 TEMPLATES = "zeroshot_classification_templates.txt"
 _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
-_MAX_LINE = 1000
+MAX_LINE = 1000
 """Limits of the two files; ImageNet's class names take 15 kB, at most 120 characters each."""
 _MAX_COUNT_BYTES = 64
 _MAX_COUNT = 100_000
@@ -53,7 +54,7 @@ class LocalFolder:
     """A folder in clip_benchmark's layout on this machine."""
 
     def __init__(self, folder: Path, remote: RemoteConfig | None = None):
-        self._folder, self._remote = folder.expanduser().absolute(), remote
+        self._folder, self._remote = expand_home(folder).absolute(), remote
 
     def name(self, file: str) -> str:
         """Return the path of a file or folder in this data set's folder, for messages."""
@@ -142,7 +143,7 @@ def choose_split(path: str, split: str | None) -> str:
     protocol = protocol_of(path)
     if protocol not in (None, "file"):
         raise ConfigError(f"split: missing; expected the name of a split of {display_url(path)}")
-    folder = Path(path if protocol is None else local_path(path)).expanduser().absolute()
+    folder = expand_home(path if protocol is None else local_path(path)).absolute()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and SPLIT/*.tar")
     files = (file for file in (*folder.glob("*"), *folder.glob("*/*")) if is_tar(file.name))
@@ -163,7 +164,7 @@ def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]
     text = folder.read(file, expected).rstrip().replace("\r\n", "\n").replace("\r", "\n")
     lines = tuple(line.strip() for line in text.split("\n"))
     for number, line in enumerate(lines, 1):
-        if len(line) > _MAX_LINE:
+        if len(line) > MAX_LINE:
             raise DataError(f"{folder.name(file)}:{number}: {len(line)} characters; expected {expected}")
     if not all(lines):
         raise DataError(f"{folder.name(file)}:{lines.index('') + 1}: blank line; expected {expected}")

@@ -109,7 +109,7 @@ class _Classes:
             return self._numbers.setdefault(value, len(self._numbers))
         if value in self._numbers:
             return self._numbers[value]
-        if value.isascii() and value.isdigit() and int(value) < len(self._given):
+        if value.isascii() and value.isdigit() and len(value) < 19 and int(value) < len(self._given):
             return int(value)
         raise DataError(
             f"{self._path}: row {row}: class {value[:80]!r}; expected one of classnames, or its number, 0 to "

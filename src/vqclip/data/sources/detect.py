@@ -10,6 +10,7 @@ from vqclip.data.remote import display_url, protocol_of
 from vqclip.data.sources.base import FolderContent, SourceConfigBase
 from vqclip.data.sources.files import IMAGE_ENDINGS
 from vqclip.errors import DataError
+from vqclip.io.files import expand_home
 
 __all__ = ["find_kind"]
 
@@ -31,11 +32,14 @@ def find_kind(paths: Sequence[str], kinds: Mapping[str, type[SourceConfigBase]])
 
 
 def _find(path: str, kinds: Mapping[str, type[SourceConfigBase]]) -> str:
-    shown, local = display_url(path), Path(path).expanduser()
+    shown, local = display_url(path), expand_home(path)
     is_local = protocol_of(path) is None
-    if is_local and local.is_dir():
-        content = _list(local)
-        found = [kind for kind, config in kinds.items() if config.matches_folder(content)]
+    if is_local and os.path.isdir(local):
+        try:
+            content = _list(local)
+            found = [kind for kind, config in kinds.items() if config.matches_folder(content)]
+        except OSError as error:
+            raise DataError(f"{error.filename or local}: cannot be read: {error.strerror}") from None
         if not any(_has_ending(name, IMAGE_ENDINGS) for name in content.files):
             found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
         if not content.files and not content.folders:
@@ -48,7 +52,7 @@ def _find(path: str, kinds: Mapping[str, type[SourceConfigBase]]) -> str:
             )
     else:
         found = [kind for kind, config in kinds.items() if _has_ending(path, config.endings.get(kind, ()))]
-        if not found and is_local and not local.exists() and not any(mark in path for mark in "{*?["):
+        if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
             raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
         if not found:
             endings = [ending for kind, config in kinds.items() for ending in config.endings.get(kind, ())]
@@ -69,11 +73,7 @@ def _has_ending(path: str, endings: Sequence[str]) -> bool:
 def _list(folder: Path) -> FolderContent:
     files: list[str] = []
     folders: list[str] = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    (folders if entry.is_dir() else files).append(entry.name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}") from None
+    for name in os.listdir(folder):
+        if not name.startswith("."):
+            (folders if os.path.isdir(folder / name) else files).append(name)
     return FolderContent(folder, frozenset(files), frozenset(folders))

@@ -136,7 +136,7 @@ def input_state(path: str | Path) -> list[int]:
     """Return size and modification time of a file or folder; -1 if there is none."""
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return [-1, -1]
     return [status.st_size, status.st_mtime_ns]
 

@@ -28,7 +28,7 @@ from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.cache import cache_folder
-from vqclip.io.files import open_regular
+from vqclip.io.files import expand_home, open_regular
 from vqclip.process import progress
 
 __all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file", "skip_next_check"]
@@ -131,7 +131,7 @@ def local_file(path: str | Path, kind: str) -> Path:
         raise ConfigError(
             f"path: got {display_url(str(path))}; kind: {kind} reads files on this machine (shards may be at URLs)"
         )
-    return Path(path if protocol is None else local_path(str(path))).expanduser().absolute()
+    return expand_home(path if protocol is None else local_path(str(path))).absolute()
 
 
 class ListConfig(FileSourceConfig):

@@ -17,7 +17,8 @@ from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import IMAGE_ENDINGS, FileSourceConfig, local_file
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
-from vqclip.errors import DataError
+from vqclip.errors import DataError, quote_names
+from vqclip.io.walk import walk_files
 
 __all__ = ["FolderConfig"]
 
@@ -95,7 +96,7 @@ class FolderConfig(FileSourceConfig):
                 mode = mode or "metadata"
         if mode == "metadata":
             return _metadata_table(folder, builder, self.file_key, self.text_key)
-        paths = list(_walk(folder, builder))
+        paths = list(walk_files(folder, visit=builder.read_from))
         images = [path for path in paths if _is_image(path)]
         mode = mode or _find_captions(folder, images, set(paths))
         if mode == "classes":
@@ -126,24 +127,6 @@ def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions
             f"{', '.join(METADATA)}, or a subfolder for each class{hint}"
         )
     return "classes"
-
-
-def _walk(folder: Path, builder: TableBuilder) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder, sorted by path; hidden ones are skipped."""
-    left: list[tuple[str, frozenset[str]]] = [("", frozenset())]
-    while left:
-        relative, above = left.pop()
-        here = folder / relative
-        real = os.path.realpath(here)
-        if real in above:  # a symbolic link to a folder that contains it
-            continue
-        try:
-            names = sorted(name for name in os.listdir(builder.read_from(here)) if name[0] != ".")
-        except OSError as error:
-            raise DataError(f"{here}: cannot be read: {error.strerror}") from None
-        inside = {name for name in names if os.path.isdir(here / name)}
-        yield from (f"{relative}{name}" for name in names if name not in inside)
-        left += [(f"{relative}{name}/", above | {real}) for name in reversed(names) if name in inside]
 
 
 def _is_image(name: str) -> bool:
@@ -235,7 +218,7 @@ def _rows(path: Path, file_key: str, text_key: str) -> Iterator[tuple[int, str, 
                 if not isinstance(value, str):
                     raise DataError(
                         f"{path}: row {place}: {key}: got {str(value)[:80]!r}; expected text; its keys: "
-                        f"{', '.join(map(repr, list(each)[:20]))}"
+                        f"{quote_names(each)}"
                     )
         yield place, file, captions
 

@@ -17,6 +17,7 @@ from vqclip.data.sources.base import FolderContent, RawSample, Source
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.data.sources.table import RowParser, TableConfig, find_columns
 from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.io.files import expand_home
 
 __all__ = ["HfConfig"]
 
@@ -90,7 +91,7 @@ def _require_datasets() -> Any:
 def _load(config: HfConfig) -> Any:
     """Open one split of the data set, its images undecoded, with the columns that are read."""
     datasets = _require_datasets()
-    folder = Path(config.path).expanduser()
+    folder = expand_home(config.path)
     is_saved = (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
     if is_saved and (config.streaming or config.name or config.revision):
         raise ConfigError(
@@ -144,6 +145,9 @@ def _select(found: Any, config: HfConfig) -> tuple[Any, RowParser]:
         )
     parser = RowParser(find_columns(found.features.arrow_schema, config, config.where), config)
     image = parser.columns.image
+    if not config.streaming:
+        found = found.with_format(None)  # that of `set_format` is saved with the data
+        found.data.table.select(parser.columns.names).validate(full=True)  # otherwise reading could leave the file
     if isinstance(found.features[image], datasets.Image):
         found = found.cast_column(image, datasets.Image(decode=False))
     return found.select_columns(parser.columns.names), parser
@@ -204,7 +208,7 @@ class HfStream(HfRows):
     """
 
     def __init__(self, config: HfConfig):
-        folder = Path(config.path).expanduser()
+        folder = expand_home(config.path)
         if not folder.is_dir() and not re.fullmatch("[0-9a-f]{40}", config.revision or ""):
             raise ConfigError(
                 f"revision: got {config.revision!r}; streaming needs a commit (40 digits, from the data set's page on "
@@ -219,7 +223,7 @@ class HfStream(HfRows):
         self._count = int(getattr(splits.get(str(found.split)), "num_examples", None) or 0)
         if not self._count:
             raise DataError(f"{config.where}: its card states no number of rows; leave streaming out")
-        folder = Path(config.path).expanduser()
+        folder = expand_home(config.path)
         commit = config.revision or stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
         keys = config.model_dump(mode="json", include={"path", "name", "split"})
         self.content = f"{keys} {self._parser.fingerprint} {commit}"

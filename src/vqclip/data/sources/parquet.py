@@ -16,7 +16,7 @@ from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.reader import strip_common_folders
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
-from vqclip.data.sources.table import Columns, RowParser, TableConfig, find_columns, image_path
+from vqclip.data.sources.table import Columns, RowParser, TableConfig, find_columns, holds_image, image_path
 from vqclip.errors import ConfigError, DataError
 
 __all__ = ["ParquetConfig", "ParquetRows"]
@@ -139,22 +139,29 @@ class ParquetFiles(FileSourceConfig):
 def find_image_files(config: ParquetConfig) -> ParquetFiles | None:
     """Return the image files that the rows name; None if the images, or URLs that may be fetched, are in the rows.
 
-    The first row decides.
+    The first row with either of them decides.
 
     Raises:
         DataError: URLs that may not be fetched, or see `open_rows`.
     """
     if config.urls != "refuse":
         return None
-    rows = RowGroups(config.files()[:1], config.memory_mib << 20)
-    columns = find_columns(read_schema(rows.facts[0]), config, str(rows.paths[0]))
-    rows.select([columns.image])
-    path = image_path(rows.read(0)[columns.image]) if len(rows) else None
-    if path is not None and protocol_of(path) not in (None, "file"):
-        raise DataError(
-            f"{rows.name(0)}: {display_url(path)}: URLs in tables are not fetched unless urls: fetch is set"
-        )
-    return None if path is None else ParquetFiles(parquet=config)
+    for file in config.files():
+        rows = RowGroups([file], config.memory_mib << 20)
+        columns = find_columns(read_schema(rows.facts[0]), config, str(file))
+        rows.select([columns.image])
+        for index in range(len(rows)):
+            value = rows.read(index)[columns.image]
+            path = image_path(value)
+            if path is not None and protocol_of(path) not in (None, "file"):
+                raise DataError(
+                    f"{rows.name(index)}: {display_url(path)}: URLs in tables are not fetched unless urls: fetch is set"
+                )
+            if path is not None:
+                return ParquetFiles(parquet=config)
+            if holds_image(value):
+                return None
+    return None
 
 
 class ParquetRows(NumberedSource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from vqclip.data.remote import (
 )
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
+from vqclip.io.files import expand_home
 
 __all__ = ["expand_braces", "find_shards"]
 
@@ -102,11 +104,11 @@ def _shard_at(path: Path, remote: RemoteConfig) -> Shard:
 
 
 def _find_local(path: str, endings: Sequence[str]) -> list[Path]:
-    full = str(Path(path).expanduser())
-    exact = Path(full)
-    if exact.is_dir():
+    exact = expand_home(path)
+    full = str(exact)
+    if os.path.isdir(exact):  # unlike Path.is_dir, also for a pattern that is longer than a name of a file
         return _files_in(exact, endings)
-    if exact.exists():
+    if os.path.exists(exact):
         return [exact.absolute()]
     if any(mark in full for mark in "*?["):
         found = [Path(name).absolute() for name in sorted(glob.glob(full))]
@@ -114,7 +116,7 @@ def _find_local(path: str, endings: Sequence[str]) -> list[Path]:
             raise DataError(f"{path}: matches no file (from {Path.cwd()})")
         return found
     names = [Path(name) for name in expand_braces(full)]
-    missing = [name for name in names if not name.is_file()]
+    missing = [name for name in names if not os.path.isfile(name)]
     if missing and len(names) == 1:
         raise DataError(
             f"{names[0].absolute()}: no such file or folder; expected a {_noun(endings)}, a folder of "

@@ -15,7 +15,7 @@ from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES, read_image
 from vqclip.errors import ConfigError, DataError, StorageError
 
-__all__ = ["Columns", "RowParser", "TableConfig", "find_columns", "image_path"]
+__all__ = ["Columns", "RowParser", "TableConfig", "find_columns", "holds_image", "image_path"]
 
 _IMAGE_NAMES = ("image", "image_path", "filepath", "file_name", "path")
 """Columns of text that are plainly paths of images, if no column holds images themselves."""
@@ -128,7 +128,10 @@ def _require(schema: Any, name: str, key: str, fits: Any, expected: str, where: 
 
 
 def _show(schema: Any) -> str:
-    columns = [f"{name} ({schema.field(name).type})" for name in dict.fromkeys(schema.names[:30])]
+    columns = [
+        f"{name[:80]} ({str(schema.field(schema.names.index(name)).type)[:80]})"
+        for name in dict.fromkeys(schema.names[:30])
+    ]
     return ", ".join(columns) + (", ..." if len(schema.names) > 30 else "")
 
 
@@ -142,7 +145,7 @@ def _is_bytes(kind: Any) -> bool:
 
 def _is_image(kind: Any) -> bool:
     names = [kind.field(number).name for number in range(kind.num_fields)] if str(kind).startswith("struct") else []
-    return _is_bytes(kind) or ("bytes" in names and _is_bytes(kind.field("bytes").type))
+    return _is_bytes(kind) or (names.count("bytes") == 1 and _is_bytes(kind.field("bytes").type))
 
 
 def _is_text(kind: Any) -> bool:
@@ -255,3 +258,8 @@ def image_path(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else None
     return value if isinstance(value, str) else None
+
+
+def holds_image(value: Any) -> bool:
+    """Return whether a value of an image column is the image itself."""
+    return isinstance(value.get("bytes") if isinstance(value, Mapping) else value, bytes)

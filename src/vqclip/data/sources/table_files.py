@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vqclip.config import did_you_mean
-from vqclip.errors import DataError
+from vqclip.errors import DataError, quote_names
 from vqclip.io.files import open_regular
 
 __all__ = ["find_column", "read_json", "read_json_lines", "read_rows"]
@@ -90,12 +90,11 @@ def find_column(path: Path, columns: Sequence[str], name: str, key: str) -> int:
         return columns.index(name)
     if name in columns:
         raise DataError(f"{path}: {columns.count(name)} columns are called {name!r}; give each its own name")
-    hint = did_you_mean(difflib.get_close_matches(name, columns, n=1))
+    hint = did_you_mean(difflib.get_close_matches(name, [each[:80] for each in columns[:1000]], n=1))
     if len(columns) == 1 and any(mark in columns[0] for mark in ",\t;"):
         mark = next(mark for mark in "\t;," if mark in columns[0])
         hint = f"; it has a single column, so the separator may be {mark!r} (separator)"
-    shown = ", ".join(map(repr, columns[:20]))
-    raise DataError(f"{path}: {key}: no column {name!r}; its columns: {shown}{hint}")
+    raise DataError(f"{path}: {key}: no column {name!r}; its columns: {quote_names(columns)}{hint}")
 
 
 def read_json(path: Path) -> Any:

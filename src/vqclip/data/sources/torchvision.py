@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +20,13 @@ from vqclip.config import did_you_mean
 from vqclip.data.libraries import name_errors
 from vqclip.data.sources.base import RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import require_usable
+from vqclip.data.sources.file_table import checksum
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import read_image
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.errors import ConfigError, DataError
+from vqclip.io.files import expand_home
+from vqclip.io.walk import walk_files
 
 __all__ = ["TorchvisionConfig"]
 
@@ -107,7 +111,7 @@ def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
         raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)}")
     for key, value in (("root", config.root), ("download", config.download or None)):
         if key in parameters and value is not None:
-            given[key] = str(value.expanduser()) if isinstance(value, Path) else value
+            given[key] = str(expand_home(value)) if isinstance(value, Path) else value
         elif parameters.get(key):
             raise ConfigError(f"{key}: missing; expected the folder of {config.name}")
         elif value is not None:
@@ -115,6 +119,19 @@ def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     if "loader" in parameters:
         given["loader"] = _Original
     return given
+
+
+def _files(arguments: dict[str, Any]) -> list[str]:
+    """Return the absolute paths of all files that arguments name, and of those in the folders that they name."""
+    found: set[str] = set()
+    for value in arguments.values():
+        path = os.path.abspath(value) if isinstance(value, str) else ""
+        if os.path.isdir(path):
+            below = (os.path.join(path, name) for name in walk_files(Path(path), hidden=True))
+            found.update(file for file in below if os.path.isfile(file))
+        elif os.path.isfile(path):
+            found.add(path)
+    return sorted(found)
 
 
 def _parameters(found: type) -> dict[str, bool]:
@@ -162,12 +179,10 @@ class TorchvisionRows:
         self._prompts = Prompts(self.templates, self.classnames)
         if self._count:
             self._require_kind(config)
-        root = arguments.get("root")
-        files = sorted(str(path) for path in Path(root).rglob("*") if path.is_file()) if root else []
         settings = config.model_dump_json(exclude={"weight", "download", "pickles"})
-        stamps = stamp(files)
+        stamps = stamp(_files(arguments))
         self._stamps = {path: (size, modified_ns) for path, size, modified_ns in stamps}
-        self.identity = f"{settings} {torchvision.__version__} {stamps}"
+        self.identity = f"{config.name} {checksum(f'{settings} {torchvision.__version__} {stamps}'.encode())}"
 
     def __len__(self) -> int:
         return int(self._count)
@@ -187,10 +202,10 @@ class TorchvisionRows:
         """Return the bytes of a file that is unchanged, or the image as PNG, which loses nothing."""
         if not isinstance(image, _Original):
             return _encode_png(image, name)
-        path = str(image.path)
+        path = os.path.abspath(image.path)
         if stamp([path]) != [(path, *self._stamps.get(path, (-1, -1)))]:
             raise DataError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
-        return read_image(image.path, name)
+        return read_image(Path(path), name)
 
     def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
         """Return captions and label."""
