@@ -257,7 +257,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("tower", packed_weights(root / "packed.pt"), r"its parts claim to unpack to 26\d+ bytes, from a file of \d+"),
     ]
     others = [
-        ("folder", root / "pictures", "cat/1.jpg: more than 67108864 bytes, which are not read"),
+        ("folder", root / "pictures", "cat/1.jpg: image of 1073741824 bytes; at most 67108864 are read"),
         ("classes", classes, "classnames.txt: more than 4194304 bytes; expected one class name a line"),
     ]
     return [*tars, *images, *configs, *folders, *towers, *others]

@@ -54,7 +54,8 @@ def test_a_hung_rank_ends_the_job_in_time_with_stacks_of_every_rank(tmp_path, sh
     assert re.search(r"rank 0: no progress .* in collective #\d+ \(replicated_sum\) for", running.output)
     if stands is None:
         assert "rank 1: has written nothing itself" in running.output
-        assert rank_1.startswith("Timeout (")
+        # On a busy machine torchrun's SIGTERM may come first; its handler lets the watchdog's thread run.
+        assert rank_1.startswith(("Timeout (", "=== "))
     else:
         assert re.search(rf"rank 1: no progress .*{stands}", running.output)
         assert re.search(r"#\d+ \w.* started [\d.]+ s ago, finished after", rank_1)
