@@ -153,6 +153,17 @@ def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.Mon
     assert len(read) == 7
 
 
+def test_a_damaged_list_of_arrays_in_an_index(folder: Path, cache: Path) -> None:
+    text = "filepath,title\na.jpg,x\n"
+    expected = table(folder, text).fingerprint
+    for file in (cache / "index").iterdir():
+        data = file.read_bytes()
+        at = data.index(b"PK\x01\x02") + 33  # of the list at the end of a zip, which has no checksum
+        file.write_bytes(data[:at] + b"\x02" + data[at + 1 :])  # the first name has a comment of 512 bytes
+        assert parse_source(folder / "t.csv").build().fingerprint == expected
+        assert file.read_bytes()[at] == 0
+
+
 def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> None:
     source = table(folder, "filepath,title\na.jpg,x\nnew.jpg,y\n")
     before = source.fingerprint

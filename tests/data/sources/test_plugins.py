@@ -98,11 +98,13 @@ def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
     ("points", "message"),
     [
         ("mine = missing_module:Config", "missing_module:Config of numbers-source cannot be imported: ModuleNotFound"),
+        ("mine = leaves_source:Config", "cannot be imported: SystemExit: "),
         ("mine = numbers_source:Numbers", "is not a subclass of vqclip.data.SourceConfigBase"),
         ("mine = numbers_source:NumbersConfig", r'has another one; expected kind: Literal\["mine"\]'),
     ],
 )
 def test_a_package_that_does_not_fit(site: Path, tmp_path: Path, points: str, message: str) -> None:
     install(site, points)
+    (site / "leaves_source.py").write_text("raise SystemExit(0)")
     with pytest.raises(ConfigError, match=message):
         parse_source(tmp_path, ["kind=mine"])

@@ -21,7 +21,7 @@ __all__ = ["FileTable", "TableBuilder", "Texts", "checksum", "input_state", "loa
 
 logger = logging.getLogger("vqclip.data")
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,9 @@ def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> FileTable:
 
 def save_arrays(file: Path, name: str, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Write arrays and JSON-able facts to a file of the cache; raises DataError if it cannot be written."""
-    body = np.frombuffer(json.dumps({"version": _VERSION, "name": name, **facts}).encode(), np.uint8)
+    body = np.frombuffer(
+        json.dumps({"version": _VERSION, "name": name, "arrays": sorted(arrays), **facts}).encode(), np.uint8
+    )
     content: dict[str, Any] = {"facts": body, **arrays}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +207,7 @@ def save_arrays(file: Path, name: str, facts: dict[str, Any], arrays: dict[str, 
 def load_arrays(file: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
     """Return what `save_arrays` has written under this name; None if it is missing, damaged or of another version.
 
-    Every array has a checksum in the file, so those that can be read are what was written.
+    Every array has a checksum in the file, and the facts name all arrays, so what is returned is what was written.
     """
     try:
         with np.load(file, allow_pickle=False) as stored:
@@ -213,8 +215,8 @@ def load_arrays(file: Path, name: str) -> tuple[dict[str, Any], dict[str, np.nda
             if facts["version"] != _VERSION or facts["name"] != name:
                 return None
             arrays = {key: stored[key] for key in stored.files if key != "facts"}
-        if not all(isinstance(each, np.ndarray) for each in arrays.values()):
-            raise ValueError("it contains something else than arrays")
+        if sorted(arrays) != facts["arrays"] or not all(isinstance(each, np.ndarray) for each in arrays.values()):
+            raise ValueError("it contains other arrays than were written")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything

@@ -29,7 +29,7 @@ def load_kind(kind: str) -> type[SourceConfigBase]:
         raise ConfigError(f"kind {kind!r}: got {where or 'no installed package with it'}; expected one package")
     try:
         found = points[0].load()
-    except Exception as error:  # the code of another package may raise anything
+    except (Exception, SystemExit) as error:  # the code of another package may raise anything
         raise ConfigError(f"kind {kind!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, SourceConfigBase)):
         raise ConfigError(f"kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase")
