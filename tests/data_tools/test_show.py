@@ -67,6 +67,8 @@ def test_a_source_without_a_configuration(tmp_path: Path, capsys: pytest.Capture
     assert main(["show", shard, "captions=json", "json_keys=[many]", "--out", sheet, "--image-size", "32"]) == 0
     assert "24 samples" in capsys.readouterr().out
     assert main(["show", shard, "--out", str(tmp_path / "no" / "sheet.png")]) == 2
+    assert main(["show", shard, "--out", str(tmp_path / "sheet.jpg")]) == 2
+    assert "expected a name that ends in .png" in capsys.readouterr().err
     assert main(["show", "--out", sheet]) == 2
     assert "neither SOURCE nor --config" in capsys.readouterr().err
     assert main(["show", shard, "--out", sheet, "--font", shard]) == 2

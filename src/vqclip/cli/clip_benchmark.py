@@ -52,11 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     register(options.precision, options.weights)
     for model in options.pretrained:
         with tempfile.TemporaryDirectory(prefix="vqclip-features-") as features:
-            run([
-                "eval", "--model_type", MODEL_TYPE, "--no_amp", "--feature_root", features, "--task", options.kind,
-                "--num_workers", str(options.num_workers), "--model", *options.model, "--pretrained", model,
-                "--output", _output(options, model), *others,
-            ])  # fmt: skip
+            try:
+                run([
+                    "eval", "--model_type", MODEL_TYPE, "--no_amp", "--feature_root", features, "--task", options.kind,
+                    "--num_workers", str(options.num_workers), "--model", *options.model, "--pretrained", model,
+                    "--output", _output(options, model), *others,
+                ])  # fmt: skip
+            except FileNotFoundError as error:
+                raise ConfigError(
+                    f"{error.filename}: no such file, which clip_benchmark reads; expected a data set in "
+                    "--dataset_root (a webdataset: classnames.txt, and <split>/nshards.txt with the number of tars)"
+                ) from error
 
 
 def _output(options: argparse.Namespace, model: str) -> str:

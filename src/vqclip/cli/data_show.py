@@ -66,6 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the sheet."""
+    if options.out.suffix.lower() != ".png":
+        raise ConfigError(f"--out: got {options.out}; a sheet is a PNG file: expected a name that ends in .png")
     if not options.out.absolute().parent.is_dir():  # checked before the work
         raise ConfigError(f"--out: got {options.out}, but there is no folder {options.out.absolute().parent}")
     data, vocabulary, head = _of_config(options) if options.config else _of_source(options)
