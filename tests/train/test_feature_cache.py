@@ -22,7 +22,7 @@ from tests.train.test_resume import start, wait_for
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
-from vqclip.errors import ConfigError, DataError, NonFiniteError
+from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers.frozen import chunk_size
@@ -502,7 +502,7 @@ def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):
 
 def test_storage_that_fails_is_not_stored_as_bad_samples(tmp_path, shards):
     def failing(*args):
-        raise DataError("no answer", "unreadable shard")
+        raise StorageError("no answer", "unreadable shard")
 
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
     with mock.patch("vqclip.data.samples.read_decoded", failing), pytest.raises(DataError, match="no answer"):

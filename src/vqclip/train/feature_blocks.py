@@ -14,9 +14,6 @@ from vqclip.data.samples import SampleMaker
 from vqclip.data.shard_folder import ShardSlices
 from vqclip.errors import DataError, StorageError
 
-_NOT_THE_SAMPLES_FAULT = frozenset({"unreadable shard", "changed shard", "unreadable file"})
-"""Kinds of problems that may be gone in the next run, so they are not stored."""
-
 
 @dataclass
 class Block:
@@ -54,7 +51,7 @@ class Blocks:
         """Return block `number`, counted over the shards.
 
         Raises:
-            DataError: the storage of a sample cannot be read; a bad sample is part of the block.
+            StorageError: the storage of a sample cannot be read; a bad sample is part of the block.
         """
         shard, ids = self._slices[number]
         block = Block(shard, len(ids), ids.stop == self._settings.shard_range(shard).stop)
@@ -66,10 +63,8 @@ class Blocks:
             try:
                 inputs.append(read(sample_id))
             except StorageError:
-                raise
+                raise  # it may be gone in the next run
             except DataError as error:
-                if error.kind in _NOT_THE_SAMPLES_FAULT:
-                    raise
                 inputs.append(empty)
                 block.bad.append(BadFeatures(sample_id=sample_id, kind=error.kind, reason=str(error)))
         block.inputs = inputs  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from tests.data.loading import SIZE, G, global_batch, same, tokenize
 from tests.data.making import caption_shards, write_tar
 from tests.data.sources import exports
 from vqclip.data import Batch, CaptionShardsConfig, DataConfig, RawSample, SourceConfigBase, TrainData
-from vqclip.errors import DataError
+from vqclip.errors import StorageError
 
 Export = Callable[[list[RawSample], Path], SourceConfigBase]
 
@@ -136,10 +136,14 @@ def test_a_file_that_changes_in_use_is_named(export_files: Export, samples, tmp_
     source = config.build()
     (image, *_) = first_files(config)
     image.write_bytes(samples[1].image + b" ")
-    with pytest.raises(DataError, match="changed since it was indexed; start the run again") as error:
+    with pytest.raises(StorageError, match="changed since it was indexed; start the run again") as error:
         source.read(0)
     assert image.name in str(error.value)
-    assert config.build().read(0).image == samples[1].image + b" "
+    source = config.build()
+    assert source.read(0).image == samples[1].image + b" "
+    image.unlink()
+    with pytest.raises(StorageError, match="cannot be read: No such file"):  # not a bad sample: it was there
+        source.read(0)
 
 
 def test_a_copy_in_a_spawned_worker(export: Export, samples, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.data.making import class_folder, encode, pixels
 from vqclip.data import FileSource, parse_source, prepare_sources
 from vqclip.data.images import open_images
 from vqclip.data.sources import files
-from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
     source = table(folder, "filepath,title\na.jpg,x\nnew.jpg,y\n")
     before = source.fingerprint
     (folder / "new.jpg").write_bytes(encode(pixels(5)))
-    with pytest.raises(DataError, match="row 3: new.jpg: image has changed since it was indexed"):
+    with pytest.raises(StorageError, match="row 3: new.jpg: image has changed since it was indexed"):
         source.read(1)  # the same on every rank, whenever it looks
     source = parse_source(folder / "t.csv").build()
     assert source.read(1).image
@@ -225,7 +225,7 @@ def test_captions_beside_the_images(folder: Path) -> None:
     with pytest.raises(DataError, match=r"c\.jpg: has no \.txt beside it"):
         source.read(2)
     (folder / "b.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"b\.jpg: \.txt has changed since it was indexed"):
+    with pytest.raises(StorageError, match=r"b\.jpg: \.txt has changed since it was indexed"):
         source.read(1)
     with pytest.raises(DataError, match=r"b\.jpg: the file of its caption is not UTF-8"):
         parse_source(folder).build().read(1)

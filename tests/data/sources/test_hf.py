@@ -118,7 +118,7 @@ def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert source.read(0)
     (file,) = tmp_path.glob("*.arrow")
     os.utime(file, ns=(1, 1))
-    with pytest.raises(DataError, match="row 0: the files of the data set have changed; start the run again"):
+    with pytest.raises(StorageError, match="row 0: the files of the data set have changed; start the run again"):
         source.read(0)
     assert HfConfig(path=str(tmp_path)).build().fingerprint == before
 

@@ -211,10 +211,10 @@ def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
     before = source.fingerprint
     assert source.read(0)
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match="row 0: the file has changed since it was indexed; start the run again"):
+    with pytest.raises(StorageError, match="a.parquet: the file has changed since it was indexed; start the run again"):
         source.read(0)
     path.unlink()
-    with pytest.raises(DataError, match="row 1: cannot be read: No such file"):
+    with pytest.raises(StorageError, match="row 1: cannot be read: No such file"):
         source.read(1)
     write(path)
     assert ParquetConfig(path=str(path)).build().fingerprint == before
@@ -364,7 +364,7 @@ def test_paths_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(DataError, match="row 0: images/0.jpg: the caption is empty"):
         source.read(0)
     (tmp_path / "images" / "4.jpg").write_bytes(IMAGES[5])
-    with pytest.raises(DataError, match="row 4: .*image has changed since it was indexed"):
+    with pytest.raises(StorageError, match="row 4: .*image has changed since it was indexed"):
         source.read(4)
     before = source.fingerprint
     source = ParquetConfig(path=str(path)).build()

@@ -21,7 +21,7 @@ from vqclip.data import RawSample, decode_image, prepare_sources
 from vqclip.data.sources import rows
 from vqclip.data.sources import torchvision as module
 from vqclip.data.sources.torchvision import TorchvisionConfig
-from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 FAKE = {
     "name": "FakeData",
@@ -67,7 +67,7 @@ def test_files_keep_their_bytes(tmp_path: Path) -> None:
     assert source.classnames == ("cat", "dog")
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
     os.utime(tmp_path / "dog" / "3.jpg", ns=(1, 1))
-    with pytest.raises(DataError, match="row 4: .*3.jpg has changed since it was listed"):
+    with pytest.raises(StorageError, match="row 4: .*3.jpg has changed since it was listed"):
         source.read(4)
     before = source.fingerprint
     assert config.build().fingerprint == before

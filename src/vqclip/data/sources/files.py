@@ -2,7 +2,8 @@
 
 make the table (one rank of each cache) -> index its files, in parts (all ranks) -> read any sample
 
-An index holds size, modification time and SHA-256 of every file. A file that differs from its index is refused.
+An index holds size, modification time and SHA-256 of every file, -1 for a missing one. A file that differs from its
+index ends the run: if another sample replaced it, what is learned would depend on the moment of the change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vqclip.data.sources.captions import CaptionFiles, require_usable
 from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, load_table, save_arrays
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
-from vqclip.errors import ConfigError, DataError, printable
+from vqclip.errors import ConfigError, DataError, StorageError, printable
 from vqclip.io.cache import cache_folder
 from vqclip.io.files import expand_home, open_regular
 from vqclip.process import progress
@@ -407,7 +408,7 @@ class FileSource(NumberedSource):
             with open_regular(Path(file)) as stream:
                 status = os.fstat(stream.fileno())
                 if (status.st_size, status.st_mtime_ns) != (size, modified):
-                    raise DataError(
+                    raise StorageError(
                         f"{name}: {what} has changed since it was indexed; start the run again", "changed file"
                     )
                 data = stream.read(size)
@@ -415,9 +416,10 @@ class FileSource(NumberedSource):
             raise
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            if column == 1 and isinstance(error, FileNotFoundError):
+            if size == _MISSING and column == 1 and isinstance(error, FileNotFoundError):
                 raise DataError(f"{name}: has no {second} beside it", "missing member") from None
-            raise DataError(f"{name}: cannot be read: {reason}", "unreadable file") from None
+            kind = DataError if size == _MISSING else StorageError  # it was not readable, or is not so any more
+            raise kind(f"{name}: cannot be read: {reason}", "unreadable file") from None
         if len(data) != size:
-            raise DataError(f"{name}: {what} became shorter while it was read", "changed file")
+            raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
         return data

@@ -191,7 +191,9 @@ class HfRows:
     def _row(self, index: int, name: str) -> Any:
         if time.monotonic() - self._checked > _CHECK_S:
             if stamp([path for path, _, _ in self._files]) != self._files:
-                raise DataError(f"{name}: the files of the data set have changed; start the run again", "changed shard")
+                raise StorageError(
+                    f"{name}: the files of the data set have changed; start the run again", "changed shard"
+                )
             self._checked = time.monotonic()
         return self._data[index]
 

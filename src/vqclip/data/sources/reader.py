@@ -94,8 +94,8 @@ class ShardReader:
         """Read one member of one sample.
 
         Raises:
-            DataError: the sample lacks it, it is too large, or a shard on this machine is missing or has changed.
-            StorageError: a shard at a URL cannot be downloaded or has changed.
+            DataError: the sample lacks it, or it is too large.
+            StorageError: a shard cannot be read or downloaded, or has changed.
         """
         shard, row = self._locate(index)
         column = KINDS.index(kind)
@@ -111,9 +111,9 @@ class ShardReader:
         try:
             data = self._pread(index, size, offset)
         except OSError as error:
-            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
+            raise StorageError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
-            raise DataError(f"{self.name(index)}: the shard became shorter while it was in use", "changed shard")
+            raise StorageError(f"{self.name(index)}: the shard became shorter while it was in use", "changed shard")
         return data
 
     def text(self, index: int, kind: str) -> str:
@@ -177,7 +177,9 @@ class ShardReader:
         status = os.fstat(file)  # before every read, as the file may change while it is open
         if (status.st_size, status.st_mtime_ns) != (shard_index.length, shard_index.modified_ns):
             os.close(file)
-            raise DataError(f"{name}: the shard has changed since it was indexed; start the run again", "changed shard")
+            raise StorageError(
+                f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
+            )
         self._files[shard] = file  # the last one used
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

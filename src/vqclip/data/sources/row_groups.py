@@ -152,7 +152,6 @@ def open_file(path: Shard, facts: ParquetFacts | None = None) -> BinaryIO:
 
     Raises:
         OSError: it cannot be opened.
-        DataError: it has changed.
         StorageError: it cannot be fetched, or has changed.
     """
     if not isinstance(path, Path):
@@ -161,7 +160,7 @@ def open_file(path: Shard, facts: ParquetFacts | None = None) -> BinaryIO:
     status = os.fstat(stream.fileno())
     if facts is not None and (status.st_size, status.st_mtime_ns) != (facts.length, facts.modified_ns):
         stream.close()
-        raise DataError("the file has changed since it was indexed; start the run again", "changed shard")
+        raise StorageError(f"{path}: the file has changed since it was indexed; start the run again", "changed shard")
     return stream
 
 
@@ -230,8 +229,8 @@ class RowGroups:
         """Return the values of one row by column.
 
         Raises:
-            DataError: the file has changed or is damaged; the message names file, row and group.
-            StorageError: the file cannot be fetched, or has changed.
+            DataError: the file is damaged; the message names file, row and group.
+            StorageError: the file cannot be read or fetched, or has changed.
         """
         file, row = self.locate(index)
         group = int(np.searchsorted(self._starts[file], row, side="right")) - 1
@@ -240,7 +239,7 @@ class RowGroups:
         except StorageError:
             raise
         except OSError as error:
-            raise DataError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
+            raise StorageError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
         except DataError as error:
             raise DataError(f"{self.name(index)}: {error}", error.kind) from None
         at = row - int(self._starts[file][group])

@@ -95,13 +95,13 @@ def divide(rows: Rows) -> list[Block]:
 
 
 def stamp(paths: Sequence[str | Path]) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of files; raises DataError for a missing one."""
+    """Return name, size and modification time of files; raises StorageError for a missing one."""
     found = []
     for path in paths:
         try:
             status = Path(path).stat()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
+            raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
         found.append((str(path), status.st_size, status.st_mtime_ns))
     return found
 

@@ -24,7 +24,7 @@ from vqclip.data.sources.file_table import checksum
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import read_image
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
 from vqclip.io.walk import walk_files
 
@@ -203,8 +203,10 @@ class TorchvisionRows:
         if not isinstance(image, _Original):
             return _encode_png(image, name)
         path = os.path.abspath(image.path)
-        if stamp([path]) != [(path, *self._stamps.get(path, (-1, -1)))]:
-            raise DataError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
+        if path not in self._stamps:
+            raise DataError(f"{name}: {path} was not there when the files were listed", "missing member")
+        if stamp([path]) != [(path, *self._stamps[path])]:
+            raise StorageError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
         return read_image(Path(path), name)
 
     def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
