@@ -679,13 +679,13 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path, shards, monkeypatch):
         raise DataError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+        patch.setattr("vqclip.evaluation.retrieval.encode_images", fail)
         with pytest.raises(DataError):
             train(TrainConfig.model_validate(tree))
     vqclip.load_tokenizer(folder / "tokenizer", modality="image")
     train(TrainConfig.model_validate(tree))
     card = (folder / "tokenizer" / "README.md").read_text()
-    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+    monkeypatch.setattr("vqclip.evaluation.retrieval.encode_images", fail)
     with pytest.raises(DataError):
         train(TrainConfig.model_validate(tree))
     assert (folder / "tokenizer" / "README.md").read_text() == card
@@ -709,7 +709,7 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
     def fail(*args, **options):
         raise DataError("broken")
 
-    monkeypatch.setattr("vqclip.evaluation.retrieval.retrieval", fail)
+    monkeypatch.setattr("vqclip.evaluation.retrieval.encode_images", fail)
     with pytest.raises(DataError, match="broken"):
         train(TrainConfig.model_validate(run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)))
     assert weights(tmp_path, 2)
