@@ -854,7 +854,9 @@ def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
     other = caption_shards(tmp_path / "other", counts=(17, 12))
     trees = [run_tree(tmp_path, shards), run_tree(tmp_path, other)]
     told = ranks(2, train_on_own_data, trees, str(tmp_path / "cache"), init=False)
-    assert all("rank 1 found other samples than rank 0" in each for each in told)
+    where = [f"data.sources[0]: {tree['data']['sources'][0]['path']}: " for tree in trees]
+    found = "rank 1 found other samples than rank 0"
+    assert all(f"{each}{found}" in message for each, message in zip(where, told, strict=True))
 
 
 def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):

@@ -199,7 +199,7 @@ def _build_step(config: TrainConfig, model: CLIP) -> TrainStep:
 
 
 def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -> Checkpointer:
-    _require_same_data(data.fingerprint)
+    _require_same_data(config, data.fingerprint)
     folder = config.run.path / "checkpoints"
     found = dist.run_on_main(lambda: len(checkpoint.checkpoints(folder)))
     if config.run.resume == "never" and found:
@@ -299,11 +299,13 @@ def _report_stop(config: TrainConfig, stop: StopSignals, watch: WatchTraining) -
     return result
 
 
-def _require_same_data(fingerprint: dict[str, Any]) -> None:
+def _require_same_data(config: TrainConfig, fingerprint: dict[str, Any]) -> None:
     """Compare the data of all ranks: machines may hold other files under the same names, or an old copy of a URL."""
-    if others := dist.differing_ranks(fingerprint):
-        raise DataError(
-            f"data.sources: rank {', '.join(others)} found other samples than rank 0; expected the same shards on every"
-            " machine. Update them; for shards at URLs, delete `shards` and `index` in the cache folder "
-            "(VQCLIP_CACHE) of each machine"
-        )
+    for number, (source, found) in enumerate(zip(config.data.sources, fingerprint["sources"], strict=True)):
+        if others := dist.differing_ranks(found):
+            name = mask_credentials(str(getattr(source, "path", source.kind)))
+            raise DataError(
+                f"data.sources[{number}]: {name}: rank {', '.join(others)} found other samples than rank 0; expected "
+                "the same files, byte for byte, on every machine. Update them; for files at URLs, delete `shards` and "
+                "`index` in the cache folder (VQCLIP_CACHE) of each machine"
+            )
