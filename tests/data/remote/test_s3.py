@@ -91,7 +91,7 @@ def test_large_objects_come_in_several_requests(bucket: Any, tmp_path: Path, cac
 def test_what_is_not_there(bucket: Any, tmp_path: Path, pauses: list[float]) -> None:
     put(bucket[0], caption_shards(tmp_path, (1,)), "a")
     options = RemoteConfig(**OPTIONS)
-    with pytest.raises(DataError, match=r"s3://bucket/none/\*.tar: matches nothing"):
+    with pytest.raises(DataError, match=r"s3://bucket/none/\*: matches nothing"):
         find_shards(["s3://bucket/none"])
     for url in ("s3://bucket/a/1.tar", "s3://nobucket/1.tar"):
         with pytest.raises(StorageError, match=f"{url}: cannot be fetched: not found .404.; this is not tried again"):
@@ -153,5 +153,5 @@ def test_a_server_that_is_gone(bucket: Any, pauses: list[float]) -> None:
     with pytest.raises(StorageError, match=r"cannot be fetched: (?s:.*)Tries: 2 of remote.tries=2"):
         RemoteShard("s3://bucket/a/0.tar", RemoteConfig(**OPTIONS)).open()
     assert len(pauses) == 1
-    with pytest.raises(StorageError, match=r"s3://bucket/a/\*.tar: cannot be fetched: (?s:.*)Tries: 2 of"):
+    with pytest.raises(StorageError, match=r"s3://bucket/a/\*: cannot be fetched: (?s:.*)Tries: 2 of"):
         find_shards(["s3://bucket/a"], RemoteConfig(**OPTIONS))
