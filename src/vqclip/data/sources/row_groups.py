@@ -111,7 +111,7 @@ class ParquetPart:
             while block := stream.read(1 << 20):
                 digest.update(block)
             stream.seek(0)
-            with name_errors(f"{self}: cannot be read as Parquet"):
+            with name_errors(f"{self}: cannot be read as Parquet; if it is cut, copy it again"):
                 opened = parquet.ParquetFile(stream)
                 facts = _describe(opened)
             after = os.fstat(stream.fileno())
