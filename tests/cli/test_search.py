@@ -122,6 +122,8 @@ def test_names_tell_pictures_apart(tmp_path):
     labelled = build(model.image, open_images(str(tmp_path / "classes")))
     assert labelled.names[5] == "0.tar/s0000005: red panda"
     assert len(set(labelled.names)) == len(labelled)
+    with pytest.raises(DataError, match="typo: no such file or folder; expected a folder of images"):
+        open_images(str(tmp_path / "typo"))
 
 
 CHROMIUM = next(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from vqclip.data.remote import is_tar
+from vqclip.data.remote import is_tar, protocol_of
 from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.classes import ClassShardsConfig
@@ -48,6 +48,10 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
         raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
     if folder.is_dir() and not any(map(is_tar, os.listdir(folder))):
         return ImageFiles(folder)
+    if not folder.exists() and protocol_of(path) is None and not any(mark in path for mark in "*?[{"):
+        raise DataError(
+            f"{path}: no such file or folder; expected a folder of images or shards, a tar, a table or a pattern"
+        )
     if not folder.is_file():  # a pattern or URL
         return CaptionShardsConfig(path=path).build()
     source = parse_source(path).build()
