@@ -15,7 +15,7 @@ from typing import Protocol
 from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.files import skip_next_check
+from vqclip.data.sources.file_parts import skip_next_check
 from vqclip.errors import DataError
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder

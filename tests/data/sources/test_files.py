@@ -11,7 +11,7 @@ import pytest
 from tests.data.making import class_folder, encode, pixels
 from vqclip.data import FileSource, parse_source, prepare_sources
 from vqclip.data.images import open_images
-from vqclip.data.sources import files
+from vqclip.data.sources import file_parts
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 
@@ -139,8 +139,8 @@ def test_classes_of_a_table(folder: Path) -> None:
 
 def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     read: list[str] = []
-    make = files._hash
-    monkeypatch.setattr(files, "_hash", lambda path: read.append(Path(path).name) or make(path))
+    make = file_parts._hash
+    monkeypatch.setattr(file_parts, "_hash", lambda path: read.append(Path(path).name) or make(path))
     text = "filepath,title\na.jpg,x\nb.jpg,y\nc.jpg,z\n"
     before = table(folder, text).fingerprint
     assert read == ["a.jpg", "b.jpg", "c.jpg"]
@@ -273,7 +273,7 @@ def test_urls_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = files.open_regular
+    opened = file_parts.open_regular
 
     class Growing:
         def __init__(self, path: Path):
@@ -293,15 +293,15 @@ def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: p
                 other.write(b"x")
             return self.file.read()
 
-    monkeypatch.setattr(files, "open_regular", Growing)
+    monkeypatch.setattr(file_parts, "open_regular", Growing)
     with pytest.raises(DataError, match=r"a\.jpg: was written to while it was indexed"):
         table(folder, "filepath,title\na.jpg,x\n")
 
 
 def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "t.csv").write_text("filepath,title\na.jpg,x\nb.jpg,y\n")
-    config, compared, stat = parse_source(folder / "t.csv"), [], files._stat
-    monkeypatch.setattr(files, "_stat", lambda path: compared.append(path) or stat(path))
+    config, compared, stat = parse_source(folder / "t.csv"), [], file_parts._stat
+    monkeypatch.setattr(file_parts, "_stat", lambda path: compared.append(path) or stat(path))
     prepare_sources([config])
     assert len(compared) == 2
     config.build()

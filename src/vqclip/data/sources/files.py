@@ -8,13 +8,10 @@ index ends the run: if another sample replaced it, what is learned would depend 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,34 +21,21 @@ from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import NumberedSource, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, require_usable
-from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, load_table, save_arrays
+from vqclip.data.sources.file_parts import MISSING, FilePart, cut_path, files_of
+from vqclip.data.sources.file_table import FileTable, checksum, load_table
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, StorageError, printable
 from vqclip.io.cache import cache_folder
 from vqclip.io.files import expand_home, open_regular
-from vqclip.process import progress
 
-__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file", "skip_next_check"]
+__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file"]
 
 logger = logging.getLogger("vqclip.data")
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 PART_SIZE = 5000
 """Files of a part: one part is indexed by one rank, and becomes one token shard."""
-_HEARTBEAT = 200
-"""Files between two signs of life."""
-_MISSING = -1
-_SHOWN = 200
-"""Characters of a path in messages."""
-
-_checked: set[Path] = set()
-"""Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
-
-
-def skip_next_check(parts: Iterable[object]) -> None:
-    """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
-    _checked.update(part.file for part in parts if isinstance(part, FilePart))
 
 
 class FileSourceConfig(SourceConfigBase):
@@ -154,145 +138,6 @@ class ListConfig(FileSourceConfig):
         return self.listing.parent if self.images is None else local_file(self.images, self.kind)
 
 
-@dataclass(frozen=True)
-class FilePart:
-    """Some rows of a table, whose files are indexed together."""
-
-    table: FileTable
-    root: Path
-    second: str
-    """Ending of the caption file beside each image; "" without one."""
-    start: int
-    stop: int
-    name: str
-    file: Path
-    """Its index in the cache."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: images {self.start} to {self.stop}"
-
-    def prepare(self, cache: Path | None = None) -> None:
-        """Index the files unless they are indexed and unchanged."""
-        self.load()
-
-    def load(self) -> PartIndex:
-        """Return the index of the files, after indexing those that have changed since.
-
-        Raises:
-            DataError: a file is written to while it is read, or the cache cannot be written.
-        """
-        paths = checksum(self.table.paths.span(self.start, self.stop), self.second.encode())
-        found = self._read(paths)
-        fresh = found is not None and self.file in _checked
-        _checked.discard(self.file)
-        if fresh and found is not None:
-            return found
-        index = found or PartIndex.empty(self.stop - self.start, 2 if self.second else 1)
-        changed = index.update(self)
-        if changed or found is None:
-            arrays = {"sizes": index.sizes, "modified_ns": index.modified_ns, "digests": index.digests}
-            save_arrays(self.file, self.name, {"paths": paths}, arrays)
-            logger.info("indexed %s: %d image files of samples %d to %d", self.name, changed, self.start, self.stop - 1)
-        return index
-
-    def _read(self, paths: str) -> PartIndex | None:
-        stored = load_arrays(self.file, self.name)
-        if stored is None or stored[0].get("paths") != paths:
-            return None
-        return PartIndex(**stored[1])
-
-    def files(self, index: int) -> list[str]:
-        """Return the files of a row: the image, and that of the captions if there is one.
-
-        Raises:
-            DataError: the row's path is not allowed.
-        """
-        return _files(self.table.paths[index], self.root, self.second)
-
-
-@dataclass(frozen=True)
-class PartIndex:
-    """Size, modification time and checksum of the files of some rows."""
-
-    sizes: np.ndarray
-    """``(rows, files)`` int64: bytes; -1 for a file that could not be read."""
-    modified_ns: np.ndarray
-    """``(rows, files)`` int64."""
-    digests: np.ndarray
-    """``(rows, files, 32)`` uint8: SHA-256."""
-
-    @classmethod
-    def empty(cls, rows: int, files: int) -> PartIndex:
-        """Return an index of files that have not been read yet."""
-        shape = (rows, files)
-        unknown = np.full(shape, _MISSING - 1, np.int64)
-        return cls(unknown, unknown.copy(), np.zeros((*shape, 32), np.uint8))
-
-    def update(self, part: FilePart) -> int:
-        """Read the files whose size or time differs from the index; return the number of their rows."""
-        changed = set()
-        states = np.stack([self.sizes, self.modified_ns], axis=-1).tolist()  # lists are faster to index
-        for row, former in enumerate(states):
-            if row % _HEARTBEAT == 0:
-                progress.heartbeat()
-            try:
-                files = part.files(part.start + row)
-            except DataError:  # it is reported when the sample is read
-                files = [""] * len(former)
-            for column, file in enumerate(files):
-                if _stat(file) != former[column]:
-                    changed.add(row)
-                    self.sizes[row, column], self.modified_ns[row, column], digest = _hash(file)
-                    self.digests[row, column] = np.frombuffer(digest, np.uint8)
-        return len(changed)
-
-
-def _stat(path: str) -> list[int]:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return [_MISSING, 0]
-    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else [_MISSING, 0]
-
-
-def _hash(path: str) -> tuple[int, int, bytes]:
-    """Return size, time and SHA-256 of a file; one that is too large to be used is not read, a missing one has -1."""
-    try:
-        with open_regular(Path(path)) as file:
-            before = os.fstat(file.fileno())
-            digest = hashlib.sha256(file.read() if before.st_size <= MAX_IMAGE_BYTES else b"")
-            after = os.fstat(file.fileno())
-    except (OSError, ValueError):
-        return _MISSING, 0, bytes(32)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
-    return before.st_size, before.st_mtime_ns, digest.digest()
-
-
-def _files(text: str, root: Path, second: str) -> list[str]:
-    if not text:
-        raise DataError("the path of the image is empty", "missing member")
-    protocol = protocol_of(text)
-    if protocol not in (None, "file"):
-        raise DataError(
-            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs)", "URL"
-        )
-    path = text if protocol is None else local_path(text)
-    path = os.path.normpath(path) if os.pardir in path else path
-    if path.split(os.sep, 1)[0] == os.pardir:
-        raise DataError(
-            f"{_cut_path(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or "
-            "set images to another folder",
-            "path outside",
-        )
-    image = os.path.join(root, path)
-    return [image, os.path.splitext(image)[0] + second] if second else [image]
-
-
-def _cut_path(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
-
-
 class FileSource(NumberedSource):
     """A `Source` of image files that a table lists.
 
@@ -348,7 +193,7 @@ class FileSource(NumberedSource):
 
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
-        path, row = _cut_path(self._table.paths[index]), int(self._table.rows[index])
+        path, row = cut_path(self._table.paths[index]), int(self._table.rows[index])
         text = f"{self._listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
         return printable(text, one_line=True)
 
@@ -398,7 +243,7 @@ class FileSource(NumberedSource):
         name, second = self.name(index), "" if self._captions is None else f".{self._captions.kind}"
         what, most = ("image", MAX_IMAGE_BYTES) if column == 0 else (second, MAX_BYTES[second.removeprefix(".")])
         try:
-            file = _files(self._table.paths[index], self._root, second)[column]
+            file = files_of(self._table.paths[index], self._root, second)[column]
         except DataError as error:
             raise DataError(f"{name}: {error}", error.kind) from None
         size, modified = int(self._sizes[index, column]), int(self._modified_ns[index, column])
@@ -416,9 +261,9 @@ class FileSource(NumberedSource):
             raise
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            if size == _MISSING and column == 1 and isinstance(error, FileNotFoundError):
+            if size == MISSING and column == 1 and isinstance(error, FileNotFoundError):
                 raise DataError(f"{name}: has no {second} beside it", "missing member") from None
-            kind = DataError if size == _MISSING else StorageError  # it was not readable, or is not so any more
+            kind = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
             raise kind(f"{name}: cannot be read: {reason}", "unreadable file") from None
         if len(data) != size:
             raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
