@@ -32,6 +32,12 @@ class NumbersConfig(SourceConfigBase):
         return Numbers(sorted(self.path.glob("*.jpg")))
 
 
+class NothingConfig(SourceConfigBase):
+    """Without build."""
+
+    kind: Literal["mine"] = "mine"
+
+
 class Numbers:
     classnames = ()
     templates = ()
@@ -101,6 +107,7 @@ def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
         ("mine = leaves_source:Config", "cannot be imported: SystemExit: "),
         ("mine = numbers_source:Numbers", "is not a subclass of vqclip.data.SourceConfigBase"),
         ("mine = numbers_source:NumbersConfig", r'has another one; expected kind: Literal\["mine"\]'),
+        ("mine = numbers_source:NothingConfig", r"has no method build\(cache\)"),
     ],
 )
 def test_a_package_that_does_not_fit(site: Path, tmp_path: Path, points: str, message: str) -> None:

@@ -35,6 +35,8 @@ def load_kind(kind: str) -> type[SourceConfigBase]:
         raise ConfigError(f"kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase")
     if found.model_fields["kind"].default != kind:
         raise ConfigError(f'kind {kind!r}: {where} has another one; expected kind: Literal["{kind}"] = "{kind}"')
+    if found.build is SourceConfigBase.build:
+        raise ConfigError(f"kind {kind!r}: {where} has no method build(cache), which opens the data; add one")
     return found
 
 
