@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("evaluation", "export", "search"),
     ("runlog",),
+    ("report",),
     ("tokenize_dataset", "train"),
     ("integrations", "data_tools"),
     ("cli",),
@@ -155,7 +156,10 @@ assert distributed is None or not distributed.is_available() or not distributed.
             ["torch", "webdataset", "open_clip", "timm", "pydantic"],
         ),
         ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
-        ("import vqclip; vqclip.load_tokenizer", ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics"]),
+        (
+            "import vqclip; vqclip.load_tokenizer",
+            ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics", "matplotlib", "jinja2"],
+        ),
     ],
     ids=["package", "command line", "config", "load_tokenizer"],
 )
