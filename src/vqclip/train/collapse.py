@@ -19,28 +19,18 @@ from vqclip.config import Config
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import first_names
 from vqclip.quantizers import Stats
+from vqclip.runlog.signs import RESTART, USAGE, find_signs, has_collapsed, read_codebooks, suggest_remedies
 
 TOKENS_PER_CODE = 4
 """Tokens for each code of a codebook in a full window."""
-ONE_CODE = 1.05
-"""Perplexity below which a codebook counts as using a single code."""
-EQUAL = 1e-5
-"""Distance of the mean cosine from 1 below which embeddings count as equal."""
 MAX_WARNINGS = 1000
 """Warnings that a run keeps; older ones are in its log."""
-AT_CHANCE = 1e-3
-"""Relative distance from the loss at chance below which a loss counts as such."""
-
-_RESTART = (
-    "Such weights rarely recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
-    "resume from an earlier checkpoint"
-)
 
 
 class CollapseConfig(Config):
     """Thresholds for a collapsed run or codebook."""
 
-    usage: float = Field(0.005, gt=0, le=1)
+    usage: float = Field(USAGE, gt=0, le=1)
     """A codebook has collapsed if it uses less than this fraction of the codes that the same number of tokens would use
     if all codes were equally likely; also if nearly all its tokens have one code."""
     steps: int = Field(20, ge=1)
@@ -148,18 +138,18 @@ class CollapseWatch:
             loss: the contrastive loss; NaN while the learning rate warms up, when it may stay at chance.
             chance: loss of a model that knows nothing.
         """
-        signs = self._signs(figures, loss, chance)
-        self._codebooks = [each for name, every in sizes.items() for each in _codebooks(name, figures, every)]
-        collapsed = {each["name"]: each for each in self._codebooks if self._has_collapsed(each)}
+        signs = find_signs(figures, loss, chance)
+        self._codebooks = [each for name, every in sizes.items() for each in read_codebooks(name, figures, every)]
+        collapsed = {each["name"]: each for each in self._codebooks if has_collapsed(each, self._config.usage)}
         unseen = done if self._last or done < self._config.steps else 0  # a first report this late covers the start
         self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
         self._last = done
         due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
-        messages = [f"{signs[name]}. {_RESTART}" for name in due if name in signs and name not in self._reported]
+        messages = [f"{signs[name]}. {RESTART}" for name in due if name in signs and name not in self._reported]
         for modality in sizes:
             late = [collapsed[name] for name in due if _modality(name) == modality and name in collapsed]
             if any(each["name"] not in self._reported for each in late):
-                messages.append(f"{self._describe(late)}. {_remedies(modality)}")
+                messages.append(f"{self._describe(late)}. {suggest_remedies(modality)}")
         self._reported = {name: signs.get(name, "") for name in due}
         self._warnings += [{"step": done, "text": message} for message in messages]
         del self._warnings[:-MAX_WARNINGS]
@@ -177,23 +167,6 @@ class CollapseWatch:
         dead = any(self._reported.values())
         verdict = f"{'DEAD' if dead else 'COLLAPSED'}: {'; '.join(signs)}" if signs else "no sign of collapse"
         return {"verdict": verdict, "codebooks": self._codebooks, "warnings": self._warnings}
-
-    def _signs(self, figures: Mapping[str, float], loss: float, chance: float) -> dict[str, str]:
-        signs = {}
-        if figures["grad_norm"] < 1e-12:
-            signs["gradient"] = "the gradient is 0, so the model no longer learns"
-        for modality in ("image", "text"):
-            if figures[f"{modality}/embedding_cosine"] > 1 - EQUAL:
-                signs[f"{modality} embeddings"] = f"all {modality} embeddings of a batch are equal"
-        if abs(loss - chance) <= AT_CHANCE * chance:
-            signs["loss"] = f"the loss is {loss:.4f}, that of a model that knows nothing ({chance:.4f})"
-        return signs
-
-    def _has_collapsed(self, codebook: Mapping[str, Any]) -> bool:
-        possible, size = codebook["usage_if_uniform"], codebook["codes"]
-        if possible * size < min(10, 0.9 * size):  # too few tokens
-            return False
-        return bool(codebook["usage"] < self._config.usage * possible or codebook["perplexity"] < ONE_CODE)
 
     def _describe(self, codebooks: Sequence[Mapping[str, Any]]) -> str:
         """Describe collapsed codebooks of one modality."""
@@ -257,30 +230,3 @@ def _tokens_of(name: str) -> str:
 
 def _modality(name: str) -> str:
     return name.partition("/")[0]
-
-
-def _codebooks(modality: str, figures: Mapping[str, float], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the usage of each codebook of a modality, named as in the metrics: ``image/3``, ``image/0/3``."""
-    usages = [name.removesuffix("usage") for name in figures if name.startswith(f"{modality}/")]
-    usages = [name for name in usages if name.endswith("/") and f"{name}usage" in figures]
-    found = []
-    for name in usages:
-        if any(other != name and other.startswith(name) for other in usages):
-            continue  # the mean of those
-        above = name
-        while f"{above}usage_if_uniform" not in figures:
-            above = f"{above.rstrip('/').rpartition('/')[0]}/"
-        values = {each: figures[f"{name}{each}"] for each in ("usage", "perplexity")}
-        possible = figures[f"{above}usage_if_uniform"]
-        tokens = figures[f"{modality}/tokens"]
-        codes = {"codes": sizes[0], "tokens": tokens, "usage_if_uniform": possible}  # all parts are of one layer
-        found.append({"name": name.rstrip("/"), **codes, **values})
-    return found
-
-
-def _remedies(modality: str) -> str:
-    return (
-        f"What may help: model.{modality}.normalize: layer before the quantizer, a lower optim.lr or a longer "
-        "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
-        "higher entropy_temperature; several smaller codebooks (kind: product)"
-    )
