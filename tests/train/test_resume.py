@@ -398,7 +398,7 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", falling)
     with caplog.at_level("INFO"):
         summary = train(TrainConfig.model_validate(tree)).summary
-    lines = [each for each in caplog.messages if each.startswith("step 2: pairs: codes only: image to text R@1 100.0")]
+    lines = [each for each in caplog.messages if each.startswith("step 2: pairs (codes only): image to text R@1 100.0")]
     assert len(lines) == 1
     assert "(chance 3." in lines[0]
     folder = tmp_path / "tiny"

@@ -23,7 +23,7 @@ from vqclip.evaluation.suite import (
     scalar_names,
     try_all,
 )
-from vqclip.evaluation.tables import format_line, format_results
+from vqclip.evaluation.tables import format_line, format_results, main_figures
 from vqclip.evaluation.winoground import WinogroundConfig, WinogroundData
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
@@ -50,6 +50,7 @@ __all__ = [
     "format_line",
     "format_results",
     "load_ids",
+    "main_figures",
     "prepare",
     "save_ids",
     "scalar_names",

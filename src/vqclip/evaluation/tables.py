@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vqclip.errors import printable
 from vqclip.evaluation.codes import CodeUsage
-from vqclip.evaluation.encode import MODES
+from vqclip.evaluation.encode import MODES, Mode
 from vqclip.evaluation.results import Result
 
 _MODE_TITLES = ("continuous", "quantized", "codes only")
@@ -29,14 +29,24 @@ def format_results(results: Sequence[Result]) -> str:
 
 
 def format_line(result: Result) -> str:
-    """Return the codes-only figures of a result in one line, or the quantized ones if it has no codes."""
-    mode = max(number for number, mode in enumerate(MODES) if result.figures[mode] is not None)
-    figures = result.figures[MODES[mode]] or {}
-    shown = (
-        f"{figure_title(key)} {percent(rate)} % (chance {percent(result.chance[key])} %)"
-        for key, rate in figures.items()
-    )
-    return printable(f"{result.name}: {_MODE_TITLES[mode]}: {', '.join(shown)}", one_line=True)
+    """Return the main figures of a result in one line, as the ids alone give them if there are codes."""
+    mode, figures = main_figures(result)
+    title = f"{result.name} ({_MODE_TITLES[MODES.index(mode)]})"
+    chances = [f"chance {percent(result.chance[key])} %" for key in figures]
+    shown = [f"{figure_title(key)} {percent(rate)} %" for key, rate in figures.items()]
+    if len(set(chances)) == 1:
+        return printable(f"{title}: {', '.join(shown)} ({chances[0]})", one_line=True)
+    told = (f"{each} ({chance})" for each, chance in zip(shown, chances, strict=True))
+    return printable(f"{title}: {', '.join(told)}", one_line=True)
+
+
+def main_figures(result: Result) -> tuple[Mode, dict[str, float]]:
+    """Return the last mode that a result has, and its figures, of several depths (R@1, R@5) the first."""
+    mode = [mode for mode in MODES if result.figures[mode] is not None][-1]
+    found: dict[str, tuple[str, float]] = {}
+    for figure, rate in (result.figures[mode] or {}).items():
+        found.setdefault(figure.rstrip("0123456789"), (figure, rate))
+    return mode, dict(found.values())
 
 
 def _figure_rows(result: Result) -> list[tuple[str, ...]]:

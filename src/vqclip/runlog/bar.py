@@ -11,14 +11,21 @@ from types import TracebackType
 from tqdm import tqdm
 
 from vqclip.runlog.console import log_to_file
+from vqclip.runlog.names import least_used
 
 logger = logging.getLogger(__name__)
 
 _BETWEEN_LINES_S = 5.0
+_LONGEST_NAME = 8
+_FORM = "{desc} {n_fmt}/{total_fmt} {bar} {remaining} left{postfix}"
+"""Format of the line; its bar shrinks where the terminal is narrow. Six digits of steps fit into 80 columns."""
 
 
 class ProgressBar:
-    """A tqdm bar over the steps of a run, with loss, images per second and data wait; or over samples.
+    """A tqdm bar over the steps of a run, or over samples: done, time left, and the newest metrics.
+
+    ``wait`` is the part of the time spent waiting for data. ``codes`` is of the codebook that uses the fewest codes:
+    the part in use of those that evenly used codes would be.
 
     If stderr is not a terminal, it writes log lines: the first, the last, and others a few seconds apart. On a terminal
     these lines go to the log file only.
@@ -41,8 +48,9 @@ class ProgressBar:
             total=total,
             initial=done,
             disable=not self._on_terminal,
-            desc=name,
+            desc=name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}...",
             unit=unit,
+            bar_format=_FORM,
             dynamic_ncols=True,
             smoothing=0.05,
         )
@@ -63,27 +71,28 @@ class ProgressBar:
     def show(self, figures: Mapping[str, float] | None = None) -> None:
         """Show the newest metrics behind the bar, or write a line if the last one is some seconds old."""
         self._figures = figures or {}
-        self._bar.set_postfix_str(", ".join(f"{name}={value}" for name, value in self._texts().items()), refresh=False)
+        self._bar.set_postfix_str(" ".join(self._texts()), refresh=False)
         now = time.monotonic()
         if self._visible and (now >= self._next_line or self._done >= self._total):
             self._next_line = now + _BETWEEN_LINES_S
-            line = [f"{self._unit} {self._done}/{self._total}", *(f"{n} {v}" for n, v in self._texts().items())]
+            line = [f"{self._unit} {self._done}/{self._total}", *self._texts(long=True)]
             if counted := self._done - self._done_before:
                 left = (now - self._since) * (self._total - self._done) / counted
-                line.append(f"left {tqdm.format_interval(left)}")
-            (log_to_file if self._on_terminal else logger.info)(" ".join(line))
+                line.append(f"{tqdm.format_interval(left)} left")
+            (log_to_file if self._on_terminal else logger.info)(", ".join(line))
 
-    def _texts(self) -> dict[str, str]:
-        texts, figures = {}, self._figures
+    def _texts(self, long: bool = False) -> list[str]:
+        """Return the metrics, in few words for the bar or in more for a line."""
+        texts, figures = [], self._figures
         if "loss/total" in figures:
-            texts["loss"] = f"{figures['loss/total']:.3f}"
+            texts.append(f"loss {figures['loss/total']:.3f}")
         if "images_per_second" in figures:
-            texts["img/s"] = f"{figures['images_per_second']:.0f}"
-            texts["data"] = f"{figures['data_wait']:.0%}"
+            wait = f"{figures['data_wait']:.0%}"
+            texts.append(f"{figures['images_per_second']:.0f} img/s")
+            texts.append(f"{wait} of it waiting for data" if long else f"wait {wait}")
+        if (least := least_used(figures)) is not None:
+            share = f"{least.share:.0%}"
+            texts.append(f"fewest codes in use {share} ({least})" if long else f"codes {share}")
         if "bytes" in figures:
-            texts["size"] = f"{tqdm.format_sizeof(figures['bytes'], 'B')}"
+            texts.append(f"size {tqdm.format_sizeof(figures['bytes'], 'B')}")
         return texts
-
-    def last_line(self, text: str) -> None:
-        """Set the text behind the finished bar."""
-        self._bar.set_postfix_str(text)

@@ -1,15 +1,16 @@
-"""Record of the step with the best evaluation."""
+"""Records of the step with the best evaluation: one for checkpoints, one for the screen."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vqclip.checkpoint import checkpoint_name
 from vqclip.errors import CheckpointError
+from vqclip.evaluation import Result, main_figures
 from vqclip.io.atomic import write_text
 
 PREFIX = "eval/"
@@ -53,6 +54,36 @@ class Best:
             write_text(self._folder / _FILE, f"{text}\n")
         elif self._folder is not None:
             (self._folder / _FILE).unlink(missing_ok=True)
+
+
+class Ranking:
+    """Place of each evaluation among those before it, in words; by the mean of its main figures.
+
+    Args:
+        metric: metric that decides alone for its task, such as that of ``train.keep_best``.
+        before: steps and metrics of the evaluations so far.
+    """
+
+    def __init__(self, metric: str | None, before: Iterable[tuple[int, Mapping[str, Any]]] = ()):
+        self._metric, self._before = metric, list(before)
+
+    def place(self, step: int, result: Result) -> str:
+        """Return ``best so far`` or ``best after step 40``, and remember the result; empty for the first one."""
+        mode, figures = main_figures(result)
+        names = [f"{PREFIX}{result.name}/{mode}/{figure}" for figure in figures]
+        now = {f"{PREFIX}{name}": rate for name, rate in result.scalars().items()}
+        if self._metric in now:
+            names = [self._metric]
+
+        def rank(row: Mapping[str, Any]) -> float:
+            return sum(float(row[name]) for name in names)
+
+        earlier = [(rank(row), -at) for at, row in self._before if at < step and row.keys() >= set(names)]
+        self._before.append((step, now))
+        if not earlier:
+            return ""
+        value, at = max(earlier)
+        return "best so far" if rank(now) > value else f"best after step {-at}"
 
 
 def _checkpoint(step: int) -> str:

@@ -112,13 +112,22 @@ def print_output(text: str) -> None:
             raise OSError(error.errno, error.strerror, "standard output") from error
 
 
+class _AboveBar(logging.StreamHandler[TextIO]):
+    """Handler that writes lines above a progress bar, where one is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")  # not imported for commands without a bar
+        with contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def log_to_stderr(mask: Callable[[str], str]) -> None:
     """Log to stderr: everything on rank 0, warnings and errors on the others; ``mask`` as in `PrintableFormatter`.
 
-    Lines have times if stderr is not a terminal.
+    Lines have times and names of modules if stderr is not a terminal.
     """
-    handler = logging.StreamHandler()
-    form = "%(levelname).1s %(name)s: %(message)s" if sys.stderr.isatty() else _TIMED
+    handler = _AboveBar()
+    form = "%(levelname).1s %(message)s" if sys.stderr.isatty() else _TIMED
     handler.setFormatter(PrintableFormatter(form, mask))
     logging.basicConfig(level=_level(int(os.environ.get("RANK", "0"))), handlers=[handler])
 

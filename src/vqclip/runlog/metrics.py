@@ -115,3 +115,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             if entry is None:
                 raise DataError(f"{path}:{number}: not a line of metrics: {line[:80]!r}")
             yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}
+
+
+def read_evaluations(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield step and metrics of each line about an evaluation; fast, and nothing if there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if b' "eval/' in line and (entry := parse_line(line)) is not None:
+                yield entry["step"], entry

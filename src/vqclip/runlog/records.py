@@ -11,11 +11,12 @@ from typing import Any
 
 from vqclip import dist
 from vqclip.data import TrainData
+from vqclip.evaluation import Result, format_line
 from vqclip.runlog.bad_samples import BadSamples
-from vqclip.runlog.best import PREFIX, Best
+from vqclip.runlog.best import PREFIX, Best, Ranking
 from vqclip.runlog.events import Events
 from vqclip.runlog.lines import JsonLines
-from vqclip.runlog.metrics import MetricsLog
+from vqclip.runlog.metrics import MetricsLog, read_evaluations
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Records:
         self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
+        self._ranking = Ranking(keep_best, read_evaluations(self.metrics.path) if self.metrics else ())
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)
@@ -79,6 +81,11 @@ class Records:
         self.record(done, figures)
         if self._best and figures:
             self._best.update(done, figures)
+
+    def report_evaluation(self, done: int, result: Result) -> None:
+        """Tell the log how an evaluation went: its main figures beside chance, and whether it is the best so far."""
+        place = self._ranking.place(done, result)
+        logger.info("step %d: %s%s", done, format_line(result), place and f"; {place}")
 
     def flush(self) -> None:
         """Wait until all lines are on the disk; a checkpoint needs the lines of its steps."""

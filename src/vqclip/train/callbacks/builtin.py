@@ -7,7 +7,7 @@ import logging
 
 from vqclip import dist
 from vqclip.errors import DataError, StopRequested
-from vqclip.evaluation import EvaluationOutcome, format_line, format_results, try_all
+from vqclip.evaluation import EvaluationOutcome, format_results, try_all
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
@@ -98,9 +98,7 @@ class LimitBadSamples(Callback):
 
     def on_train_end(self, training: Training) -> None:
         """Report how much of the data was seen."""
-        coverage = training.data.coverage(training.done)
-        logger.info("data: %s", coverage)
-        training.bar.last_line(str(coverage))
+        logger.info("data: %s", training.data.coverage(training.done))
 
 
 class StopOnRequest(Callback):
@@ -157,7 +155,7 @@ def evaluate(training: Training) -> EvaluationOutcome:
     figures = {key: value for result in results for key, value in result.scalars().items()}
     training.records.record_evaluation(training.done, figures)
     for result in current.results if is_last else results:  # for the last step, a table is printed
-        logger.info("step %d: %s", training.done, format_line(result))
+        training.records.report_evaluation(training.done, result)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import io
+
+from tqdm import tqdm
+
+from vqclip.runlog.bar import ProgressBar
+from vqclip.runlog.names import by_codebook, least_used
+
+FIGURES = {"loss/total": 12.3456, "images_per_second": 12345.6, "data_wait": 0.27, "image/usage": 0.4}
+FIGURES |= {"image/usage_if_uniform": 0.9}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(bar, columns=80, **changes):
+    return tqdm.format_meter(**{**bar._bar.format_dict, "ncols": columns, **changes})
+
+
+def test_a_long_run_fits_80_columns(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with ProgressBar(100_000, 12_345, True, "a-run-with-a-long-name") as bar:
+        bar.advance()
+        bar.show(FIGURES)
+        line = shown(bar, n=12_345, elapsed=1000.0, rate=20.0)
+    assert line.startswith("a-run... 12345/100000 ")
+    assert line.endswith("1:13:02 left, loss 12.346 12346 img/s wait 27% codes 44%")
+    assert len(line) <= 80
+
+
+def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    figures = {**FIGURES, "text/usage_if_uniform": 0.5, "text/0/usage": 0.4, "text/1/usage": 0.1, "text/usage": 0.25}
+    with caplog.at_level("INFO"), ProgressBar(10, 5, True, "run") as bar:
+        bar._next_line = 0.0
+        bar.advance()
+        bar.show(figures)
+    (line,) = caplog.messages
+    start = (
+        "step 6/10, loss 12.346, 12346 img/s, 27% of it waiting for data, fewest codes in use 20% (text codebook 1), "
+    )
+    assert line.startswith(start)
+    assert line.endswith(" left")
+
+
+def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():
+    figures = {"image/usage": 0.1, "image/0/usage": 0.15, "image/0/0/usage": 0.2, "image/0/1/usage": 0.1}
+    figures |= {"image/1/usage": 0.5, "image/0/usage_if_uniform": 0.4, "image/1/usage_if_uniform": 1.0, "loss/0/x": 1.0}
+    assert by_codebook(figures)["image/usage"] == {"0/0": 0.2, "0/1": 0.1, "1": 0.5}
+    assert least_used(figures) == (0.25, "image", "0/1")
+    assert least_used({"loss/total": 1.0}) is None
