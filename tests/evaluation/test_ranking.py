@@ -79,7 +79,8 @@ def test_blocks_change_nothing_and_bound_the_scores(monkeypatch):
     whole = hit_rates(x, noisy, each, each, [1, 5])
     monkeypatch.setattr(ranking, "BLOCK", 101 * 7)
     seen = []
-    monkeypatch.setattr(ranking, "hit_chance", lambda a, *rest: (seen.append(len(a)), hit_chance(a, *rest))[1])
+    rank = ranking.rank_scores
+    monkeypatch.setattr(ranking, "rank_scores", lambda a, *rest: (seen.append(len(a)), rank(a, *rest))[1])
     assert hit_rates(x, noisy, each, each, [1, 5]) == whole
     assert max(seen) == 7
     assert 0.1 < whole[0] < whole[1] < 1

@@ -8,6 +8,7 @@
 from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
 from vqclip.evaluation.datasets import CaptionedData, LabelledData
 from vqclip.evaluation.depths import evaluate_depths, format_depths
+from vqclip.evaluation.details import Details, DetailsConfig
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
@@ -31,6 +32,8 @@ __all__ = [
     "MODES",
     "CaptionedData",
     "CodeUsage",
+    "Details",
+    "DetailsConfig",
     "EvaluationConfig",
     "EvaluationOutcome",
     "Evaluations",

@@ -166,10 +166,9 @@ class ChoicesConfig(ImagesConfig):
         """Compare the images and captions of each choice in each of the three modes; see `ImagesConfig.run`."""
         source = self.open(encoder.partition)
         assert isinstance(source, Choices)
-        image, found, notes = encode_images(
-            self, source, model.image, encoder, f"{name}-image", lambda batch: batch.sample_ids.tolist()
-        )
-        rows = {number: row for row, number in enumerate(found)}
+        images = encode_images(self, source, model.image, encoder, f"{name}-image", lambda batch: [None] * len(batch))
+        image, notes = images.encoded, images.notes
+        rows = {number: row for row, number in enumerate(images.indices.tolist())}
         choices = [choice for choice in source.choices if all(number in rows for number in choice.images)]
         if len(choices) < len(source.choices):
             left_out = len(source.choices) - len(choices)
@@ -189,7 +188,7 @@ class ChoicesConfig(ImagesConfig):
             kind=self.kind,
             figures=fill_modes({mode: self.rates(each, categories) for mode, each in scores.items()}),
             chance=self.chance(categories),
-            samples=len(found),
+            samples=len(rows),
             classes=None,
             captions=len(captions),
             usage={"image": image.usage, "text": text.usage},

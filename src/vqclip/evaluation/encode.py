@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import NonFiniteError
 from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
+from vqclip.evaluation.details import DetailsConfig, Mode
 from vqclip.evaluation.partition import RankPartition
 from vqclip.nn.precision import Precision, autocast
 from vqclip.process import progress
@@ -24,13 +25,11 @@ from vqclip.towers import CaptionLengths
 
 T = TypeVar("T")
 
-Mode = Literal["continuous", "quantized", "codes_only"]
-
 Features = Literal["embedding", "tokens"]
 """embedding: the joint embedding, unit-norm; tokens: the mean of the decoded vectors of all tokens."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
+"""All modes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,18 @@ class Encoded:
     """Use of the codebooks by the set; None without codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader."""
+    file: Path | None = None
+    """This rank's ids, while the evaluation lasts; None without codes."""
+    rows: Tensor | None = None
+    """``(m,)`` int64, on the CPU: row of `embeddings` that each sample of `file` has."""
+
+    def reorder(self, order: Sequence[int], rows: Tensor) -> Encoded:
+        """Return the samples in another order, with the new `rows`."""
+        if list(order) == list(range(len(order))):
+            return dataclasses.replace(self, rows=rows)
+        places = torch.tensor(order, dtype=torch.int64)
+        found = {mode: each[places.to(each.device)] for mode, each in self.embeddings.items()}
+        return dataclasses.replace(self, embeddings=found, rows=rows)
 
 
 class Memo:
@@ -76,6 +87,7 @@ class Encoder:
         folder: existing folder of the files of ids.
         features: vector of a sample.
         memo: encoded sets that the next task may use again.
+        details: amounts of the details to make; None: no details.
     """
 
     partition: RankPartition
@@ -83,6 +95,7 @@ class Encoder:
     folder: Path
     features: Features = "embedding"
     memo: Memo = dataclasses.field(default_factory=Memo)
+    details: DetailsConfig | None = None
 
     def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
         """Encode ``captions``, the same on every rank; each rank encodes its part."""
@@ -98,7 +111,8 @@ class Encoder:
         told = CaptionLengths(self.partition.gather_items(found)).describe_cuts(
             tokenizer.preprocess.context_length, "the text tower's context_length"
         )
-        return dataclasses.replace(encoded, notes=[told] if told else [])
+        rows = torch.tensor(self.partition.indices(len(captions)), dtype=torch.int64)
+        return dataclasses.replace(encoded, notes=[told] if told else [], rows=rows)
 
     def __call__(self, tokenizer: Tokenizer, batches: Iterable[Tensor], name: str) -> Encoded:
         """Encode this rank's ``batches`` and gather the results of all ranks.
@@ -118,6 +132,7 @@ class Encoder:
         sizes = tokenizer.codebook_sizes
         parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (MODES if sizes else MODES[:2])}
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
+        path = self.folder / f"{name}-{self.partition.rank}.safetensors"
         with self.partition.raise_on_all_ranks(), torch.no_grad(), autocast(device, self.precision):
             for inputs in batches:
                 progress.heartbeat()
@@ -126,7 +141,6 @@ class Encoder:
                 parts["quantized"].append(quantized)
                 ids.append(found.to("cpu", ids[0].dtype))
             if sizes:
-                path = self.folder / f"{name}-{self.partition.rank}.safetensors"
                 save_ids(path, torch.cat(ids), sizes)
                 # In the same batches, so that both paths run the same kernels and are equal bit for bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
@@ -137,7 +151,8 @@ class Encoder:
         empty = torch.empty(0, width, dtype=dtype, device=device)
         whole = {mode: self.partition.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
         _check_finite(whole, tokenizer)
-        return Encoded(whole, self._usage(torch.cat(ids), sizes, device) if sizes else None)
+        usage = self._usage(torch.cat(ids), sizes, device) if sizes else None
+        return Encoded(whole, usage, file=path if sizes else None)
 
     def _encode(self, tokenizer: Tokenizer, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, quantized and continuous vectors of a batch."""

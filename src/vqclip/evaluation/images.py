@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -62,6 +64,22 @@ class ImagesConfig(Config):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
+class EncodedImages(Generic[T]):
+    """Encoded images of a set, the same on every rank and in the order of the set."""
+
+    source: Source
+    """The opened data."""
+    encoded: Encoded
+    """Embeddings of the n images that can be used."""
+    annotations: list[T]
+    """Annotation of each."""
+    indices: Tensor
+    """``(n,)`` int64, on the CPU: number of each in the source."""
+    notes: list[str]
+    """Remarks for the reader."""
+
+
 def encode_images(
     config: ImagesConfig,
     source: Source,
@@ -69,7 +87,7 @@ def encode_images(
     encoder: Encoder,
     name: str,
     annotations: Callable[[EvalBatch], list[T]],
-) -> tuple[Encoded, list[T], list[str]]:
+) -> EncodedImages[T]:
     """Encode the images of a task; every rank encodes its part.
 
     Args:
@@ -79,9 +97,6 @@ def encode_images(
         encoder: encoder; every rank of its partition must call this.
         name: names the file of ids.
         annotations: function of a batch that returns a JSON-able value for each image, such as its label.
-
-    Returns:
-        The images of all ranks, their annotations in the same order, and notes for the reader.
 
     Raises:
         DataError: too many images cannot be used; on every rank.
@@ -98,20 +113,25 @@ def encode_images(
         config.max_bad_fraction,
         timeout_s=config.timeout_s,
     )
-    found: list[T] = []
+    mine: list[tuple[int, T]] = []
     reasons: list[str] = []
 
     def pixels() -> Iterator[Tensor]:
         for batch in images:
-            found.extend(annotations(batch))
+            mine.extend(zip(batch.sample_ids.tolist(), annotations(batch), strict=True))
             reasons.extend(sample.reason for sample in batch.bad)
             if len(batch):
                 yield batch.images
 
     encoded = encoder(tokenizer, pixels(), name)
-    found, reasons = partition.gather_items(found), partition.gather_items(reasons)
+    found, reasons = partition.gather_items(mine), partition.gather_items(reasons)
     if len(reasons) > images.allowed:  # no single rank has too many
         shown = "\n".join(f"  {reason}" for reason in reasons[:5])
         raise DataError(f"{len(reasons)} of {images.size} evaluation samples cannot be used:\n{shown}")
     notes = [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []
-    return encoded, found, notes
+    # Where images are left out, the ranks' rows are not in the order of the set.
+    order = sorted(range(len(found)), key=lambda row: found[row][0])
+    indices = torch.tensor([found[row][0] for row in order], dtype=torch.int64)
+    own = torch.tensor([index for index, _ in mine], dtype=torch.int64)
+    ordered = encoded.reorder(order, torch.searchsorted(indices, own))
+    return EncodedImages(source, ordered, [found[row][1] for row in order], indices, notes)

@@ -58,6 +58,8 @@ class LabelledImages:
     """``(n,)`` int64, on the CPU."""
     notes: list[str]
     """Remarks for the reader."""
+    indices: Tensor
+    """``(n,)`` int64, on the CPU: number of each image in the source."""
 
 
 def encode_labelled(
@@ -88,16 +90,10 @@ def encode_labelled(
         source = open_labelled(data, encoder.partition)
         settings = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
-        encoded, rows, notes = encode_images(
-            settings, source, model.image, reader, name,
-            lambda batch: torch.stack([batch.sample_ids, batch.labels], dim=1).tolist(),
-        )  # fmt: skip
-        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
-        order = table[:, 0].argsort()  # where images are left out, the ranks' rows are not in the order of the set
-        ordered = {mode: each[order.to(each.device)] for mode, each in encoded.embeddings.items()}
-        about = getattr(source, "notes", ())
+        images = encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
+        labels = torch.tensor(images.annotations, dtype=torch.int64)
         return LabelledImages(
-            source, dataclasses.replace(encoded, embeddings=ordered), table[order, 1], [*about, *notes]
+            source, images.encoded, labels, [*getattr(source, "notes", ()), *images.notes], images.indices
         )
 
     key = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)

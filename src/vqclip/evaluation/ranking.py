@@ -13,6 +13,7 @@ Shapes: Q queries, M candidates, E embedding width.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -46,6 +47,42 @@ def hit_rates(
 def hits(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]) -> Tensor:
     """Return for each k and query whether a right candidate is among the k nearest; with ties, the probability.
 
+    Args: as for `rank`, and the depths k.
+
+    Returns:
+        ``(len(ks), Q)`` float64 on the CPU, in [0, 1].
+    """
+    return rank(queries, candidates, query_group, group).hits(ks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Place of the best right candidate of each of Q queries; all ``(Q,)``, on the CPU."""
+
+    best: Tensor
+    """Its score."""
+    above: Tensor
+    """int64, candidates of higher score, all wrong."""
+    rights: Tensor
+    """int64, right candidates at this score."""
+    wrongs: Tensor
+    """int64, wrong candidates at this score."""
+    best_wrong: Tensor
+    """Highest score of a wrong candidate, -inf without one; empty unless asked for."""
+
+    def hits(self, ks: Sequence[int]) -> Tensor:
+        """Return ``(len(ks), Q)``; see `hits`."""
+        return torch.stack([hit_chance(self.above, self.rights, self.wrongs, k) for k in ks])
+
+    @property
+    def place(self) -> Tensor:
+        """int64, expected place of the first right candidate if ties are in random order, rounded down; from 1."""
+        return 1 + self.above + self.wrongs // (self.rights + 1)
+
+
+def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, *, with_wrong: bool = False) -> Ranks:
+    """Rank all candidates for each query.
+
     A candidate is right for the queries of its own group: a class for its images, an image for its captions, all
     captions of an image for that image.
 
@@ -54,35 +91,42 @@ def hits(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor
         candidates: ``(M, E)`` unit-norm.
         query_group: ``(Q,)`` int64, the group of each query; each must occur in ``group``.
         group: ``(M,)`` int64, the group of each candidate.
-        ks: the depths k.
-
-    Returns:
-        ``(len(ks), Q)`` float64 on the CPU, in [0, 1].
+        with_wrong: find `Ranks.best_wrong` too.
 
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
-    found = [torch.empty(len(ks), 0, dtype=torch.float64)]
+    found = []
     rows = max(1, BLOCK // max(1, len(candidates)))
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
         progress.heartbeat()
-        found.append(hits_of_scores(part @ candidates.T, right_group[:, None] == group[None, :], ks, SAME))
-    return torch.cat(found, dim=1)
+        found.append(rank_scores(part @ candidates.T, right_group[:, None] == group[None, :], SAME, with_wrong))
+    return Ranks(*(torch.cat(parts) for parts in zip(*map(_fields, found), strict=True)))
 
 
-def hits_of_scores(scores: Tensor, right: Tensor, ks: Sequence[int], same: float) -> Tensor:
-    """Return for each k and row whether a right candidate is among the k highest scores; see `hits`.
+def rank_scores(scores: Tensor, right: Tensor, same: float, with_wrong: bool = False) -> Ranks:
+    """Rank the candidates of each row by their scores; see `rank`.
 
     Args:
         scores: ``(Q, M)``.
         right: ``(Q, M)`` bool, at least one True in each row.
-        ks: the depths k.
         same: largest difference of two scores that is a tie.
+        with_wrong: find `Ranks.best_wrong` too.
     """
     best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
     above, level = scores > best + same, (scores - best).abs() <= same
-    higher, rights, wrongs = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
-    return torch.stack([hit_chance(higher, rights, wrongs, k).cpu() for k in ks])
+    wrong = scores.masked_fill(right, -torch.inf).amax(dim=1) if with_wrong else best.new_empty(0)
+    counts = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
+    return Ranks(*(each.cpu() for each in (best[:, 0], *counts, wrong)))
+
+
+def hits_of_scores(scores: Tensor, right: Tensor, ks: Sequence[int], same: float) -> Tensor:
+    """Return for each k and row whether a right candidate is among the k highest scores; see `rank_scores`."""
+    return rank_scores(scores, right, same).hits(ks)
+
+
+def _fields(ranks: Ranks) -> list[Tensor]:
+    return [getattr(ranks, field.name) for field in dataclasses.fields(ranks)]
 
 
 def class_figures(hits: Tensor, labels: Tensor) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from vqclip.data import mask_credentials
 from vqclip.evaluation.codes import CodeUsage
+from vqclip.evaluation.details import Details
 from vqclip.evaluation.encode import MODES, Encoded, Mode
 from vqclip.io.atomic import write_text
 
@@ -39,6 +40,9 @@ class Result:
     """Modality (`image`, `text`) → use of its codebooks over the whole set; None if it has no codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader, such as why a mode is missing."""
+    details: Details | None = None
+    """What a report shows beside the figures; None on ranks other than 0, and if the evaluation was not asked for it.
+    It is in no table."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
@@ -50,7 +54,9 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers."""
-        return dataclasses.asdict(self)
+        body = dataclasses.asdict(dataclasses.replace(self, details=None))
+        del body["details"]
+        return body
 
 
 def write_json(path: Path, results: Sequence[Result], about: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vqclip.data import Source
 from vqclip.evaluation.datasets import CaptionedData, open_captioned
-from vqclip.evaluation.encode import Encoder
-from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.details import Details, DetailsConfig, Examples, Interval, ShownImage
+from vqclip.evaluation.encode import Encoded, Encoder, Mode
+from vqclip.evaluation.examples import make_examples
+from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.intervals import ratio_intervals
 from vqclip.evaluation.partition import RankPartition
-from vqclip.evaluation.ranking import hit_chance, hit_rates
+from vqclip.evaluation.ranking import Ranks, hit_chance, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
+from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.model import CLIP
 
 _DEPTHS = (1, 5, 10)
@@ -41,41 +45,74 @@ class RetrievalConfig(ImagesConfig):
         equal captions, only an image's own is right; such ties count as a random order (`vqclip.evaluation.ranking`).
         """
         source = self.open(encoder.partition)
-        image, captions, left_out = encode_images(
+        images = encode_images(
             self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
         )
+        image, captions = images.encoded, images.annotations
         text = encoder.captions(model.text, [each for one in captions for each in one], self.batch_size, f"{name}-text")
         counts = torch.tensor([len(one) for one in captions])
 
         modes, notes = common_modes(image, text)
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-            found = {mode: recalls(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
+            ranks = {
+                mode: both_ranks(
+                    image.embeddings[mode], text.embeddings[mode], counts, with_wrong=encoder.details is not None
+                )
+                for mode in modes
+            }
         return Result(
             name=self.name,
             kind=self.kind,
-            figures=fill_modes(found),
+            figures=fill_modes({mode: _recalls(each) for mode, each in ranks.items()}),
             chance=chance(counts),
             samples=len(captions),
             classes=None,
             captions=int(counts.sum()),
             usage={"image": image.usage, "text": text.usage},
-            notes=left_out + text.notes + notes,
+            notes=images.notes + text.notes + notes,
+            details=_details(model, encoder, images, text, counts, ranks),
         )
 
 
-def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float]:
-    """Return the recalls ``i2t_r1`` ... ``t2i_r10`` in [0, 1].
+class BothRanks(NamedTuple):
+    """Ranks of n images and of their captions."""
+
+    to_text: Ranks
+    """Of each image: its best caption."""
+    to_image: Ranks
+    """Of each caption: its image."""
+
+
+def both_ranks(images: Tensor, captions: Tensor, counts: Tensor, *, with_wrong: bool = False) -> BothRanks:
+    """Rank the captions for each image, and the images for each caption.
 
     Args:
         images: ``(n, E)`` unit-norm.
         captions: ``(Σ counts, E)`` unit-norm, image by image.
         counts: ``(n,)`` int64, captions of each image, at least 1.
+        with_wrong: find `Ranks.best_wrong` too.
     """
-    each = torch.arange(len(images), device=images.device)
-    owner = each.repeat_interleave(counts.to(images.device))
-    to_text = hit_rates(images, captions, each, owner, _DEPTHS)
-    to_image = hit_rates(captions, images, owner, each, _DEPTHS)
+    each, owner = _groups(counts, images.device)
+    return BothRanks(
+        rank(images, captions, each, owner, with_wrong=with_wrong),
+        rank(captions, images, owner, each, with_wrong=with_wrong),
+    )
+
+
+def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float]:
+    """Return the recalls ``i2t_r1`` ... ``t2i_r10`` in [0, 1]; arguments as for `both_ranks`."""
+    return _recalls(both_ranks(images, captions, counts))
+
+
+def _recalls(ranks: BothRanks) -> dict[str, float]:
+    to_text, to_image = (each.hits(_DEPTHS).mean(dim=1).tolist() for each in ranks)
     return _by_figure(to_text, to_image)
+
+
+def _groups(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of each image, and the image of each caption."""
+    each = torch.arange(len(counts), device=device)
+    return each, each.repeat_interleave(counts.to(device))
 
 
 def chance(counts: Tensor) -> dict[str, float]:
@@ -87,3 +124,65 @@ def chance(counts: Tensor) -> dict[str, float]:
 
 def _by_figure(to_text: list[float], to_image: list[float]) -> dict[str, float]:
     return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))
+
+
+def _details(
+    model: CLIP,
+    encoder: Encoder,
+    images: EncodedImages[list[str]],
+    text: Encoded,
+    counts: Tensor,
+    ranks: dict[Mode, BothRanks],
+) -> Details | None:
+    """Return the details on rank 0, if the encoder makes them; every rank must call this."""
+    config = encoder.details
+    if config is None:
+        return None
+    with encoder.partition.raise_on_all_ranks():
+        if encoder.partition.rank:
+            return None
+        examples: tuple[Examples, ...] = ()
+        if "codes_only" in ranks:
+            examples = _examples(model, config, images, text, counts, ranks["codes_only"])
+        return Details(samples=len(counts), intervals=_intervals(ranks, counts), examples=examples)
+
+
+def _intervals(ranks: dict[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
+    to_text = torch.cat([each.to_text.hits(_DEPTHS) for each in ranks.values()])
+    to_image = torch.cat([each.to_image.hits(_DEPTHS) for each in ranks.values()])
+    k = len(_DEPTHS)
+    first, second = ratio_intervals(to_text, torch.ones_like(counts)), ratio_intervals(to_image, counts)
+    return {
+        mode: dict(zip(RetrievalConfig.figures, first[k * n : k * n + k] + second[k * n : k * n + k], strict=True))
+        for n, mode in enumerate(ranks)
+    }
+
+
+def _examples(
+    model: CLIP,
+    config: DetailsConfig,
+    images: EncodedImages[list[str]],
+    text: Encoded,
+    counts: Tensor,
+    ranks: BothRanks,
+) -> tuple[Examples, Examples]:
+    """Return hits and misses of images and of captions, codes only."""
+    reader = ImageReader(images.source, model.image.transform, config.thumbnail)
+    captions = [each for one in images.annotations for each in one]
+    rows, targets = images.encoded.embeddings["codes_only"], text.embeddings["codes_only"]
+    each, owner = _groups(counts, rows.device)
+
+    def image(row: int) -> ShownImage:
+        return reader.shown(int(images.indices[row]), images.annotations[row][0])
+
+    first_captions = [one[0] for one in images.annotations]
+    return (
+        make_examples(
+            rows, targets, each, owner, ranks.to_text, config, "image_to_text",
+            image=image, image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
+        ),
+        make_examples(
+            targets, rows, owner, each, ranks.to_image, config, "text_to_image",
+            image=image, image_of_query=owner, texts=first_captions, text_of_query=lambda row, right: captions[row],
+        ),
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import VqclipError
+from vqclip.evaluation.details import DetailsConfig
 from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
@@ -89,6 +90,7 @@ def evaluate(
     precision: Precision = "fp32",
     distributed: bool = True,
     codes_folder: str | Path | None = None,
+    details: DetailsConfig | None = None,
 ) -> list[Result]:
     """Evaluate a model in three modes: continuous, quantized, codes only.
 
@@ -106,6 +108,7 @@ def evaluate(
             raised on all. False: this process does all the work and enters no collective.
         codes_folder: folder for the ids, in files ``<number of the task>-image-<rank>.safetensors`` and the like;
             None: a temporary folder.
+        details: amounts of the `Result.details` to make, on rank 0; None: none.
 
     Returns:
         One `Result` for each task.
@@ -114,7 +117,9 @@ def evaluate(
         DataError: the data cannot be used; the message names file and sample.
         NonFiniteError: an embedding is NaN or infinite.
     """
-    outcome = try_all(model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder)
+    outcome = try_all(
+        model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder, details=details
+    )
     if outcome.failure is not None:
         raise outcome.failure
     return outcome.results
@@ -127,6 +132,7 @@ def try_all(
     precision: Precision = "fp32",
     distributed: bool = True,
     codes_folder: str | Path | None = None,
+    details: DetailsConfig | None = None,
 ) -> EvaluationOutcome:
     """Run `evaluate`, but continue after a task that fails: its error is returned with the results of the others.
 
@@ -136,7 +142,7 @@ def try_all(
     partition = RankPartition.create(distributed)
     results, failures = [], []
     with evaluation_mode(whole), _folder(codes_folder) as folder:
-        encoder = Encoder(partition, precision, folder)
+        encoder = Encoder(partition, precision, folder, details=details)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
             encoder.memo.next_task()

@@ -17,13 +17,17 @@ from vqclip.data import Source
 from vqclip.data.sources.class_folder import LocalFolder, read_templates
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.evaluation.datasets import LabelledData, open_labelled
+from vqclip.evaluation.details import Details, DetailsConfig, Examples, ShownImage
 from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.examples import make_examples
 from vqclip.evaluation.images import ImagesConfig
-from vqclip.evaluation.labelled import encode_labelled
+from vqclip.evaluation.intervals import class_intervals
+from vqclip.evaluation.labelled import LabelledImages, encode_labelled
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.prompts import Names, fill, read_classes
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Ranks, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
+from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.model import CLIP
 
 
@@ -72,24 +76,27 @@ class ZeroShotConfig(ImagesConfig):
         text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
 
         modes, notes = common_modes(image, text)
-        found: dict[Mode, dict[str, float]] = {}
+        ranks: dict[Mode, Ranks] = {}
+        targets = {mode: class_embeddings(text.embeddings[mode], sizes) for mode in modes}
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
             for mode in modes:
-                targets = class_embeddings(text.embeddings[mode], sizes)
-                rows = image.embeddings[mode]
-                groups = right.to(rows.device), torch.arange(len(targets), device=rows.device)
-                found[mode] = class_figures(hits(rows, targets, *groups, DEPTHS), right)
+                rows, each = image.embeddings[mode], torch.arange(len(sizes), device=targets[mode].device)
+                ranks[mode] = rank(
+                    rows, targets[mode], right.to(rows.device), each, with_wrong=encoder.details is not None
+                )
+        hits = {mode: found.hits(DEPTHS) for mode, found in ranks.items()}
         count = len(classes)
         return Result(
             name=self.name,
             kind=self.kind,
-            figures=fill_modes(found),
+            figures=fill_modes({mode: class_figures(each, right) for mode, each in hits.items()}),
             chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
             samples=len(right),
             classes=count,
             captions=sum(sizes),
             usage={"image": image.usage, "text": text.usage},
             notes=_notes(classes) + images.notes + text.notes + notes,
+            details=_details(model, encoder, images, hits, ranks, targets),
         )
 
 
@@ -114,3 +121,43 @@ def _notes(classes: Sequence[Names]) -> list[str]:
     twice = [name for name, count in Counter(itertools.chain(*map(set, classes))).items() if count > 1]
     known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(sorted(twice))}"]
     return known if twice else []
+
+
+def _details(
+    model: CLIP,
+    encoder: Encoder,
+    images: LabelledImages,
+    hits: dict[Mode, Tensor],
+    ranks: dict[Mode, Ranks],
+    targets: dict[Mode, Tensor],
+) -> Details | None:
+    """Return the details on rank 0, if the encoder makes them; every rank must call this."""
+    config = encoder.details
+    if config is None:
+        return None
+    with encoder.partition.raise_on_all_ranks():
+        if encoder.partition.rank:
+            return None
+        examples: tuple[Examples, ...] = ()
+        if "codes_only" in ranks:
+            examples = (_examples(model, config, images, ranks["codes_only"], targets["codes_only"]),)
+        return Details(
+            samples=len(images.labels),
+            intervals=class_intervals(CLASS_FIGURES, hits, images.labels),
+            examples=examples,
+        )
+
+
+def _examples(model: CLIP, config: DetailsConfig, images: LabelledImages, ranks: Ranks, targets: Tensor) -> Examples:
+    """Return confidently right and confidently wrong images, codes only."""
+    reader = ImageReader(images.source, model.image.transform, config.thumbnail)
+    rows, names = images.encoded.embeddings["codes_only"], images.source.classnames
+
+    def image(row: int) -> ShownImage:
+        return reader.shown(int(images.indices[row]), names[int(images.labels[row])])
+
+    return make_examples(
+        rows, targets, images.labels.to(rows.device), torch.arange(len(targets), device=rows.device),
+        ranks, config, "image_to_class",
+        image=image, image_of_query=range(len(rows)), texts=names, text_of_query=lambda row, right: names[right],
+    )  # fmt: skip

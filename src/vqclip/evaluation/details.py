@@ -1,0 +1,271 @@
+"""What a report shows of an evaluation beside its figures: intervals, hits and misses, classes, code maps, bits.
+
+Shapes: N tokens of an image, C codebooks, K classes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from vqclip.config import Config
+from vqclip.errors import CheckpointError
+from vqclip.io.json_files import Strict, validation_problems
+
+MAX_TEXT = 300
+"""Characters of a name or a caption; longer ones are cut."""
+MAX_THUMBNAIL = 96
+"""Largest side of a thumbnail, in pixels."""
+MAX_THUMBNAIL_BYTES = 64 << 10
+"""Largest size of a thumbnail's file."""
+MAX_CLASSES = 1000
+"""Largest number of classes whose accuracy is listed: those with the lowest one."""
+MAX_CONFUSED = 30
+"""Largest number of classes in a confusion matrix."""
+MAX_CODEBOOKS = 16
+"""Largest number of codebooks in code maps and galleries: the first ones."""
+
+Mode = Literal["continuous", "quantized", "codes_only"]
+"""continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Thumbnail = Annotated[bytes, Field(max_length=MAX_THUMBNAIL_BYTES)]
+"""A PNG or JPEG file; base64 in JSON."""
+Rate = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Interval = tuple[Rate, Rate]
+"""Lowest and highest rate of a 95 % confidence interval."""
+Figures = Annotated[dict[Text, Rate], Field(max_length=100)]
+
+
+class DetailsConfig(Config):
+    """Amounts of the details of an evaluation; 0 leaves a part out."""
+
+    hits: int = Field(3, ge=0, le=32)
+    """Images, and captions, that are found best."""
+    misses: int = Field(5, ge=0, le=32)
+    """Images, and captions, that are found worst."""
+    nearest: int = Field(3, ge=1, le=10)
+    """Found things shown of each."""
+    code_maps: int = Field(4, ge=0, le=32)
+    """Images whose codes are shown."""
+    gallery_codes: int = Field(4, ge=0, le=32)
+    """Codes of a codebook whose patches are shown."""
+    gallery_patches: int = Field(6, ge=2, le=32)
+    """Patches of a code."""
+    gallery_codebooks: int = Field(2, ge=1, le=MAX_CODEBOOKS)
+    """Codebooks with such galleries: the first ones."""
+    gallery_images: int = Field(32, ge=2, le=512)
+    """Images, evenly spread over the set, that patches are cut from."""
+    bits_images: int = Field(256, ge=0, le=100_000)
+    """Images, evenly spread over the set, for the accuracy at fewer bits."""
+    thumbnail: int = Field(64, ge=16, le=MAX_THUMBNAIL)
+    """Side of a thumbnail in pixels."""
+
+
+class Part(Strict):
+    """Base of the details; bytes are base64 in JSON."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class ShownImage(Part):
+    """An image of the set."""
+
+    index: Count
+    """Its number in the source."""
+    name: Text
+    """Its name in messages: file, or shard and key."""
+    thumbnail: Thumbnail | None
+    """What the model sees, made small; None if the image could not be read again."""
+    text: Text
+    """Its first caption, or its class."""
+
+
+class Candidate(Part):
+    """Something that a query could find: a caption, a class or an image."""
+
+    text: Text
+    """The caption, or the name of the class; of an image, its first caption."""
+    image: ShownImage | None
+    """The image; None for a caption or a class."""
+    score: float
+    """Cosine similarity to the query, codes only."""
+    right: bool
+    """Whether it is right."""
+
+
+class Example(Part):
+    """A query with what it finds, codes only."""
+
+    image: ShownImage
+    """The image of the query; of a caption, the image that it belongs to."""
+    text: Text
+    """The right class, or the right caption: the one that is found first, or the query itself."""
+    score: float
+    """Similarity of the right candidate with the highest one."""
+    rank: Annotated[int, Field(ge=1)]
+    """Its rank, 1 is the best; of candidates with the same score, the middle one."""
+    candidates: Annotated[int, Field(ge=1)]
+    """Number of candidates."""
+    found: Annotated[tuple[Candidate, ...], Field(max_length=10)]
+    """Nearest candidates, best first."""
+
+
+Examples_ = Annotated[tuple[Example, ...], Field(max_length=32)]
+
+
+class Examples(Part):
+    """Hits and misses in one direction, codes only."""
+
+    direction: Literal["image_to_text", "text_to_image", "image_to_class"]
+    """Query and candidates."""
+    hits: Examples_
+    """Queries whose right candidate is first, by the largest lead over the best wrong one."""
+    misses: Examples_
+    """Queries whose right candidate is not first: those with the worst rank, then the largest lead of the best wrong
+    candidate. Of classes: by that lead, so that the first is the most confidently wrong."""
+
+
+class ClassAccuracy(Part):
+    """Accuracy of one class."""
+
+    name: Text
+    images: Count
+    """Images of the class."""
+    accuracy: dict[Mode, Rate]
+    """Mode → share of its images that are classified right."""
+
+
+class Confused(Part):
+    """Images of one class that are classified as another."""
+
+    right: Text
+    predicted: Text
+    images: Annotated[int, Field(ge=1)]
+
+
+class Confusion(Part):
+    """Confusion of classes, codes only. Of equally near classes the first one is predicted."""
+
+    classes: Annotated[tuple[Text, ...], Field(max_length=MAX_CONFUSED)]
+    """Classes of the matrix: all of them, or those of the largest confusions, in the order of the data."""
+    counts: Annotated[
+        tuple[Annotated[tuple[Count, ...], Field(max_length=MAX_CONFUSED)], ...], Field(max_length=MAX_CONFUSED)
+    ]
+    """Images by right class (row) and predicted class (column), among `classes`."""
+    complete: bool
+    """Whether `classes` are all classes."""
+    largest: Annotated[tuple[Confused, ...], Field(max_length=MAX_CONFUSED)]
+    """Largest confusions of all classes, largest first."""
+
+
+class Codebook(Part):
+    """A codebook of the image tokenizer that code maps and galleries show."""
+
+    name: Text
+    """Such as `stage 2` or `codebook 1`."""
+    size: Annotated[int, Field(ge=1)]
+    """Number of codes."""
+
+
+class CodeMap(Part):
+    """Codes of one image."""
+
+    image: ShownImage
+    ids: Annotated[
+        tuple[Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_CODEBOOKS)], ...],
+        Field(max_length=1 << 14),
+    ]
+    """N × `codebooks` ids, -1 where absent; with a grid, row by row."""
+
+
+class Gallery(Part):
+    """Patches that share a code."""
+
+    codebook: Count
+    """Number of the codebook in `Codes.codebooks`."""
+    code: Count
+    """The id."""
+    images: Count
+    """Images that contain it, out of `Codes.looked_at`."""
+    patches: Annotated[tuple[Thumbnail, ...], Field(max_length=32)]
+    """A patch of each of several images."""
+
+
+class Codes(Part):
+    """Codes of the image tokenizer on images of the set."""
+
+    codebooks: Annotated[tuple[Codebook, ...], Field(max_length=MAX_CODEBOOKS)]
+    """Codebooks that are shown: the first ones."""
+    all_codebooks: Count
+    """C, number of all codebooks."""
+    grid: tuple[Annotated[int, Field(ge=1, le=1 << 14)], Annotated[int, Field(ge=1, le=1 << 14)]] | None
+    """Rows and columns of tokens; None if tokens have no place in the image."""
+    maps: Annotated[tuple[CodeMap, ...], Field(max_length=32)]
+    """Images with their codes, evenly spread over the set."""
+    looked_at: Count
+    """Images that galleries are made from, evenly spread over the set."""
+    galleries: Annotated[tuple[Gallery, ...], Field(max_length=512)]
+    """Codes in the most of these images, codebook by codebook; empty without a grid."""
+
+
+class BitsPoint(Part):
+    """Accuracy with some of the codes."""
+
+    label: Text
+    """Such as `2 of 4 stages`."""
+    bits_per_image: Annotated[float, Field(ge=0)]
+    figures: Figures
+    intervals: dict[Text, Interval]
+
+
+class Bits(Part):
+    """Accuracy against bits, codes only."""
+
+    images: Count
+    """Images used, evenly spread over the set; candidates are fewer than in the figures of the whole set."""
+    points: Annotated[tuple[BitsPoint, ...], Field(max_length=128)]
+    """From the fewest bits to all."""
+
+
+class Details(Part):
+    """Everything that a report needs of an evaluation beside `Result.figures`."""
+
+    samples: Count
+    """Images."""
+    intervals: dict[Mode, dict[Text, Interval]]
+    """Mode → figure → 95 % confidence interval; see `vqclip.evaluation.intervals`."""
+    examples: Annotated[tuple[Examples, ...], Field(max_length=2)] = ()
+    """Hits and misses, both directions of retrieval; empty for other tasks and without codes."""
+    classes: Annotated[tuple[ClassAccuracy, ...], Field(max_length=MAX_CLASSES)] = ()
+    """Classes that have images; of more than `MAX_CLASSES` those with the lowest codes-only accuracy."""
+    confusion: Confusion | None = None
+    """None without classes or without codes."""
+    codes: Codes | None = None
+    """None if the image tokenizer has no codes."""
+    bits: Bits | None = None
+    """None if the codes cannot be split, or without codes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts, lists, strings and numbers."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Details:
+        """Read what `to_json` returned.
+
+        Raises:
+            CheckpointError: unknown keys, values of another type or of too large a size.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(body))
+        except ValidationError as error:
+            raise CheckpointError("details: " + "; ".join(validation_problems(error))) from error
+
+
+def clip_text(text: str) -> str:
+    """Return a text of at most `MAX_TEXT` characters that JSON can hold; it may still be hostile."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
