@@ -1,4 +1,4 @@
-"""What a report shows of an evaluation beside its figures: intervals, hits and misses, classes, code maps, bits.
+"""Details of an evaluation, for a report: intervals, hits and misses, classes, code maps, accuracy against bits.
 
 Shapes: N tokens of an image, C codebooks, K classes.
 """
@@ -78,7 +78,7 @@ class ShownImage(Part):
     name: Text
     """Its name in messages: file, or shard and key."""
     thumbnail: Thumbnail | None
-    """What the model sees, made small; None if the image could not be read again."""
+    """The image as the model sees it, made small; None if the image could not be read again."""
     text: Text
     """Its first caption, or its class."""
 

@@ -41,8 +41,8 @@ class Result:
     notes: list[str] = dataclasses.field(default_factory=list)
     """Remarks for the reader, such as why a mode is missing."""
     details: Details | None = None
-    """What a report shows beside the figures; None on ranks other than 0, and if the evaluation was not asked for it.
-    It is in no table."""
+    """Further findings for a report; None on ranks other than 0, and if the evaluation was not asked for it.
+    They are in no table."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""

@@ -78,9 +78,9 @@ class BothRanks(NamedTuple):
     """Ranks of n images and of their captions."""
 
     to_text: Ranks
-    """Of each image: its best caption."""
+    """Its best caption, for each image."""
     to_image: Ranks
-    """Of each caption: its image."""
+    """Its image, for each caption."""
 
 
 def both_ranks(images: Tensor, captions: Tensor, counts: Tensor, *, with_wrong: bool = False) -> BothRanks:
@@ -173,7 +173,7 @@ def _examples(
     each, owner = _groups(counts, rows.device)
 
     def image(row: int) -> ShownImage:
-        return reader.shown(int(images.indices[row]), images.annotations[row][0])
+        return reader.describe(int(images.indices[row]), images.annotations[row][0])
 
     first_captions = [one[0] for one in images.annotations]
     return (

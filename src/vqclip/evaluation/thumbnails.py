@@ -39,7 +39,7 @@ class ImageReader:
                 self._pixels[index] = None
         return self._pixels[index]
 
-    def shown(self, index: int, text: str) -> ShownImage:
+    def describe(self, index: int, text: str) -> ShownImage:
         """Return an image with its name, its caption or class ``text``, and a thumbnail."""
         if index not in self._thumbnails:
             pixels = self.pixels(index)

@@ -154,7 +154,7 @@ def _examples(model: CLIP, config: DetailsConfig, images: LabelledImages, ranks:
     rows, names = images.encoded.embeddings["codes_only"], images.source.classnames
 
     def image(row: int) -> ShownImage:
-        return reader.shown(int(images.indices[row]), names[int(images.labels[row])])
+        return reader.describe(int(images.indices[row]), names[int(images.labels[row])])
 
     return make_examples(
         rows, targets, images.labels.to(rows.device), torch.arange(len(targets), device=rows.device),
