@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 import vqclip
+from vqclip.cli.arguments import count
+from vqclip.data.libraries import name_errors
 from vqclip.errors import VqclipError
 from vqclip.search import vectors_of
 
@@ -29,22 +31,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("vectors", help="Arrow file of `vqclip search export`, your own: it is not checked for damage")
     parser.add_argument("queries", nargs="+", help="what to look for")
-    parser.add_argument("-k", type=int, default=5, help="results of a query")
+    parser.add_argument("-k", type=count, default=5, help="results of a query")
     parser.add_argument("--factory", default="Flat", help="index of faiss: Flat, HNSW32, IVF16,Flat, IVF16,PQ32, ...")
-    parser.add_argument("--probe", type=int, default=4, help="cells of an IVF index that a query visits")
+    parser.add_argument("--probe", type=count, default=4, help="cells of an IVF index that a query visits")
     options = parser.parse_args(arguments)
     import faiss  # pip install 'vqclip[search,parquet]'
     import pyarrow
 
     images = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
-    with pyarrow.memory_map(options.vectors) as file:
-        table = pyarrow.ipc.open_file(file).read_all()
-        vectors = vectors_of(table, images).astype(np.float32, copy=False)  # copies float16 only
+    with name_errors(f"{options.vectors}: cannot be mapped; expected an .arrow file of `vqclip search export`"):
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(options.vectors)).read_all()
+    vectors = vectors_of(table, images, options.vectors).astype(np.float32, copy=False)  # copies float16 only
+    fits = f"{len(vectors)} vectors of {images.embed_dim} numbers, such as Flat or HNSW32"
+    with name_errors(f"--factory: got {options.factory!r}; expected one that faiss can make of {fits}"):
         index = faiss.index_factory(images.embed_dim, options.factory, faiss.METRIC_INNER_PRODUCT)
         index.train(vectors)
         index.add(vectors)
-        names = table.column("name").to_pylist()
+    names = table.column("name").to_pylist()
     if "IVF" in options.factory:
         index.nprobe = options.probe
 

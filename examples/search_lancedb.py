@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 import vqclip
+from vqclip.cli.arguments import count
+from vqclip.data.libraries import name_errors
 from vqclip.errors import VqclipError
 from vqclip.search import read_vectors
 
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("vectors", help="Parquet file of `vqclip search export`")
     parser.add_argument("queries", nargs="+", help="what to look for")
-    parser.add_argument("-k", type=int, default=5, help="results of a query")
+    parser.add_argument("-k", type=count, default=5, help="results of a query")
     parser.add_argument("--where", help="condition on the columns, in SQL")
     parser.add_argument("--out", type=Path, default=Path("lancedb"), help="folder of the database")
     options = parser.parse_args(arguments)
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for query, vector in zip(options.queries, text.embed(text.encode(options.queries)), strict=True):
         search = table.search(vector.numpy()).distance_type("cosine").limit(options.k)
         search = search.where(options.where) if options.where else search
-        for row in search.select(["name", "_distance"]).to_list():
+        with name_errors(f"--where: got {options.where!r}; expected a condition in SQL"):
+            rows = search.select(["name", "_distance"]).to_list()
+        for row in rows:
             print(f"{query!r}: {1 - row['_distance']:.4f} {row['name']}")
 
 

@@ -18,7 +18,7 @@ from tests.evaluation.made import caption_shards, image_folder
 from tests.models import PRODUCT, tiny_model
 from tests.training import run_tree
 from vqclip.cli.search import main as search
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, DataError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]
@@ -215,6 +215,24 @@ def test_lancedb_and_faiss_find_what_search_finds(example, tokenizer, tmp_path):
     by_lance = example("search_lancedb", tokenizer, tmp_path / "vectors.parquet", *queries, "--out", out)
     ours = [line for query in queries for line in found_by_us(query, index, example)]
     assert sorted(by_faiss) == sorted(by_lance[1:]) == sorted(ours)
+
+
+@pytest.mark.slow
+def test_mistakes_in_the_search_examples(example, tokenizer, tmp_path):
+    pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
+    pytest.importorskip("faiss", reason="pip install 'vqclip[search]'")
+    folder, index, out = image_folder(tmp_path / "images", per_class=1), str(tmp_path / "index"), tmp_path / "lancedb"
+    parquet, arrow = (tmp_path / f"vectors.{ending}" for ending in ("parquet", "arrow"))
+    assert search(["build", "--tokenizer", str(tokenizer), "--images", str(folder), "--out", index]) == 0
+    for path in (parquet, arrow):
+        assert search(["export", "--index", index, "--out", str(path)]) == 0
+    with pytest.raises(DataError, match="--where: got 'plce < 3'; expected .* No field named plce. Valid fields are"):
+        example("search_lancedb", tokenizer, parquet, "red", "--out", out, "--where", "plce < 3")
+    with pytest.raises(DataError, match="--factory: got 'Flatt'; expected .*, such as Flat or HNSW32"):
+        example("search_faiss", tokenizer, arrow, "red", "--factory", "Flatt")
+    for path in (parquet, tmp_path / "none.arrow"):
+        with pytest.raises(DataError, match=f"{path.name}: cannot be mapped; expected an .arrow file of"):
+            example("search_faiss", tokenizer, path, "red")
 
 
 def found_by_us(query, index, example):

@@ -41,7 +41,7 @@ def test_what_is_saved_is_what_is_loaded(saved):
     for loaded in (text, whole.text):
         assert torch.equal(loaded.encode(["a red star"]), model.text.encode(["a red star"]))
     assert torch.equal(whole.logit_bias, model.logit_bias)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "preprocessor_config.json"}
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -328,7 +328,7 @@ def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
     model = tiny_model().build()
     monkeypatch.chdir(tmp_path)
     model.save_pretrained(".")
-    assert sorted(contents(tmp_path)) == ["config.json", "model.safetensors"]
+    assert sorted(contents(tmp_path)) == ["config.json", "model.safetensors", "preprocessor_config.json"]
     with pytest.raises(ConfigError, match="is the working folder"):
         model.save_pretrained(".")
 
@@ -350,7 +350,7 @@ def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatc
     link.symlink_to(folder)
     model.save_pretrained(link)  # both in place of one
     assert link.is_symlink()
-    assert sorted(contents(folder)) == ["config.json", "model.safetensors"]
+    assert sorted(contents(folder)) == ["config.json", "model.safetensors", "preprocessor_config.json"]
     assert torch.equal(CLIP.from_pretrained(folder).logit_scale, model.logit_scale)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

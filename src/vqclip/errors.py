@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -58,6 +60,22 @@ class StorageError(DataError):
 
     The samples themselves are not bad, so none of them is replaced.
     """
+
+
+@contextlib.contextmanager
+def name_section(key: str) -> Iterator[None]:
+    """Put the key path of a section of the configuration before the errors of the block in its values or its data.
+
+    Args:
+        key: such as ``data.sources[0]``; "" leaves errors as they are.
+    """
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        if key:
+            of_a_key = re.match(r"[a-z_]+(\[\d+\])?: ", message := str(error))
+            error.args = (f"{key}{'.' if of_a_key else ': '}{message}", *error.args[1:])
+        raise
 
 
 class ShapeError(VqclipError, ValueError):

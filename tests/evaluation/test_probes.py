@@ -154,5 +154,5 @@ def test_too_few_or_other_training_images_are_refused(tmp_path, train, change, m
     with pytest.raises(DataError, match=message):
         evaluate(PlainModel(4), [task])
     (tmp_path / "train" / "train" / "0.tar").unlink()
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"^evaluation\[0\].train: .*train"):
         prepare([task])

@@ -190,7 +190,7 @@ def test_names_must_differ(folder):
 def test_prepare_finds_what_evaluate_would(folder):
     prepare(tasks(folder))
     (folder / "classes" / "classnames.txt").unlink()
-    with pytest.raises(DataError, match=r"classnames\.txt"):
+    with pytest.raises(DataError, match=r"^evaluation\[0\].data: .*classnames\.txt"):
         prepare(tasks(folder))
 
 

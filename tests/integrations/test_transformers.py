@@ -196,6 +196,12 @@ def test_what_is_pushed_has_a_card_and_can_be_loaded(folder, tmp_path, monkeypat
     transformers.AutoModel.from_pretrained(tmp_path)
 
 
+def test_the_processor_of_a_run_is_found(folder, images):
+    found = transformers.AutoImageProcessor.from_pretrained(folder)
+    assert type(found) is ours.VqclipImageProcessor
+    assert found(images).pixel_values.equal(ours.VqclipImageProcessor.from_pretrained(folder)(images).pixel_values)
+
+
 def test_a_processor_of_its_own_folder(tmp_path, images):
     processor = ours.VqclipImageProcessor(image_size=24, mode="squash", interpolation="bilinear")
     processor.save_pretrained(tmp_path)

@@ -51,7 +51,8 @@ def test_what_is_pushed_can_be_loaded(hub, tmp_path, part):
     model = tiny_model().build()
     saved = model if part == "both" else getattr(model, part)
     assert saved.push_to_hub("somebody/model", private=True) == ADDRESS
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
+    processor = [] if part == "text" else ["preprocessor_config.json"]
+    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors", *processor]
     assert hub.calls[0] == ("repo", "somebody/model", {"private": True, "exist_ok": True})
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)
@@ -71,7 +72,7 @@ def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
     (tmp_path / "ids" / "config.json").write_text("{}")
     push_folder(tmp_path, "somebody/model", revision="v2", message="second")
     assert hub.files["README.md"] == b"a card"
-    assert set(hub.files) == {"README.md", "config.json", "model.safetensors"}
+    assert set(hub.files) == {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
     assert [call[0] for call in hub.calls] == ["repo", "branch", "upload"]
     assert hub.calls[1][2] == {"branch": "v2", "exist_ok": True}
     assert hub.calls[2][2] == {"revision": "v2", "message": "second"}

@@ -11,16 +11,21 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, name_section
 
 __all__ = ["DataConfig"]
 
 
 def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
     return source.model_copy(update={"split": "train"}) if getattr(source, "split", "") is None else source
+
+
+def _open(key: str, source: SourceConfigBase) -> Source:
+    with name_section(key):
+        return source.build()
 
 
 class DataConfig(Config):
@@ -68,9 +73,10 @@ class DataConfig(Config):
                     "in an order that depends on the seed, equal on any number of processes. Leave streaming out, "
                     "read the hub's Parquet files (kind: parquet), or write shards first (vqclip data pack)"
                 )
-        prepare_sources(self.sources)
+        keys = [f"data.sources[{number}]" for number in range(len(self.sources))]
+        prepare_sources(self.sources, keys)
         data = TrainData(
-            sources=[source.build() for source in self.sources],
+            sources=[_open(key, source) for key, source in zip(keys, self.sources, strict=True)],
             weights=[1.0 if source.weight is None else source.weight for source in self.sources],
             transform=self.transform.build(image_size),
             tokenize=tokenize,

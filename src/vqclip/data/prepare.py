@@ -16,7 +16,7 @@ from vqclip import dist
 from vqclip.data.index import load_index
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.file_parts import skip_next_check
-from vqclip.errors import DataError
+from vqclip.errors import DataError, name_section
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
@@ -35,13 +35,17 @@ class HasShards(Protocol):
         ...
 
 
-def prepare_sources(sources: Sequence[HasShards]) -> None:
+def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> None:
     """Draw and index missing data. A collective: every rank of the job must call it.
 
     Indexing reads every byte of the shards, and downloads those at URLs. Ranks with the same cache folder divide the
     shards among themselves, so every shard is read once for each cache, whether all nodes share one or each has its
     own. All ranks meet every few seconds, so that only a shard that stalls can exceed the timeout of the job, even for
     huge data. Drawing is a single wait: draw hundreds of thousands of scenes in advance (``vqclip data draw``).
+
+    Args:
+        sources: configurations of the sources.
+        keys: key path of each, for messages.
 
     Raises:
         DataError: on every rank, with the message of the first rank that failed.
@@ -52,29 +56,35 @@ def prepare_sources(sources: Sequence[HasShards]) -> None:
     with dist.raise_on_all_ranks():
         if place == 0:  # so that a data set is drawn once
             remove_leftovers(cache_folder() / "index")
-            _list_shards(sources)
+            _list_shards(sources, keys)
     with dist.raise_on_all_ranks():
-        shards = _list_shards(sources)
+        shards = _list_shards(sources, keys)
     left = shards[place :: len(group)][::-1]
     more = True
     while more:
         with dist.raise_on_all_ranks():
             _index_for_a_while(left)
         more = dist.any_rank(bool(left))
-    skip_next_check(shards)
+    skip_next_check(shard for _, shard in shards)
 
 
-def _list_shards(sources: Sequence[HasShards]) -> list[Shard | Part]:
-    return [shard for source in sources for shard in source.shards()]
+def _list_shards(sources: Sequence[HasShards], keys: Sequence[str]) -> list[tuple[str, Shard | Part]]:
+    """Return all shards, each with the key path of its source."""
+    found: list[tuple[str, Shard | Part]] = []
+    for key, source in zip(keys or [""] * len(sources), sources, strict=True):
+        with name_section(key):
+            found += [(key, shard) for shard in source.shards()]
+    return found
 
 
-def _index_for_a_while(left: list[Shard | Part]) -> None:
+def _index_for_a_while(left: list[tuple[str, Shard | Part]]) -> None:
     """Remove shards from the end of the list and index them: at least one, and for some seconds."""
     end = time.monotonic() + _ROUND_S
     while left:
         progress.heartbeat()
-        shard = left.pop()
-        prepare_shard(shard)
+        key, shard = left.pop()
+        with name_section(key):
+            prepare_shard(shard)
         if time.monotonic() >= end:
             break
 

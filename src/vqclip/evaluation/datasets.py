@@ -41,15 +41,15 @@ CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepa
 """Any kind of captioned images."""
 
 
-def open_labelled(data: SourceConfigBase, partition: RankPartition) -> Source:
+def open_labelled(data: SourceConfigBase, partition: RankPartition, key: str = "data") -> Source:
     """Open labelled images on every rank of a partition.
 
     Raises:
         DataError: the data cannot be used, or have no classes.
     """
-    source = partition.open(data)
+    source = partition.open(data, key)
     if not source.classnames:
-        raise DataError(f"data: {_problem(data, labelled=True)}")
+        raise DataError(f"{key}: {_problem(data, labelled=True)}")
     return source
 
 

@@ -42,7 +42,7 @@ class ProbeConfig(ImagesConfig):
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they have no classes. Return the test images."""
-        open_labelled(self.train, partition)
+        open_labelled(self.train, partition, "train")
         return open_labelled(self.data, partition)
 
 
@@ -70,6 +70,7 @@ def encode_labelled(
     name: str,
     limit: int | None,
     features: Features = "embedding",
+    key: str = "data",
 ) -> LabelledImages:
     """Encode labelled images; every rank encodes its part. Tasks in a row that use the same images share the result.
 
@@ -81,13 +82,14 @@ def encode_labelled(
         name: names the file of ids.
         limit: number of images; None: all.
         features: see `ProbeConfig.features`.
+        key: key of the data in `config`, for messages.
 
     Raises:
         DataError: the data cannot be used, or has no labels; raised on every rank.
     """
 
     def encode() -> LabelledImages:
-        source = open_labelled(data, encoder.partition)
+        source = open_labelled(data, encoder.partition, key)
         settings = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
         images = encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
@@ -96,8 +98,8 @@ def encode_labelled(
             source, images.encoded, labels, [*getattr(source, "notes", ()), *images.notes], images.indices
         )
 
-    key = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
-    return encoder.memo.get(key, encode)
+    memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
+    return encoder.memo.get(memo, encode)
 
 
 def probe_result(
@@ -134,7 +136,9 @@ def encode_both(config: ProbeConfig, model: CLIP, encoder: Encoder, name: str) -
     Raises:
         DataError: the data cannot be used, or the classes of the two differ; raised on every rank.
     """
-    train = encode_labelled(config, config.train, model, encoder, f"{name}-train", config.train_limit, config.features)
+    train = encode_labelled(
+        config, config.train, model, encoder, f"{name}-train", config.train_limit, config.features, "train"
+    )
     test = encode_labelled(config, config.data, model, encoder, f"{name}-image", config.limit, config.features)
     if train.source.classnames != test.source.classnames:
         few = [name for name in test.source.classnames if name not in train.source.classnames][:5]

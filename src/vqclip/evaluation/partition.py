@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.data import Source, SourceConfigBase, prepare_sources
-from vqclip.errors import DistributedError, StopRequested
+from vqclip.errors import DistributedError, StopRequested, name_section
 
 T = TypeVar("T")
 
@@ -57,16 +57,20 @@ class RankPartition:
         parts = dist.gather_json(mine)
         return [part[row] for row in range(max(map(len, parts))) for part in parts if row < len(part)]
 
-    def open(self, data: SourceConfigBase) -> Source:
+    def open(self, data: SourceConfigBase, key: str = "data") -> Source:
         """Open data on every rank; all ranks together draw and index data that is not prepared yet.
+
+        Args:
+            data: configuration of the data.
+            key: its key in the configuration of the task, for messages.
 
         Raises:
             DataError: the data cannot be used on this rank.
             DistributedError: the data cannot be used on another rank.
         """
         if self.world_size > 1:
-            prepare_sources([data])
-        with self.raise_on_all_ranks():
+            prepare_sources([data], [key])
+        with self.raise_on_all_ranks(), name_section(key):
             return data.build()
 
     @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
-from vqclip.errors import VqclipError
+from vqclip.errors import VqclipError, name_section
 from vqclip.evaluation.details import DetailsConfig
 from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
 from vqclip.evaluation.knn import KnnConfig
@@ -69,8 +69,9 @@ def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> N
         DataError: the data cannot be used.
     """
     partition = RankPartition.create(distributed)
-    for task in tasks:
-        task.open(partition)
+    for number, task in enumerate(tasks):
+        with name_section(f"evaluation[{number}]"):
+            task.open(partition)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def read_vectors(path: str | Path, tokenizer: Tokenizer) -> Any:
     path = Path(path)
     _, parquet = require_pyarrow()
     with (
-        name_errors(f"{path}: cannot be read as Parquet"),
+        name_errors(f"{path}: cannot be read; expected a .parquet file of `vqclip search export`"),
         parquet.ParquetFile(path, page_checksum_verification=True) as file,
     ):
         _require_schema(file.schema_arrow, tokenizer, path)

@@ -43,7 +43,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 PROCESSOR_FILE = "preprocessor_config.json"
-"""Written by `vqclip.integrations.transformers` for transformers; never read here."""
+"""Names the class by which AutoImageProcessor of transformers reads the folder; never read here."""
 FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, PROCESSOR_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +15,11 @@ from vqclip.io.atomic import replace_folder, restore_folder
 from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
-from vqclip.tokenizer.folder import CONFIG_FILE, FILES, VERSIONS, WEIGHTS_FILE, expand_home
+from vqclip.tokenizer.folder import CONFIG_FILE, FILES, PROCESSOR_FILE, VERSIONS, WEIGHTS_FILE, expand_home
 from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES, MODEL_TYPES
 
+PROCESSOR_CLASS = "VqclipImageProcessor"
+"""Class of `vqclip.integrations.transformers` that reads the images of a folder."""
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 """No further files, as for towers of timm and open_clip."""
 
@@ -33,11 +36,17 @@ def save_folder(
     target = expand_home(folder).resolve()  # renaming a link would leave what it points to
     restore_folder(target)
     if target.exists() and not (target / CONFIG_FILE).exists():  # the configuration is written last
-        write_tokenizer_files(target, config, state, files)
+        _write_folder(target, config, state, files)
         return
     if target.exists():
         _require_nothing_lost(target, config)
-    replace_folder(target, lambda temporary: write_tokenizer_files(temporary, config, state, files))
+    replace_folder(target, lambda temporary: _write_folder(temporary, config, state, files))
+
+
+def _write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes]) -> None:
+    write_tokenizer_files(folder, config, state, files)
+    if "image" in config:
+        (folder / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": PROCESSOR_CLASS}))
 
 
 def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:

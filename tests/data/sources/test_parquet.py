@@ -146,6 +146,11 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
             {"image": "img"},
             "image: no column 'img'; its columns: image (binary)",
         ),
+        (
+            {"image": IMAGES, "caption": CAPTIONS},
+            {"image": "caption"},
+            "image: got 'caption', a column of captions; set",
+        ),
         ({"image": IMAGES, "caption": CAPTIONS}, {"captions": "image"}, "captions: column 'image' is binary; expected"),
         (
             {"image": IMAGES, "caption": CAPTIONS},

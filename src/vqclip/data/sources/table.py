@@ -79,6 +79,10 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> Columns:
     captions = given if given is not None else _only(schema, _CAPTION_NAMES, _is_text, "captions", where, image)
     for name in captions:
         _require(schema, name, "captions", _is_text, "text or lists of text", where)
+    if config.image is not None and config.image in (captions or (() if config.label else _CAPTION_NAMES)):
+        raise ConfigError(
+            f"{where}: image: got {image!r}, a column of captions; set image to another of {_show(schema)}"
+        )
     label = config.label
     if label is None and not captions:
         (label,) = _only(schema, _LABEL_NAMES, _is_integer, "label", where, image) or (None,)

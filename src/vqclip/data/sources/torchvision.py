@@ -121,6 +121,18 @@ def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     return given
 
 
+def _construct(found: type, arguments: dict[str, Any], config: TorchvisionConfig) -> Any:
+    try:
+        return found(**arguments)
+    except RuntimeError as error:
+        if "download=True" not in str(error):
+            raise
+        raise DataError(
+            f"root: got {config.root}, where files of {config.name} are missing or damaged; expected the folder that "
+            "contains them, or download: true"
+        ) from error
+
+
 def _files(arguments: dict[str, Any]) -> list[str]:
     """Return the absolute paths of all files that arguments name, and of those in the folders that they name."""
     found: set[str] = set()
@@ -172,7 +184,7 @@ class TorchvisionRows:
         arguments = _arguments(config, found)
         self._name = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
         with name_errors(f"{self._name}{_UNREADABLE}", "unreadable data set"):
-            self._data = found(**arguments)
+            self._data = _construct(found, arguments, config)
             self._count = len(self._data)
         self.templates = config.templates
         self.classnames = config.classnames or _class_names(self._data)

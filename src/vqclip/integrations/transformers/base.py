@@ -137,10 +137,7 @@ class FolderModel(PreTrainedModel):
         """
         require_no_options(f"{type(self).__name__}.save_pretrained", options)
         if is_main_process:
-            self._write(Path(save_directory))
-
-    def _write(self, folder: Path) -> None:
-        self._stored.save_pretrained(folder)
+            self._stored.save_pretrained(save_directory)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -165,7 +162,7 @@ class FolderModel(PreTrainedModel):
         """
         require_no_options(f"{type(self).__name__}.push_to_hub", options)
         text = make_card(repo_id) if card is None else card
-        return save_and_push(self._write, repo_id, text, private=private, revision=revision)
+        return save_and_push(self._stored.save_pretrained, repo_id, text, private=private, revision=revision)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move or convert the weights, unless the conversion would change ids (``.half()``, ``.bfloat16()``).

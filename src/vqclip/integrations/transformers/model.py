@@ -18,7 +18,6 @@ from vqclip.integrations.transformers.tokenizers import (
     build_tokenizer,
     require_pixels,
     require_tokens,
-    write_processor,
 )
 from vqclip.model import CLIP, ModelConfig
 from vqclip.tokenizer import Tokenizer
@@ -102,10 +101,6 @@ class VqclipModel(FolderModel):
         logits = scale * images @ texts.T
         logits = logits if bias is None else logits + bias
         return VqclipOutput(logits, logits.T, images, texts)
-
-    def _write(self, folder: Path) -> None:
-        super()._write(folder)
-        write_processor(folder, self.clip.image)
 
 
 def _build(config: VqclipConfig) -> CLIP:

@@ -18,8 +18,6 @@ import vqclip
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.integrations.transformers.base import FolderModel
 from vqclip.integrations.transformers.config import VqclipImageTokenizerConfig, VqclipTextTokenizerConfig
-from vqclip.integrations.transformers.processing import PROCESSOR_FILE, VqclipImageProcessor
-from vqclip.io.atomic import write_text
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig, Tokenizer
 from vqclip.tokenizer.schema import StoredTokenizer
 
@@ -126,10 +124,6 @@ class VqclipImageTokenizer(_TokenizerModel):
         codes = self.tokenizer.encode(require_pixels(pixel_values))
         return VqclipImageTokenizerOutput(image_codes=codes, image_embeds=self.tokenizer.embed(codes))
 
-    def _write(self, folder: Path) -> None:
-        super()._write(folder)
-        write_processor(folder, self.tokenizer)
-
 
 class VqclipTextTokenizer(_TokenizerModel):
     """Captions → codes → vectors and embeddings: `vqclip.tokenizer.TextTokenizer` as a model of transformers.
@@ -228,8 +222,3 @@ def build_tokenizer(config: Any, modality: str) -> Tokenizer:
         )
     # Through JSON, in which strict schemas take lists for tuples.
     return schema.model_validate_json(json.dumps(settings)).build(section["embed_dim"])
-
-
-def write_processor(folder: Path, tokenizer: ImageTokenizer) -> None:
-    """Write the file by which ``AutoImageProcessor`` finds the processor of a folder."""
-    write_text(folder / PROCESSOR_FILE, VqclipImageProcessor.of(tokenizer).to_json_string())
