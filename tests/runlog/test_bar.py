@@ -8,7 +8,7 @@ from vqclip.runlog.bar import ProgressBar
 from vqclip.runlog.names import by_codebook, least_used
 
 FIGURES = {"loss/total": 12.3456, "images_per_second": 12345.6, "data_wait": 0.27, "image/usage": 0.4}
-FIGURES |= {"image/usage_if_uniform": 0.9}
+FIGURES |= {"image/usage_if_uniform": 0.9, "image/tokens": 64.0, "image/perplexity": 30.0}
 
 
 class Terminal(io.StringIO):
@@ -34,6 +34,7 @@ def test_a_long_run_fits_80_columns(monkeypatch):
 def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     figures = {**FIGURES, "text/usage_if_uniform": 0.5, "text/0/usage": 0.4, "text/1/usage": 0.1, "text/usage": 0.25}
+    figures |= dict.fromkeys(("text/tokens", "text/perplexity", "text/0/perplexity", "text/1/perplexity"), 9.0)
     with caplog.at_level("INFO"), ProgressBar(10, 5, True, "run") as bar:
         bar._next_line = 0.0
         bar.advance()
@@ -49,6 +50,7 @@ def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
 def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():
     figures = {"image/usage": 0.1, "image/0/usage": 0.15, "image/0/0/usage": 0.2, "image/0/1/usage": 0.1}
     figures |= {"image/1/usage": 0.5, "image/0/usage_if_uniform": 0.4, "image/1/usage_if_uniform": 1.0, "loss/0/x": 1.0}
+    figures |= dict.fromkeys(("image/tokens", *(name.replace("usage", "perplexity") for name in figures)), 9.0)
     assert by_codebook(figures)["image/usage"] == {"0/0": 0.2, "0/1": 0.1, "1": 0.5}
     assert least_used(figures) == (0.25, "image", "0/1")
     assert least_used({"loss/total": 1.0}) is None

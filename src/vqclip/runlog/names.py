@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from vqclip.runlog.signs import read_codebooks
+
 _OF_CODEBOOK = re.compile(r"(image|text)/([0-9]+(?:/[0-9]+)*)/([^/]+)")
 
 
@@ -15,7 +17,7 @@ class CodebookUsage(NamedTuple):
     share: float
     """Codes in use, as a fraction of those that the same tokens would use if all codes were equally likely; 0..1."""
     modality: str
-    codebook: str
+    codebook: str = ""
     """Number of the codebook, such as ``3``, or ``0/3`` for codebook 3 of stage 0; empty if there is one only."""
 
     def __str__(self) -> str:
@@ -40,15 +42,10 @@ def by_codebook(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def least_used(figures: Mapping[str, float]) -> CodebookUsage | None:
-    """Return the codebook that uses the smallest share of its codes; None if no model part has codes."""
-    parts = by_codebook(figures)
+    """Return the codebook that uses the smallest share of its codes; None if there is none."""
     found = []
     for modality in ("image", "text"):
-        possible = parts.get(f"{modality}/usage_if_uniform", {})
-        usages = parts.get(f"{modality}/usage") or {"": figures.get(f"{modality}/usage", -1.0)}
-        for number, usage in usages.items():
-            stage = number.partition("/")[0]
-            most = possible.get(number, possible.get(stage, figures.get(f"{modality}/usage_if_uniform", 0.0)))
-            if most > 0 and usage >= 0:
-                found.append(CodebookUsage(min(usage / most, 1.0), modality, number))
+        for codebook in read_codebooks(modality, figures, [0]):
+            share = codebook["usage"] / max(codebook["usage_if_uniform"], 1e-12)
+            found.append(CodebookUsage(min(share, 1.0), *codebook["name"].split("/", 1)))
     return min(found) if found else None

@@ -25,6 +25,8 @@ TOKENS_PER_CODE = 4
 """Tokens for each code of a codebook in a full window."""
 MAX_WARNINGS = 1000
 """Warnings that a run keeps; older ones are in its log."""
+HEALTHY = "no sign of collapse"
+"""Verdict on a run without signs."""
 
 
 class CollapseConfig(Config):
@@ -165,7 +167,7 @@ class CollapseWatch:
         for modality in dict.fromkeys(_modality(each["name"]) for each in lost):
             signs.append(self._describe([each for each in lost if _modality(each["name"]) == modality]))
         dead = any(self._reported.values())
-        verdict = f"{'DEAD' if dead else 'COLLAPSED'}: {'; '.join(signs)}" if signs else "no sign of collapse"
+        verdict = f"{'DEAD' if dead else 'COLLAPSED'}: {'; '.join(signs)}" if signs else HEALTHY
         return {"verdict": verdict, "codebooks": self._codebooks, "warnings": self._warnings}
 
     def _describe(self, codebooks: Sequence[Mapping[str, Any]]) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.errors import NonFiniteError
 from vqclip.io.json_files import Strict
-from vqclip.train.collapse import CollapseConfig
+from vqclip.train.collapse import HEALTHY, CollapseConfig
+from vqclip.train.divergence import DivergenceConfig
 
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in median absolute deviations."""
@@ -47,6 +48,8 @@ class GuardConfig(Config):
     """Detection of losses far above the usual ones; null: none."""
     collapse: CollapseConfig | None = CollapseConfig()
     """Warning when a codebook uses few of its codes; null: none."""
+    divergence: DivergenceConfig | None = DivergenceConfig()
+    """Warning when the loss rises or the gradient explodes; null: none."""
 
     def build(self) -> Guards:
         """Make the guards of a new run."""
@@ -67,6 +70,7 @@ class _State(Strict):
     skipped: Annotated[int, Field(ge=0, lt=2**53)]
     losses: list[float]
     collapse: dict[str, JsonValue] | None
+    divergence: dict[str, JsonValue] | None = None  # absent from checkpoints of former versions
 
 
 class Guards:
@@ -82,6 +86,8 @@ class Guards:
         """Number of skipped steps of the run."""
         self.collapse = config.collapse.build() if config.collapse else None
         """Watch for collapsed codebooks; the report calls it."""
+        self.divergence = config.divergence.build() if config.divergence else None
+        """Watch for a loss that rises; the report calls it, too."""
         self._losses: deque[float] = deque(maxlen=config.spikes.window if config.spikes else 0)
 
     def check(self, step: int, values: Mapping[str, float]) -> Event | None:
@@ -120,10 +126,26 @@ class Guards:
         reason = f"loss {loss:.4g}, where {median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
         return Event("spike", reason, spikes.skip)
 
+    def health(self) -> dict[str, Any]:
+        """Return the verdict on the run as JSON values, as `CollapseWatch.health` does; empty without a watch."""
+        if self.collapse is None and self.divergence is None:
+            return {}
+        found: dict[str, Any] = (
+            self.collapse.health() if self.collapse else {"verdict": HEALTHY, "codebooks": [], "warnings": []}
+        )
+        rise = self.divergence.health() if self.divergence else {"verdict": "", "warnings": []}
+        verdicts: list[str] = [] if found["verdict"] == HEALTHY else [found["verdict"]]
+        if rise["verdict"]:
+            verdicts.append(f"DIVERGED: {rise['verdict']}")
+        warnings = sorted([*found["warnings"], *rise["warnings"]], key=lambda each: each["step"])
+        return found | {"verdict": "; ".join(verdicts) or HEALTHY, "warnings": warnings}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
         collapse = self.collapse.state_dict() if self.collapse else None
-        return {"skipped": self.skipped, "losses": list(self._losses), "collapse": collapse}
+        divergence = self.divergence.state_dict() if self.divergence else None
+        losses = list(self._losses)
+        return {"skipped": self.skipped, "losses": losses, "collapse": collapse, "divergence": divergence}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state."""
@@ -141,3 +163,5 @@ class Guards:
         self._losses.extend(saved.losses)
         if self.collapse and saved.collapse:  # None if guards.collapse was null
             self.collapse.load_state_dict(saved.collapse, tensors or {})
+        if self.divergence and saved.divergence:
+            self.divergence.load_state_dict(saved.divergence)

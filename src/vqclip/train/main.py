@@ -265,13 +265,12 @@ def _summarise(
     paths = {"folder": folder, "checkpoint": training.checkpointer.path(exported), "tokenizer": folder / "tokenizer"}
     coverage, replaced = training.data.coverage(training.done), records.bad.counts.total()
     summary = summarise(config.run.name, model, coverage, replaced, speed, processes, outcome.results, paths)
-    collapse = training.step.guards.collapse
     summary = dataclasses.replace(
         summary,
         step=exported,
         best=best,
         captions=caption_summary(records.bad.lengths, model.text.preprocess.context_length),
-        health=collapse.health() if collapse else {},
+        health=training.step.guards.health(),
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)

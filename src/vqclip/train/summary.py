@@ -59,7 +59,7 @@ class RunSummary:
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
     health: dict[str, Any] = field(default_factory=dict)
-    """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without `guards.collapse`."""
+    """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without watches."""
 
     def to_json(self) -> str:
         """Return the summary as JSON."""
@@ -119,7 +119,7 @@ def render(summary: RunSummary) -> str:
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]
     verdict = summary.health.get("verdict", "")
-    if verdict.startswith(("DEAD", "COLLAPSED")):
+    if verdict.startswith(("DEAD", "COLLAPSED", "DIVERGED")):
         lines += ["", f"This run is {verdict}"]
     return "\n".join(lines)
 

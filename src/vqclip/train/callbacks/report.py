@@ -1,4 +1,4 @@
-"""Metrics of a step: written, shown, and checked for signs of collapse."""
+"""Metrics of a step: written, shown, and checked for signs of collapse and divergence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReportMetrics(Callback):
-    """Write a line of metrics and move the progress bar every ``train.report_every`` steps; warn of a collapse.
+    """Write a line of metrics and move the progress bar every ``train.report_every`` steps; warn in words.
 
-    All ranks compute the metrics, so that all keep the same state of the collapse watch; rank 0 writes.
+    All ranks compute the metrics, so that all keep the same state of the watches; rank 0 writes.
     """
 
     def __init__(self) -> None:
@@ -55,18 +55,22 @@ def _metrics(training: Training) -> dict[str, float]:
         figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}
         figures[f"{modality}/embedding_cosine"] = mean_cosine(result.embedded, modality)
     settings = training.config.train
-    if watch and (training.done % settings.report_every == 0 or training.done == settings.steps):
-        _warn_of_collapse(training, figures)
+    if training.done % settings.report_every == 0 or training.done == settings.steps:
+        _warn(training, figures)
     return figures
 
 
-def _warn_of_collapse(training: Training, figures: dict[str, float]) -> None:
+def _warn(training: Training, figures: dict[str, float]) -> None:
+    """Have the watches check a report, and tell the new warnings."""
     step, done = training.step, training.done
-    assert step.guards.collapse is not None
-    sizes = {name: each.codebook_sizes for name, each in step.model.quantizers().items()}
-    warming_up = done <= training.config.optim.warmup_steps
-    loss = math.nan if warming_up else figures[f"loss/{step.loss.name}"]
-    chance = step.loss.chance(training.config.train.batch_size)
-    for warning in step.guards.collapse.check(done, figures, sizes, loss, chance):
+    loss, chance = figures[f"loss/{step.loss.name}"], step.loss.chance(training.config.train.batch_size)
+    warming_up, warnings = done <= training.config.optim.warmup_steps, list[str]()
+    if (collapse := step.guards.collapse) is not None:
+        sizes = {name: each.codebook_sizes for name, each in step.model.quantizers().items()}
+        warnings += collapse.check(done, figures, sizes, math.nan if warming_up else loss, chance)
+    is_open = figures.get("bottleneck/share", 1.0) < 1
+    if (divergence := step.guards.divergence) is not None and not warming_up and not is_open:
+        warnings += divergence.check(done, loss, figures["grad_norm"], chance)
+    for warning in warnings:
         if training.records.metrics:
             logger.warning("step %d: %s", done, warning)
