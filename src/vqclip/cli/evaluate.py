@@ -24,7 +24,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,9 +38,9 @@ from vqclip.config import did_you_mean
 from vqclip.errors import CheckpointError, ConfigError, VqclipError
 from vqclip.evaluation import (
     EvaluationConfig,
+    Prefixes,
     Result,
-    evaluate_depths,
-    format_depths,
+    format_prefixes,
     format_results,
     try_all,
     write_csv,
@@ -105,12 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(
     options: argparse.Namespace, model: CLIP, tasks: Sequence[EvaluationConfig]
 ) -> tuple[list[Result], str, VqclipError | None]:
-    if options.depths:
-        depths = evaluate_depths(model, tasks, precision=options.precision, codes_folder=options.codes)
-        named = [replace(result, name=f"{result.name}, {n} stages") for n, each in depths.items() for result in each]
-        return named, format_depths(depths), None
-    outcome = try_all(model, tasks, precision=options.precision, codes_folder=options.codes)
-    return outcome.results, format_results(outcome.results), outcome.failure
+    prefixes = Prefixes.of(model, text="same") if options.depths else None
+    outcome = try_all(model, tasks, precision=options.precision, codes_folder=options.codes, prefixes=prefixes)
+    tables = format_results(outcome.results)
+    return outcome.results, f"{tables}\n\n{format_prefixes(outcome.results)}" if prefixes else tables, outcome.failure
 
 
 def _require_writable(options: argparse.Namespace) -> None:
@@ -241,7 +238,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="autocast type (%(default)s)")
     add("--weights", choices=("averaged", "current"), default="averaged", help=types.WEIGHTS_HELP)
     add("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
-    add("--depths", action="store_true", help="with 1, 2, ... stages of residual quantizers: accuracy by bits")
+    add("--depths", action="store_true", help="with 1, 2, ... stages and codebooks of the ids: accuracy by bits")
     add("--json", type=types.path, help="write the results to this file")
     add("--csv", type=types.path, help="write a row for each data set, mode and figure to this file")
 

@@ -7,12 +7,12 @@
 
 from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
 from vqclip.evaluation.datasets import CaptionedData, LabelledData
-from vqclip.evaluation.depths import evaluate_depths, format_depths
 from vqclip.evaluation.details import Details, DetailsConfig
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
-from vqclip.evaluation.results import Result, write_csv, write_json
+from vqclip.evaluation.prefixes import Prefixes, format_prefixes
+from vqclip.evaluation.results import PrefixResult, Result, write_csv, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
@@ -40,6 +40,8 @@ __all__ = [
     "KnnConfig",
     "LabelledData",
     "LinearProbeConfig",
+    "PrefixResult",
+    "Prefixes",
     "Result",
     "RetrievalConfig",
     "SugarCrepeConfig",
@@ -48,9 +50,8 @@ __all__ = [
     "WinogroundData",
     "ZeroShotConfig",
     "evaluate",
-    "evaluate_depths",
-    "format_depths",
     "format_line",
+    "format_prefixes",
     "format_results",
     "load_ids",
     "main_figures",

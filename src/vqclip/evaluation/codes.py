@@ -64,7 +64,7 @@ class CodeUsage:
     tokens: int
     """Tokens counted, without padding; every other figure is for this number of tokens."""
     codebook_sizes: list[int]
-    """K of each codebook that occurs; stages of a residual quantizer that were switched off are not counted."""
+    """K of each codebook."""
     codes_used: list[int]
     """Codes seen at least once, of each codebook."""
     usage: list[float]
@@ -96,12 +96,6 @@ def merge_counts(codes: Tensor, counts: Tensor) -> Tensor:
     return torch.zeros_like(distinct).index_add_(0, position, counts)
 
 
-def _drop_absent_codebooks(counts: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return counts and sizes of the codebooks that occur, or of all if none occurs."""
-    both = [(each, size) for each, size in zip(counts, sizes, strict=True) if len(each)]
-    return ([each for each, _ in both], [size for _, size in both]) if both else (list(counts), list(sizes))
-
-
 def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples: int) -> CodeUsage:
     """Return the statistics of counts ``(U_c,)`` of the codes in each codebook.
 
@@ -111,7 +105,6 @@ def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples:
         samples: number of samples that the tokens come from.
     """
     tokens = int(counts[0].sum())
-    counts, codebook_sizes = _drop_absent_codebooks(counts, codebook_sizes)
     entropies = [float(torch.special.entr(each.double() / max(1, tokens)).sum()) for each in counts]
     used = [len(each) for each in counts]
     bits = math.fsum(math.log2(size) for size in codebook_sizes)

@@ -27,9 +27,9 @@ MAX_CONFUSED = 30
 MAX_CODEBOOKS = 16
 """Largest number of codebooks in code maps and galleries: the first ones."""
 
-Mode = Literal["continuous", "quantized", "codes_only"]
-"""continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Mode = Text
+"""One of `MODES`, or a prefix of the ids as ``str(Prefix)``."""
 Thumbnail = Annotated[bytes, Field(max_length=MAX_THUMBNAIL_BYTES)]
 """A PNG or JPEG file; base64 in JSON."""
 Rate = Annotated[float, Field(ge=0, le=1)]

@@ -6,10 +6,10 @@ Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from vqclip.evaluation.details import DetailsConfig, Mode
 from vqclip.evaluation.partition import RankPartition
 from vqclip.nn.precision import Precision, autocast
 from vqclip.process import progress
+from vqclip.quantizers import Prefix
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import CaptionLengths
 
@@ -28,8 +29,8 @@ T = TypeVar("T")
 Features = Literal["embedding", "tokens"]
 """embedding: the joint embedding, unit-norm; tokens: the mean of the decoded vectors of all tokens."""
 
-MODES: tuple[Mode, ...] = get_args(Mode)
-"""All modes."""
+MODES: tuple[Mode, ...] = ("continuous", "quantized", "codes_only")
+"""continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Encoded:
 
     embeddings: dict[Mode, Tensor]
     """Mode → ``(n, E)`` unit-norm (or the mean of the tokens, ``(n, D)``), in the order of the set; without
-    `codes_only` if the tokenizer has no codes."""
+    `codes_only` if the tokenizer has no codes. After `MODES` come the prefixes of the encoder."""
     usage: CodeUsage | None
     """Use of the codebooks by the set; None without codes."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -88,6 +89,7 @@ class Encoder:
         features: vector of a sample.
         memo: encoded sets that the next task may use again.
         details: amounts of the details to make; None: no details.
+        prefixes: modality → further modes, in which only a prefix of the stored ids is embedded.
     """
 
     partition: RankPartition
@@ -96,6 +98,7 @@ class Encoder:
     features: Features = "embedding"
     memo: Memo = dataclasses.field(default_factory=Memo)
     details: DetailsConfig | None = None
+    prefixes: Mapping[str, Mapping[Mode, Prefix]] = dataclasses.field(default_factory=dict)
 
     def captions(self, tokenizer: TextTokenizer, captions: Sequence[str], batch_size: int, name: str) -> Encoded:
         """Encode ``captions``, the same on every rank; each rank encodes its part."""
@@ -130,7 +133,9 @@ class Encoder:
         """
         device = tokenizer.device
         sizes = tokenizer.codebook_sizes
-        parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (MODES if sizes else MODES[:2])}
+        prefixes = self.prefixes.get(tokenizer.modality, {}) if sizes else {}
+        shorter = {mode: prefix for mode, prefix in prefixes.items() if prefix != tokenizer.quantizer.extent}
+        parts: dict[Mode, list[Tensor]] = {mode: [] for mode in (*(MODES if sizes else MODES[:2]), *shorter)}
         ids = [torch.empty(0, tokenizer.num_tokens, len(sizes), dtype=id_dtype(sizes))]
         path = self.folder / f"{name}-{self.partition.rank}.safetensors"
         with self.partition.raise_on_all_ranks(), torch.no_grad(), autocast(device, self.precision):
@@ -145,12 +150,16 @@ class Encoder:
                 # In the same batches, so that both paths run the same kernels and are equal bit for bit.
                 for batch in load_ids(path, sizes).split([len(part) for part in ids[1:]]):
                     progress.heartbeat()
-                    parts["codes_only"].append(self._decode(tokenizer, batch.to(device, torch.int64)))
+                    found = batch.to(device, torch.int64)
+                    parts["codes_only"].append(self._decode(tokenizer, found))
+                    for mode, prefix in shorter.items():
+                        parts[mode].append(self._decode(tokenizer, tokenizer.truncate(found, *prefix)))
         dtype = torch.float64 if next(tokenizer.parameters()).dtype == torch.float64 else torch.float32
         width = tokenizer.embed_dim if self.features == "embedding" else tokenizer.pool.position.shape[1]
         empty = torch.empty(0, width, dtype=dtype, device=device)
         whole = {mode: self.partition.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
         _check_finite(whole, tokenizer)
+        whole |= {mode: whole["codes_only"] for mode in prefixes if mode not in shorter}
         usage = self._usage(torch.cat(ids), sizes, device) if sizes else None
         return Encoded(whole, usage, file=path if sizes else None)
 

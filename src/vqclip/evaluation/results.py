@@ -13,9 +13,27 @@ from typing import Any
 
 from vqclip.data import mask_credentials
 from vqclip.evaluation.codes import CodeUsage
-from vqclip.evaluation.details import Details
+from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Mode
 from vqclip.io.atomic import write_text
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixResult:
+    """Codes-only figures with the first stages and codebooks of the image's ids alone."""
+
+    stages: int
+    """Number of stages of the image's ids; see `vqclip.quantizers.Prefix`."""
+    codebooks: int
+    """Number of codebooks of each stage."""
+    bits_per_image: float
+    """Size of these ids of an image."""
+    bits_per_text: float | None
+    """Mean size of the ids of a text; None without texts."""
+    figures: dict[str, float]
+    """Figure → rate, as in `Result.figures`."""
+    intervals: dict[str, Interval]
+    """Figure → 95 % confidence interval; empty if the evaluation was not asked for details."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +61,8 @@ class Result:
     details: Details | None = None
     """Further findings for a report; None on ranks other than 0, and if the evaluation was not asked for it.
     They are in no table."""
+    prefixes: list[PrefixResult] = dataclasses.field(default_factory=list)
+    """Figures with prefixes of the ids, fewest bits first; see `vqclip.evaluation.Prefixes`."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
@@ -85,7 +105,7 @@ def write_csv(path: Path, results: Sequence[Result], about: Mapping[str, str] = 
 def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:
     """Return the modes that the modalities have, and a note if one is missing."""
     sides = {"image": image} if text is None else {"image": image, "text": text}
-    modes: list[Mode] = [mode for mode in MODES if all(mode in side.embeddings for side in sides.values())]
+    modes = [mode for mode in image.embeddings if all(mode in side.embeddings for side in sides.values())]
     lacking = [name for name, side in sides.items() if side.usage is None]
     if not lacking:
         return modes, []
@@ -94,4 +114,4 @@ def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode
 
 def fill_modes(found: Mapping[Mode, dict[str, float]]) -> dict[str, dict[str, float] | None]:
     """Return the figures of every mode, None for a missing one."""
-    return {mode: found.get(mode) for mode in MODES}
+    return {mode: found.get(mode) for mode in (*MODES, *found)}

@@ -21,6 +21,7 @@ from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.prefixes import Prefixes
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.sugarcrepe import SugarCrepeConfig
@@ -92,6 +93,7 @@ def evaluate(
     distributed: bool = True,
     codes_folder: str | Path | None = None,
     details: DetailsConfig | None = None,
+    prefixes: Prefixes | None = None,
 ) -> list[Result]:
     """Evaluate a model in three modes: continuous, quantized, codes only.
 
@@ -110,6 +112,8 @@ def evaluate(
         codes_folder: folder for the ids, in files ``<number of the task>-image-<rank>.safetensors`` and the like;
             None: a temporary folder.
         details: amounts of the `Result.details` to make, on rank 0; None: none.
+        prefixes: prefixes of the ids, whose codes-only figures are then in `Result.prefixes`: accuracy at every number
+            of bits.
 
     Returns:
         One `Result` for each task.
@@ -119,7 +123,13 @@ def evaluate(
         NonFiniteError: an embedding is NaN or infinite.
     """
     outcome = try_all(
-        model, tasks, precision=precision, distributed=distributed, codes_folder=codes_folder, details=details
+        model,
+        tasks,
+        precision=precision,
+        distributed=distributed,
+        codes_folder=codes_folder,
+        details=details,
+        prefixes=prefixes,
     )
     if outcome.failure is not None:
         raise outcome.failure
@@ -134,6 +144,7 @@ def try_all(
     distributed: bool = True,
     codes_folder: str | Path | None = None,
     details: DetailsConfig | None = None,
+    prefixes: Prefixes | None = None,
 ) -> EvaluationOutcome:
     """Run `evaluate`, but continue after a task that fails: its error is returned with the results of the others.
 
@@ -143,13 +154,15 @@ def try_all(
     partition = RankPartition.create(distributed)
     results, failures = [], []
     with evaluation_mode(whole), _folder(codes_folder) as folder:
-        encoder = Encoder(partition, precision, folder, details=details)
+        modes = {} if prefixes is None else prefixes.modes
+        encoder = Encoder(partition, precision, folder, details=details, prefixes=modes)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
             encoder.memo.next_task()
             try:
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
-                    results.append(task.run(whole, encoder, str(number)))  # type: ignore[arg-type]
+                    result = task.run(whole, encoder, str(number))  # type: ignore[arg-type]
+                results.append(result if prefixes is None else prefixes.separate(result))
             except VqclipError as error:
                 partition.require_all_ranks(error)
                 failures.append((task.name, error))

@@ -17,8 +17,9 @@ from vqclip.quantizers.fsq import FSQ, FSQConfig
 from vqclip.quantizers.identity import Identity, IdentityConfig
 from vqclip.quantizers.lfq import LFQ, LFQConfig
 from vqclip.quantizers.migrate import from_vector_quantize_pytorch
+from vqclip.quantizers.prefix import Prefix
 from vqclip.quantizers.product import Product, ProductConfig
-from vqclip.quantizers.residual import Residual, ResidualConfig, at_depth, depth_of
+from vqclip.quantizers.residual import Residual, ResidualConfig
 from vqclip.quantizers.simvq import SimVQ, SimVQConfig
 from vqclip.quantizers.stats import Order, Stats, sync
 from vqclip.quantizers.vq import VQ, VQConfig
@@ -45,6 +46,7 @@ __all__ = [
     "IdentityConfig",
     "LFQConfig",
     "Order",
+    "Prefix",
     "Product",
     "ProductConfig",
     "Quantizer",
@@ -57,9 +59,7 @@ __all__ = [
     "Stats",
     "VQConfig",
     "VQLossWeights",
-    "at_depth",
     "codebook_matrix",
-    "depth_of",
     "from_vector_quantize_pytorch",
     "sync",
 ]

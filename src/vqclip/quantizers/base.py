@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.checks import require_ids, require_vectors
+from vqclip.quantizers.prefix import Prefix
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage, usage_if_uniform
 from vqclip.quantizers.vectors import straight_through
@@ -89,6 +90,53 @@ class Quantizer(nn.Module, ABC):
     def bits(self) -> float:
         """Bits per token: the sum of log2 K over codebooks; 0 without codes."""
         return math.fsum(math.log2(size) for size in self.codebook_sizes)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Numbers of the stage and of the codebook that each column of the ids belongs to; see `Prefix`."""
+        return ((0, 0),) * len(self.codebook_sizes)
+
+    @property
+    def extent(self) -> Prefix:
+        """Number of stages, and of codebooks of a stage; 0 of both without codes."""
+        return Prefix(*(1 + max((place[axis] for place in self.places), default=-1) for axis in range(2)))
+
+    def columns(self, stages: int | None = None, codebooks: int | None = None) -> list[int]:
+        """Return the columns of the ids that belong to the first stages and codebooks; None: to all.
+
+        Raises:
+            ConfigError: a number is less than 1, or more than `extent`.
+        """
+        whole = self.extent
+        prefix = Prefix(whole.stages if stages is None else stages, whole.codebooks if codebooks is None else codebooks)
+        prefix.require_within(whole, type(self).__name__)
+        return [
+            column
+            for column, (stage, codebook) in enumerate(self.places)
+            if stage < prefix.stages and codebook < prefix.codebooks
+        ]
+
+    def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
+        """Replace the ids outside of the first stages and codebooks by -1, for which `decode` adds 0.
+
+        The first stages of `Residual` have the same ids as alone, so that they are a quantizer of fewer bits.
+
+        Args:
+            ids: ``(..., C)`` integers.
+            stages: number of stages to keep, counted through nested `Residual`; None: all.
+            codebooks: number of codebooks to keep, counted through nested `Product`; None: all.
+
+        Returns:
+            ``(..., C)`` int64.
+
+        Raises:
+            ConfigError, ShapeError: see `columns` and `decode`.
+        """
+        require_ids(type(self).__name__, self.codebook_sizes, ids)
+        kept = self.columns(stages, codebooks)
+        truncated = torch.full_like(ids, -1, dtype=torch.int64)
+        truncated[..., kept] = ids[..., kept].long()
+        return truncated
 
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""

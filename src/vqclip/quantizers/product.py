@@ -56,6 +56,12 @@ class Product(Quantizer):
         self.layer.update(stats, start)
 
     @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """See `Quantizer.places`."""
+        inner, places = self.layer.extent.codebooks, self.layer.places
+        return tuple((stage, part * inner + codebook) for part in range(self.codebooks) for stage, codebook in places)
+
+    @property
     def started(self) -> bool:
         """True if the layer is initialised."""
         return self.layer.started

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -44,7 +42,7 @@ class Residual(Quantizer):
 
     With ``dropout`` only the first d stages are active in a training step. d, from ``least`` to ``depth``, is drawn by
     (seed, layer, step) and so equal on all ranks without communication. An inactive stage has ids -1 and adds nothing
-    to the vector or to statistics. Ids of late stages may also be set to -1 afterwards, to use fewer bits.
+    to the vector or to statistics. `truncate` sets ids of late stages to -1 afterwards, to use fewer bits.
 
     Losses are sums over stages; metrics are means, and ``0/usage``, ``1/usage``, ... for each stage.
 
@@ -69,8 +67,6 @@ class Residual(Quantizer):
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
         self.dropout = dropout
         self.least = least
-        self.limit: int | None = None
-        """Number of active stages, in training and evaluation; None for all (or dropout's). See `at_depth`."""
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         _refresh_waiting(self)
         self.register_load_state_dict_post_hook(_refresh_waiting)
@@ -79,6 +75,12 @@ class Residual(Quantizer):
     def depth(self) -> int:
         """Number of stages."""
         return len(self.layers)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """See `Quantizer.places`."""
+        inner, places = self.stages[0].extent.stages, self.stages[0].places
+        return tuple((number * inner + stage, codebook) for number in range(self.depth) for stage, codebook in places)
 
     @property
     def refinement(self) -> Tensor | float | None:
@@ -136,8 +138,6 @@ class Residual(Quantizer):
         left, sums, columns = bounded.detach(), [], []
         for i, stage in enumerate(self.stages):
             values, ids = stage._nearest(left * self._fineness(i))
-            if self.limit is not None and i >= self.limit:
-                values, ids = torch.zeros_like(values), torch.full_like(ids, -1)
             sums.append(values / self._fineness(i))
             columns.append(ids)
             left = left - sums[-1]
@@ -158,14 +158,10 @@ class Residual(Quantizer):
 
     def _stage_masks(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
         """Return for each stage the tokens that it quantizes: ``(T,)`` bool, or None for all."""
-        depth: Tensor | int
-        if self.limit is not None:
-            depth = self.limit
-        elif self.dropout and self.training:
-            number = random_integers(stream(self.key, self.step), torch.zeros_like(self.step))
-            depth = self.least + number % (self.depth - self.least + 1)
-        else:
+        if not (self.dropout and self.training):
             return [keep] * self.depth
+        number = random_integers(stream(self.key, self.step), torch.zeros_like(self.step))
+        depth = self.least + number % (self.depth - self.least + 1)
         every = torch.ones(len(bounded), dtype=torch.bool, device=bounded.device) if keep is None else keep
         return [every & (i < depth) for i in range(self.depth)]
 
@@ -176,32 +172,6 @@ class Residual(Quantizer):
         ratio = self.stages[0].refinement
         assert ratio is not None
         return (ratio.double() ** stage).float() if isinstance(ratio, Tensor) else ratio**stage
-
-
-def depth_of(module: nn.Module) -> int:
-    """Return the number of stages of the deepest `Residual` in a module; 1 if there is none."""
-    return max((part.depth for part in module.modules() if isinstance(part, Residual)), default=1)
-
-
-@contextmanager
-def at_depth(module: nn.Module, depth: int) -> Iterator[None]:
-    """Use only the first ``depth`` stages of every `Residual` in ``module`` within the block, including nested ones.
-
-    The ids of other stages are -1, so that a token needs fewer bits.
-
-    Raises:
-        ConfigError: ``depth`` is less than 1.
-    """
-    if depth < 1:
-        raise ConfigError(f"depth: got {depth}, expected at least 1")
-    before = {part: part.limit for part in module.modules() if isinstance(part, Residual)}
-    try:
-        for part in before:
-            part.limit = depth
-        yield
-    finally:
-        for part, limit in before.items():
-            part.limit = limit
 
 
 def _refresh_waiting(module: nn.Module, keys: object = None) -> None:

@@ -163,6 +163,17 @@ class TokenizerDecoder(nn.Module):
         """
         return self._embed(self._lookup(ids), self.ids_mask(ids))
 
+    def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
+        """Replace the ids ``(B, N, C)`` outside of the first stages and codebooks by -1, to use fewer bits.
+
+        `decode` and `embed` take the result; see `Quantizer.truncate`.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id outside its codebook.
+            ConfigError: a number is less than 1, or more than the quantizer has (`quantizer.extent`).
+        """
+        return self.quantizer.truncate(self._require_shape(ids), stages, codebooks)
+
     def to_vocabulary(self, ids: Tensor, offset: int = 0) -> Tensor:
         """Map ids ``(B, N, C)`` to a sequence ``(B, N·C)`` for a language model, each codebook in its own range.
 

@@ -1,0 +1,124 @@
+"""Accuracy at every number of bits, from prefixes of the stored ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.evaluation.made import class_shards
+from tests.models import VQ, tiny_model
+from vqclip.data import ClassShardsConfig
+from vqclip.errors import ConfigError
+from vqclip.evaluation import MODES, DetailsConfig, KnnConfig, Prefixes, ZeroShotConfig, evaluate, format_prefixes
+from vqclip.quantizers import Prefix
+
+RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
+IMAGE = {"kind": "product", "layer": RESIDUAL, "codebooks": 2}
+
+
+def model(image=IMAGE, text=VQ):
+    torch.manual_seed(0)
+    return tiny_model(image, text).build()
+
+
+@pytest.fixture
+def task(tmp_path):
+    class_shards(tmp_path / "classes")
+    return ZeroShotConfig(name="colours", data=ClassShardsConfig(path=tmp_path / "classes"), batch_size=4)
+
+
+def test_every_prefix_costs_and_finds_its_own(task):
+    whole = model()
+    (plain,) = evaluate(whole, [task])
+    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole))
+    assert found.figures == plain.figures
+    assert found.usage == plain.usage
+    assert plain.prefixes == []
+    # 4 patches of 4 bits in each of 2 codebooks and 3 stages; the texts have all of their ids.
+    assert [(each.stages, each.codebooks, each.bits_per_image) for each in found.prefixes] == [
+        (1, 2, 32), (3, 1, 48), (2, 2, 64), (3, 2, 96)
+    ]  # fmt: skip
+    assert {each.bits_per_text for each in found.prefixes} == {found.usage["text"].bits_per_sample}
+    assert found.prefixes[-1].figures == plain.figures["codes_only"]
+    lines = format_prefixes([found]).splitlines()
+    assert lines[0].split() == [
+        "codes",
+        "only,",
+        "%",
+        "stages",
+        "codebooks",
+        "bits/image",
+        "bits/text",
+        "rate",
+        "chance",
+    ]
+    assert lines[2].split()[:5] == ["colours", "top-1", "1", "2", "32"]
+
+
+def test_a_prefix_is_what_its_ids_alone_give(task):
+    """The same figures as of a tokenizer whose ids are truncated when they are embedded."""
+    whole = model(text=IMAGE)
+    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole, [Prefix(2, 1)], text="same"))
+    embed = {each: each.embed for each in (whole.image, whole.text)}
+    for tokenizer, plain in embed.items():
+        tokenizer.embed = lambda ids, tokenizer=tokenizer, plain=plain: plain(tokenizer.truncate(ids, 2, 1))
+    (cut,) = evaluate(whole, [task])
+    assert found.prefixes[0].figures == cut.figures["codes_only"] != found.figures["codes_only"]
+    assert found.prefixes[0].intervals == {}
+    assert found.prefixes[0].bits_per_text == found.usage["text"].bits_per_sample / 3
+
+
+def test_intervals_beside_details(task):
+    whole = model()
+    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole), details=DetailsConfig(hits=0, misses=0))
+    assert set(found.details.intervals) == set(MODES)
+    for each in found.prefixes:
+        assert each.intervals.keys() == each.figures.keys()
+        assert all(low <= each.figures[name] <= high for name, (low, high) in each.intervals.items())
+
+
+def test_towers_run_once(task):
+    whole, calls = model(), []
+    whole.image.tower.register_forward_hook(lambda *_: calls.append(1))
+    evaluate(whole, [task])
+    plain = len(calls)
+    evaluate(whole, [task], prefixes=Prefixes.of(whole))
+    assert len(calls) == 2 * plain > 0
+
+
+def test_all_tasks_and_models_without_codes(task, tmp_path):
+    knn = KnnConfig(
+        data=task.data, train=ClassShardsConfig(path=class_shards(tmp_path / "train"), split="test"), neighbours=1
+    )
+    for image, text, lengths in ((IMAGE, "identity", [0, 4]), ("identity", VQ, [0, 0]), (VQ, VQ, [1, 1])):
+        sides = [{"kind": "identity", "dim": 4} if each == "identity" else each for each in (image, text)]
+        whole = model(*sides)
+        assert [len(each.prefixes) for each in evaluate(whole, [task, knn], prefixes=Prefixes.of(whole))] == lengths
+
+
+def evaluate_on_rank(task):
+    whole = model()
+    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole, text="same"))
+    return found.to_json()
+
+
+def test_ranks_together_find_what_one_finds(ranks, task):
+    alone = evaluate_on_rank(task)
+    for found in ranks(2, evaluate_on_rank, task):
+        assert found["prefixes"] == alone["prefixes"] != []
+
+
+def test_a_prefix_that_the_model_lacks_is_refused():
+    with pytest.raises(ConfigError, match="codebooks: got 3, expected 1 to 2"):
+        Prefixes.of(model(), [Prefix(1, 3)])
+
+
+def test_truncated_ids_embed_as_the_stages_alone():
+    tokenizer = model().image.eval()
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    ids = tokenizer.encode(images)
+    kept = tokenizer.truncate(ids, stages=2)
+    assert torch.equal(kept[..., [0, 1, 3, 4]], ids[..., [0, 1, 3, 4]])
+    assert (kept[..., [2, 5]] == -1).all()
+    assert torch.equal(tokenizer.embed(tokenizer.truncate(ids)), tokenizer.embed(ids))
+    assert not torch.equal(tokenizer.embed(kept), tokenizer.embed(ids))
