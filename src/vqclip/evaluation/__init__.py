@@ -14,6 +14,7 @@ from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.prefixes import Prefixes, format_prefixes
 from vqclip.evaluation.results import PrefixResult, Result, write_csv, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
+from vqclip.evaluation.stored import StoredEvaluation, read_evaluation, stored_files, write_evaluations
 from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
     EvaluationConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "Prefixes",
     "Result",
     "RetrievalConfig",
+    "StoredEvaluation",
     "SugarCrepeConfig",
     "SugarCrepeData",
     "WinogroundConfig",
@@ -56,9 +58,12 @@ __all__ = [
     "load_ids",
     "main_figures",
     "prepare",
+    "read_evaluation",
     "save_ids",
     "scalar_names",
+    "stored_files",
     "try_all",
     "write_csv",
+    "write_evaluations",
     "write_json",
 ]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from vqclip.config import Config
+from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError
 from vqclip.io.json_files import Strict, validation_problems
 
@@ -266,6 +267,6 @@ class Details(Part):
 
 
 def clip_text(text: str) -> str:
-    """Return a text of at most `MAX_TEXT` characters that JSON can hold; it may still be hostile."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
+    """Return a text without credentials, of at most `MAX_TEXT` characters that JSON can hold; it may be hostile."""
+    text = mask_credentials(text.encode("utf-8", "replace").decode("utf-8"))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

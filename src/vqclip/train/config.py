@@ -24,6 +24,7 @@ from vqclip.train.distillation import DistillationConfig, DistillationTerm
 from vqclip.train.ema import EmaConfig
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
+from vqclip.train.report import ReportConfig
 from vqclip.train.step import ComputeConfig
 
 
@@ -124,6 +125,8 @@ class TrainConfig(Config):
     """Settings of the checks of every step."""
     evaluation: Evaluations = ()
     """Evaluations at the end, and every `train.evaluate_every` steps."""
+    report: ReportConfig | None = ReportConfig()
+    """Files for people to look at, made at every evaluation; null: none."""
 
     @model_validator(mode="after")
     def _loss_and_temperature_fit(self) -> TrainConfig:

@@ -37,6 +37,7 @@ from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.loop import train
 from vqclip.train.process_state import exclusive_run, preserve_torch_state
+from vqclip.train.report import write_report
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
@@ -248,9 +249,11 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
             )
         return outcome, training.done, best
     with training.step.use_averages():
-        outcome = try_all(model, config.evaluation, precision=config.train.precision)
+        details = None if config.report is None else config.report.details
+        outcome = try_all(model, config.evaluation, precision=config.train.precision, details=details)
         if dist.is_main():
             export_tokenizer(model, folder)
+    write_report(training, outcome, best["step"])
     return outcome, best["step"], best
 
 

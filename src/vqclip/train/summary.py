@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ class RunSummary:
 
     def to_json(self) -> str:
         """Return the summary as JSON."""
-        return json.dumps(mask_credentials(asdict(self)), indent=2, allow_nan=False) + "\n"
+        body = asdict(replace(self, results=[])) | {"results": [result.to_json() for result in self.results]}
+        return json.dumps(mask_credentials(body), indent=2, allow_nan=False) + "\n"
 
 
 def summarise(

@@ -11,6 +11,7 @@ from vqclip.evaluation import EvaluationOutcome, format_results, try_all
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
+from vqclip.train.report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +150,14 @@ def evaluate(training: Training) -> EvaluationOutcome:
     ema, is_last = training.config.train.ema, training.done == training.config.train.steps
     training.step.broadcast_local_codebooks()
     with training.step.use_averages():
-        outcome = _try_all(training)
+        outcome = _try_all(training, details=True)
     current = _evaluate_current(training) if ema is not None and ema.evaluate == "both" else EvaluationOutcome([], None)
     results = [*outcome.results, *current.results]
     figures = {key: value for result in results for key, value in result.scalars().items()}
     training.records.record_evaluation(training.done, figures)
     for result in current.results if is_last else results:  # for the last step, a table is printed
         training.records.report_evaluation(training.done, result)
+    write_report(training, outcome, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 
@@ -166,9 +168,10 @@ def _evaluate_current(training: Training) -> EvaluationOutcome:
     return EvaluationOutcome(named, outcome.failure)
 
 
-def _try_all(training: Training) -> EvaluationOutcome:
+def _try_all(training: Training, *, details: bool = False) -> EvaluationOutcome:
     config = training.config
-    return try_all(training.step.model, config.evaluation, precision=config.train.precision)
+    amounts = config.report.details if details and config.report is not None else None
+    return try_all(training.step.model, config.evaluation, precision=config.train.precision, details=amounts)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:

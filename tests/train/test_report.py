@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.training import run_tree
+from vqclip.evaluation import read_evaluation, stored_files
+from vqclip.train import Callback, run
+
+PAIRS = [{"kind": "retrieval", "name": "pairs"}]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+    tasks = [{**each, "data": {"kind": "shards", "path": str(shards)}} for each in PAIRS]
+    changes = {"train__steps": 4, "train__evaluate_every": 2, "optim__warmup_steps": 0}
+    return run_tree(tmp_path, shards, evaluation=tasks, **changes)
+
+
+class ReadReport(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, training):
+        self.found.append([read_evaluation(path).step for path in stored_files(training.config.run.path)])
+
+
+def test_every_evaluation_writes_its_report(tree, tmp_path):
+    seen = ReadReport()
+    result = run(tree, [seen])
+    assert seen.found == [[], [2], [2], [2]]
+    (path,) = stored_files(tmp_path / "tiny")
+    found = read_evaluation(path)
+    assert (found.step, found.result) == (4, result.results[0])
+    assert found.result.details.examples[0].misses
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tree, tmp_path, caplog):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "report").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        assert run(tree).finished
+    (first, second) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report: ")]
+    assert "cannot be written after step 2; the run continues without it: " in first
+    assert str(tmp_path / "tiny" / "report") in second
+
+
+def test_null_writes_none(tree, tmp_path):
+    result = run({**tree, "report": None})
+    assert result.results[0].details is None
+    assert not (tmp_path / "tiny" / "report").exists()
