@@ -253,7 +253,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
         outcome = try_all(model, config.evaluation, precision=config.train.precision, details=details)
         if dist.is_main():
             export_tokenizer(model, folder)
-    write_report(training, outcome, best["step"])
+    write_report(config.report, config.run.path, outcome, best["step"])
     return outcome, best["step"], best
 
 

@@ -1,17 +1,14 @@
-"""The report of a run: what is written beside the metrics whenever the run evaluates."""
+"""The report of a run, written whenever the run evaluates."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import VqclipError
 from vqclip.evaluation import DetailsConfig, EvaluationOutcome, write_evaluations
-
-if TYPE_CHECKING:
-    from vqclip.train.callbacks.base import Training
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +20,19 @@ class ReportConfig(Config):
     """Numbers of images in the details of an evaluation: hits and misses, code maps, accuracy against bits."""
 
 
-def write_report(training: Training, outcome: EvaluationOutcome, step: int) -> None:
+def write_report(config: ReportConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
     """Write the report of an evaluation on rank 0; a failure is a warning and does not end the run.
 
     Args:
-        training: the run.
+        config: settings; None: nothing is written.
+        run: the run's folder.
         outcome: outcome of the evaluation, with details.
         step: steps of training of the evaluated weights.
     """
-    config = training.config
-    if config.report is None or not dist.is_main():
+    if config is None or not dist.is_main():
         return
     try:
         if outcome.results:
-            write_evaluations(config.run.path, step, outcome.results)
+            write_evaluations(run, step, outcome.results)
     except (VqclipError, OSError) as error:
         logger.warning("report: cannot be written after step %d; the run continues without it: %s", step, error)

@@ -157,7 +157,7 @@ def evaluate(training: Training) -> EvaluationOutcome:
     training.records.record_evaluation(training.done, figures)
     for result in current.results if is_last else results:  # for the last step, a table is printed
         training.records.report_evaluation(training.done, result)
-    write_report(training, outcome, training.done)
+    write_report(training.config.report, training.config.run.path, outcome, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 
