@@ -9,12 +9,17 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "WEIGHTS_HELP",
     "add_captions",
     "batch_size",
     "count",
+    "device",
     "path",
     "paths_and_overrides",
     "share",
@@ -63,6 +68,18 @@ def share(given: str) -> float:
     if not 0 <= number < 1:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a share: a number from 0 to less than 1")
     return number
+
+
+def device(given: str) -> torch.device:
+    """Convert the name of a device that can be used."""
+    import torch
+
+    try:
+        found = torch.device(given)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"got {given!r}, which cannot be used: {str(error).splitlines()[0]}") from None
+    return found
 
 
 def add_captions(parser: argparse.ArgumentParser) -> None:

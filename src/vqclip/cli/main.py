@@ -38,6 +38,7 @@ COMMANDS = {
     "clip-benchmark": Command("vqclip.cli.clip_benchmark", "evaluate models with clip_benchmark, on its data sets"),
     "data": Command("vqclip.cli.data", "pack, check and show data of any kind; draw the scenes data set"),
     "search": Command("vqclip.cli.search", "index images by their codes, and search them by words"),
+    "demo": Command("vqclip.cli.demo", "try a tokenizer in the browser: codes, classes, nearest images"),
 }
 
 

@@ -20,18 +20,17 @@ from torch import Tensor
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import ClassShards, EvalSet, decode_image, mask_credentials
-from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.images import ImageFiles, ImageSource, open_images
-from vqclip.data.samples import read_decoded
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import read_image
-from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError, printable
+from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
 from vqclip.runlog.console import print_output
 from vqclip.search.arrow import VectorType, export_vectors
+from vqclip.search.hits import find_hits, open_indexed
 from vqclip.search.index import CodeIndex, Origin
-from vqclip.search.page import Hit, page
-from vqclip.search.scan import CodeSearch, SearchResult
+from vqclip.search.page import page
+from vqclip.search.scan import CodeSearch
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
@@ -179,7 +178,8 @@ def _query(options: argparse.Namespace) -> None:
     print_output("\n".join(lines))
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
-        _write(options.html, page(str(asked), _hits(index, found, options.images), notes))
+        source = open_indexed(index, options.images)
+        _write(options.html, page(str(asked), find_hits(index, found, source, _print_left_out), notes))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -244,34 +244,5 @@ def _read_image(path: Path) -> Tensor:
         raise DataError(f"{path}: {error}", error.kind) from error
 
 
-def _hits(index: CodeIndex, found: SearchResult, images: str) -> list[Hit]:
-    """Return the results of the first query with their images; unusable images are left out, with a line on stderr.
-
-    Raises:
-        CheckpointError: the index names an image that the source does not have.
-        DataError: the index was built from another source.
-        StorageError: the source cannot be read.
-    """
-    scores, items = found.scores[0].tolist(), found.items[0].tolist()
-    source = open_images(images, index.origin.split)
-    if source.fingerprint != index.origin.fingerprint:
-        raise DataError(f"{images}: the index was built from other data; expected the same images, or a rebuilt index")
-    places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
-    if places and max(places) >= len(source):
-        raise CheckpointError(
-            f"index: places: got {max(places)}, expected less than {len(source)}, the images of {images}; "
-            "rebuild the index"
-        )
-    shown = {place: _read_hit(source, place) for place in dict.fromkeys(places)}  # several captions may have one image
-    rows = zip(scores, items, places, strict=True)
-    return [Hit(index.names[item], score, shown[place]) for score, item, place in rows]
-
-
-def _read_hit(source: ImageSource, place: int) -> Tensor | None:
-    try:
-        return read_decoded(source, place, MAX_PIXELS)[1]
-    except StorageError:
-        raise  # the storage failed, not the image
-    except DataError as error:
-        print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)
-        return None
+def _print_left_out(error: DataError) -> None:
+    print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)

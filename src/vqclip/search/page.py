@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vqclip.errors import printable
 
-__all__ = ["Hit", "page"]
+__all__ = ["Hit", "page", "thumbnail_uri"]
 
 _SIDE = 160
 """Pixels of the longer side of a thumbnail."""
@@ -74,11 +74,12 @@ def _text(text: str) -> str:
 def _item(rank: int, hit: Hit) -> str:
     name = _text(hit.name)
     none = '<span class="none">cannot be shown</span>'
-    picture = none if hit.picture is None else f'<img src="{_data_uri(hit.picture)}" alt="{name}">'
+    picture = none if hit.picture is None else f'<img src="{thumbnail_uri(hit.picture)}" alt="{name}">'
     return f"<li>{picture}{name}<br><small>{rank}. cosine {hit.score:.3f}</small></li>"
 
 
-def _data_uri(picture: Tensor) -> str:
+def thumbnail_uri(picture: Tensor) -> str:
+    """Return an image ``(3, H, W)`` uint8, made smaller, as a ``data:`` address of a PNG."""
     image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
     image.thumbnail((_SIDE, _SIDE))
     data = io.BytesIO()

@@ -1,0 +1,102 @@
+"""The parts of the page as HTML. Everything that comes from a visitor, a file or an index is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from vqclip.demo.answers import Answers, CaptionAnswer, ClassScore, ImageAnswer
+from vqclip.errors import printable
+from vqclip.report.code_maps import code_map, find_grid
+from vqclip.search.page import Hit, thumbnail_uri
+
+_MOST_CELLS = 8192
+"""Largest number of cells in code maps; codebooks beyond it are not drawn."""
+_MOST_CLASSES = 20
+"""Largest number of classes in the table."""
+_LONGEST = 300
+"""Longest name of an item, in characters."""
+
+
+def render(name: str, **values: Any) -> str:
+    """Return the fragment ``name``, a macro of ``fragments.html``."""
+    return str(getattr(_macros(), name)(**values))
+
+
+def draw_notice(text: str) -> str:
+    """Return the reason why there is no answer."""
+    return render("notice", text=text)
+
+
+def draw_hint(text: str) -> str:
+    """Return advice on what to do."""
+    return render("hint", text=text)
+
+
+def draw_model(folder: str, answers: Answers) -> str:
+    """Return the head of the page: the tokenizers, and their bits."""
+    parts = [each for each in (answers.image, answers.text) if each is not None]
+    return render("model", folder=folder, tokenizers=parts, search=answers.search)
+
+
+def draw_image(answer: ImageAnswer) -> str:
+    """Return an image's cost and its code maps, a panel a codebook."""
+    tokens, codebooks = answer.coded.ids.shape
+    columns = find_grid(tokens)[1]
+    count = min(codebooks, max(1, _MOST_CELLS // tokens))
+    maps = [code_map(answer.coded.ids[:, codebook].tolist(), columns) for codebook in range(count)]
+    return render("image", answer=answer, seen=thumbnail_uri(answer.pixels), maps=maps, codebooks=codebooks)
+
+
+def draw_caption(answer: CaptionAnswer) -> str:
+    """Return a caption's cost, and the codes of each of its tokens."""
+    codebooks = answer.coded.ids.shape[1]
+    strips = [code_map(row, min(codebooks, 16)) for row in answer.coded.ids.tolist()]
+    pieces = answer.pieces or ("",) * len(strips)
+    return render("caption", answer=answer, tokens=list(zip(pieces, strips, strict=True)))
+
+
+def draw_cosine(continuous: float, codes_only: float) -> str:
+    """Return the similarity of the image and the caption."""
+    return render("cosine", continuous=continuous, codes_only=codes_only)
+
+
+def draw_classes(scores: Sequence[ClassScore], scale: float) -> str:
+    """Return the probabilities of classes."""
+    return render("classes", scores=scores[:_MOST_CLASSES], count=len(scores), scale=scale)
+
+
+def draw_hits(title: str, hits: Sequence[Hit]) -> str:
+    """Return items of the index, best first."""
+    items = []
+    for hit in hits:
+        place, separator, caption = hit.name.partition(": ")  # as `vqclip search build` names items
+        name = (caption, place) if separator else (place, "")
+        items.append((hit, None if hit.picture is None else thumbnail_uri(hit.picture), *name))
+    return render("hits", title=title, items=items)
+
+
+def draw_commands(commands: str) -> str:
+    """Return the commands that make an index."""
+    return render("commands", commands=commands)
+
+
+@lru_cache(maxsize=1)
+def _macros() -> Any:
+    environment = Environment(
+        loader=PackageLoader("vqclip.demo", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"words": _printable, "number": lambda value: f"{value:,.0f}"}
+    return environment.get_template("fragments.html").module
+
+
+def _printable(text: str) -> str:
+    text = printable(text, one_line=True)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
