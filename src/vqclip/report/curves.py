@@ -1,0 +1,176 @@
+"""Curves of a run from ``metrics.jsonl``, in bounded time and memory however long the file is."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vqclip.io.files import open_regular
+from vqclip.runlog.best import PREFIX
+from vqclip.runlog.lines import parse_line
+
+POINTS = 300
+"""Lines that are read of a long file, evenly spread over it."""
+LAST_LINES = 20
+"""Lines at its end that are read of it."""
+SMALL_BYTES = 2 << 20
+"""Size up to which every line is read."""
+MAX_LINE = 1 << 20
+"""Longer lines count as damaged."""
+MAX_NAMES = 10_000
+"""Metrics that are read; further ones are left out."""
+MAX_SCAN = 1 << 30
+"""Bytes at the end of the file that are searched for evaluations."""
+MAX_EVALUATIONS = 1000
+"""Evaluations that are read: the newest."""
+
+_CHUNK = 4 << 20
+_MARK = f'"{PREFIX}'.encode()
+
+
+@dataclass
+class Curves:
+    """Metrics by step, in the order of the steps."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step → metrics of the training. Values may be NaN or infinite."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step → metrics of an evaluation, without their prefix."""
+    damaged: int = 0
+    """Lines that could not be read."""
+    thinned: bool = False
+    """Whether only some lines of a long file were read."""
+
+    @property
+    def last_step(self) -> int:
+        """Newest step with any metric; 0 without one."""
+        return max([0, *list(self.steps)[-1:], *list(self.evaluations)[-1:]])
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """Newest metrics of the training; empty without any."""
+        return next(reversed(self.steps.values()), {})
+
+    def get(self, name: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of one metric of the training."""
+        found = [(step, values[name]) for step, values in self.steps.items() if name in values]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def names(self) -> list[str]:
+        """Return the metrics of the training in the order of their appearance."""
+        return list(dict.fromkeys(name for values in self.steps.values() for name in values))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add a line; one of an earlier step means that the run was resumed, so former later steps are dropped."""
+        step = entry["step"]
+        for known in (self.steps, self.evaluations):
+            while known and next(reversed(known)) > step:
+                known.popitem()
+        values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
+        values.pop("step", None)
+        evaluated = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
+        trained = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        if evaluated:
+            self.evaluations.setdefault(step, {}).update(evaluated)
+        if trained:
+            self.steps.setdefault(step, {}).update(trained)
+
+
+def read_curves(path: Path) -> Curves:
+    """Read a ``metrics.jsonl``, also while it is written; damaged and cut lines are counted and left out.
+
+    Of a file of more than `SMALL_BYTES` only `POINTS` lines, the last ones, and the evaluations are read.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    curves = Curves()
+    with open_regular(path) as file:
+        size = file.seek(0, 2)
+        curves.thinned = size > SMALL_BYTES
+        lines = _sample(file, size) if curves.thinned else _lines(file, 0, size)
+        for line in lines:
+            entry = parse_line(line) if len(line) <= MAX_LINE else None
+            if entry is None or not 0 <= entry["step"] < 2**53 or len(entry) > MAX_NAMES:
+                curves.damaged += bool(line.strip()) and (line.endswith(b"\n") or len(line) > MAX_LINE)
+            else:
+                curves.add(entry)
+    return curves
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    """Yield the lines in a part of a file; of a long one its beginning, without an end of line."""
+    file.seek(start)
+    while (position := file.tell()) < end:
+        line = file.readline(min(MAX_LINE + 1, end - position))
+        yield line
+        while line and len(line) > MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE + 1)
+
+
+def _sample(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield some lines of a long file, and all that contain evaluations, in order."""
+    starts = [0, *(_next_line(file, size * number // POINTS) for number in range(1, POINTS))]
+    wanted = sorted({*starts, *_last_lines(file, size), *_find_evaluations(file, size)})
+    for start in wanted:
+        file.seek(start)
+        line = file.readline(MAX_LINE + 1)
+        if line.endswith(b"\n") or len(line) > MAX_LINE:
+            yield line
+
+
+def _next_line(file: BinaryIO, position: int) -> int:
+    file.seek(position)
+    file.readline(MAX_LINE)
+    return file.tell()
+
+
+def _last_lines(file: BinaryIO, size: int) -> Iterator[int]:
+    """Yield where the last lines begin, which the verdict on a run needs."""
+    start = max(0, size - MAX_LINE)
+    file.seek(start)
+    tail = file.read(size - start)
+    end = tail.rfind(b"\n")
+    for _ in range(LAST_LINES):
+        if end < 0:
+            return
+        end = tail.rfind(b"\n", 0, end)
+        if end >= 0:
+            yield start + end + 1
+
+
+def _find_evaluations(file: BinaryIO, size: int) -> Iterator[int]:
+    """Yield where the newest lines with metrics of evaluations begin."""
+    found: deque[int] = deque(maxlen=MAX_EVALUATIONS)
+    start = max(0, size - MAX_SCAN)
+    begin = _next_line(file, start) if start else 0  # of the line that the next chunk continues
+    position, kept = begin, b""
+    file.seek(position)
+    while chunk := file.read(min(_CHUNK, max(0, size - position - len(kept)))):
+        chunk = kept + chunk
+        place = chunk.find(_MARK)
+        while place >= 0:
+            before = chunk.rfind(b"\n", 0, place)
+            found.append(begin if before < 0 else position + before + 1)
+            after = chunk.find(b"\n", place)
+            place = -1 if after < 0 else chunk.find(_MARK, after)
+        last = chunk.rfind(b"\n")
+        begin = begin if last < 0 else position + last + 1
+        kept = chunk[-len(_MARK) :]  # a mark may be cut by the end of the chunk
+        position += len(chunk) - len(kept)
+    yield from found

@@ -1,0 +1,129 @@
+"""Make the page of a run and the comparison of several: one HTML file, no script, nothing fetched."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vqclip
+from vqclip.errors import printable
+from vqclip.io.atomic import write_text
+from vqclip.report import run_charts
+from vqclip.report.charts import compact
+from vqclip.report.drawing import drawing_settings
+from vqclip.report.evaluations import newest_tasks
+from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
+from vqclip.report.run_files import RunFiles, number_at, read_run
+from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FILE = "report.html"
+"""Name of the page in the folder of a run."""
+MAX_TEXT = 2000
+"""Characters of a text from the run's files; the rest is cut."""
+
+
+def write_report(folder: Path, output: Path | None = None) -> Path:
+    """Write the page of one run, and return its path.
+
+    Args:
+        folder: of the run.
+        output: the page; None for ``report.html`` in the folder.
+
+    Raises:
+        ConfigError: it is not the folder of a run.
+        OSError: the page cannot be written.
+    """
+    path = folder / FILE if output is None else output
+    write_text(path, render_run(read_run(folder)))
+    return path
+
+
+def render_run(run: RunFiles) -> str:
+    """Return the page of a run as HTML."""
+    step, tasks = newest_tasks(run)
+    verdict = judge(run, [row for task in tasks for row in task.rows])
+    with drawing_settings():
+        charts = {
+            "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
+            "training": run_charts.training_charts(run),
+            "evaluations": run_charts.evaluation_charts(run),
+            "codebooks": run_charts.codebook_charts(run),
+        }
+    return render(
+        "run.html",
+        run=run,
+        verdict=verdict,
+        lines=[describe_model(run), describe_data(run), f"{describe_progress(run)} · {describe_state(run)}"],
+        charts=charts,
+        evaluated=step,
+        tasks=tasks,
+        codebooks=_codebook_rows(run),
+        commands=_commands(run),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this package filled with values, which are escaped."""
+    return (
+        _environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
+    )
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("vqclip.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": _percent, "compact": compact, "commas": "{:,.0f}".format, "plain": _plain}
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    """Make invisible characters of a text visible, and cut a long one; markup of our own stays."""
+    return _plain(value) if type(value) is str else value
+
+
+def _plain(text: Any, most: int = MAX_TEXT) -> str:
+    text = str(text)
+    return printable(text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)")
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{100 * rate:.1f}"
+
+
+def _codebook_rows(run: RunFiles) -> dict[str, list[dict[str, Any]]]:
+    """Return the last values of each codebook, by modality."""
+    latest = run.curves.latest
+    rows = {}
+    for modality in MODALITIES:
+        found = newest_codebooks(run, modality)[: run_charts.MAX_ROWS]
+        if found:
+            rows[modality] = [each | {"bits_used": latest.get(f"{each['name']}/bits_used")} for each in found]
+    return rows
+
+
+def _commands(run: RunFiles) -> list[tuple[str, str]]:
+    """Return what the commands do, and the commands that repeat, resume and evaluate the run."""
+    processes = int(number_at(run.summary, "processes") or 1)
+    start = "vqclip train" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes} -m vqclip.train"
+    folder = shlex.quote(str(run.folder))
+    config = shlex.quote(str(run.folder / "config.yaml"))
+    return [
+        ("the same run under another name", f"{start} --config {config} {shlex.quote(f'run.name={run.name}-again')}"),
+        ("resume it where it was stopped", f"{start} --config {config}"),
+        ("evaluate it once more", f"vqclip evaluate {folder}"),
+        ("write this page once more", f"vqclip report {folder}"),
+    ]

@@ -1,0 +1,126 @@
+"""Figures of one run, from its curves."""
+
+from __future__ import annotations
+
+import math
+
+from vqclip.evaluation import MODES
+from vqclip.evaluation.tables import figure_title
+from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, rate_chart
+from vqclip.report.curves import Curves
+from vqclip.report.evaluations import Task
+from vqclip.report.run_files import RunFiles
+from vqclip.report.verdict import MODALITIES, newest_codebooks
+
+MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
+MAX_CURVES = 8
+FEW_CODEBOOKS = 4
+"""Codebooks up to which each has a curve; more are a heat map."""
+MAX_ROWS = 256
+"""Codebooks in a heat map: the first ones."""
+
+
+def training_charts(run: RunFiles) -> list[Chart]:
+    """Return loss terms, learning rate, gradient norm, throughput and waiting for data."""
+    curves = run.curves
+    terms = [name for name in curves.names() if name.startswith("loss/")]
+    losses = [name for name in terms if name != "loss/total"] or terms
+    if len(losses) > 1 and "loss/total" in terms:
+        losses = ["loss/total", *losses]
+    rest = [losses[start : start + MAX_CURVES] for start in range(0, min(len(losses), 3 * MAX_CURVES), MAX_CURVES)]
+    charts = [_line("Loss" if start == 0 else "Loss (more terms)", curves, group) for start, group in enumerate(rest)]
+    charts += [
+        _line("Learning rate", curves, ["lr"], floor=0.0),
+        _line("Gradient norm", curves, ["grad_norm"], logarithmic=True),
+        _line("Throughput", curves, ["images_per_second"], unit="images/s", floor=0.0),
+        _line("Waiting for data", curves, ["data_wait"], unit=PERCENT, floor=0.0),
+        _line("Temperature", curves, ["temperature/scale"]),
+        _line("Bad samples replaced", curves, ["data/replaced"], unit="samples", floor=0.0)
+        if _any(curves, "data/replaced")
+        else None,
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def codebook_charts(run: RunFiles) -> list[Chart]:
+    """Return usage, perplexity and bits used: of each modality, and of each codebook."""
+    curves = run.curves
+    every = {modality: newest_codebooks(run, modality) for modality in MODALITIES}
+    charts = [
+        _line("Codes in use", curves, [f"{each}/usage" for each in MODALITIES], unit=PERCENT, floor=0.0),
+        _line("Perplexity", curves, [f"{each}/perplexity" for each in MODALITIES], unit="codes", floor=0.0),
+        _line("Bits used by a token", curves, [f"{each}/bits_used" for each in MODALITIES], unit="bits", floor=0.0),
+        _line("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in MODALITIES], floor=0.0),
+    ]
+    for modality, found in every.items():
+        if not len(found) > 1:
+            continue
+        names = [each["name"] for each in found[:MAX_ROWS]]
+        if len(names) <= FEW_CODEBOOKS:
+            charts.append(
+                _line(f"Codes in use, {modality}", curves, [f"{name}/usage" for name in names], unit=PERCENT, floor=0.0)
+            )
+            charts.append(
+                _line(f"Bits used, {modality}", curves, [f"{name}/bits_used" for name in names], unit="bits", floor=0.0)
+            )
+        else:
+            charts.append(_codebook_map(f"Codes in use, {modality} codebooks", curves, names, "usage", 1.0, "100 %"))
+            bits = max(1e-9, math.log2(found[0]["codes"]))
+            charts.append(
+                _codebook_map(f"Bits used, {modality} codebooks", curves, names, "bits_used", bits, f"{bits:.3g} bits")
+            )
+    return [chart for chart in charts if chart is not None]
+
+
+def evaluation_charts(run: RunFiles) -> list[Chart]:
+    """Return a figure for each task: its rates over steps, codes only where there are codes."""
+    found: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    for step, values in run.curves.evaluations.items():
+        for key, rate in values.items():
+            name, mode, figure = ["", "", *key.rsplit("/", 2)][-3:]
+            if mode in MODES:
+                found.setdefault((name, mode), {}).setdefault(figure, []).append((step, rate))
+    charts = []
+    for name in list(dict.fromkeys(name for name, _ in found))[:12]:
+        mode = "codes_only" if (name, "codes_only") in found else "quantized"
+        series = found.get((name, mode), {})
+        if max((len(each) for each in series.values()), default=0) < 2:
+            continue
+        lines = [Curve(figure_title(figure), *map(list, zip(*pairs, strict=True))) for figure, pairs in series.items()]
+        charts.append(line_chart(f"{name} ({MODE_TITLES[mode]})", lines, unit=PERCENT, marks=True, floor=0.0))
+    return [chart for chart in charts if chart is not None]
+
+
+def figure_chart(task: Task) -> Chart | None:
+    """Return the rates of a task in the three modes, with intervals, beside chance."""
+    rows = task.rows[:10]
+    lines = [
+        (row.title, [row.rate(mode) for mode in MODES], [row.interval(mode) for mode in MODES], row.chance)
+        for row in rows
+    ]
+    return rate_chart(task.name, lines, list(MODE_TITLES.values()))
+
+
+def _line(title: str, curves: Curves, names: list[str], **options) -> Chart | None:  # type: ignore[no-untyped-def]
+    found = [Curve(_label(name), *curves.get(name)) for name in names]
+    return line_chart(title, [curve for curve in found if curve.x], **options)
+
+
+def _label(name: str) -> str:
+    return (
+        name.removeprefix("loss/")
+        .removesuffix("/usage")
+        .removesuffix("/bits_used")
+        .removesuffix("/perplexity")
+        .removesuffix("/embedding_cosine")
+    )
+
+
+def _any(curves: Curves, name: str) -> bool:
+    return any(curves.get(name)[1])
+
+
+def _codebook_map(title: str, curves: Curves, names: list[str], metric: str, full: float, top: str) -> Chart | None:
+    steps = [step for step, values in curves.steps.items() if f"{names[0]}/{metric}" in values]
+    rows = [[curves.steps[step].get(f"{name}/{metric}", math.nan) / full for step in steps] for name in names]
+    return heat_map(title, [name.partition("/")[2] or name for name in names], steps, rows, ("0", top))

@@ -1,0 +1,203 @@
+"""Files of a run's folder, read for its page; every one may be missing, unfinished, damaged or forged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vqclip.checkpoint import checkpoints, step_of
+from vqclip.config.yaml import read_yaml
+from vqclip.errors import ConfigError, VqclipError
+from vqclip.io.files import open_regular, read_bounded
+from vqclip.io.json_files import read_json
+from vqclip.report.curves import MAX_LINE, Curves, read_curves
+from vqclip.runlog.lines import parse_line
+
+MAX_RECORDS = 20
+"""Events and bad samples that a page lists: the newest."""
+MAX_RECORD_BYTES = 32 << 20
+"""Bytes at the beginning of their files that are read."""
+MAX_CONFIG_BYTES = 1 << 18
+
+_REPORT = "report"
+
+
+@dataclass
+class Records:
+    """Lines of ``events.jsonl`` or ``bad_samples.jsonl``."""
+
+    total: int = 0
+    """Lines that could be read."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Kind → lines."""
+    first_step: int | None = None
+    newest: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
+
+
+@dataclass
+class RunFiles:
+    """Content of a run's folder."""
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    curves: Curves = field(default_factory=Curves)
+    events: Records = field(default_factory=Records)
+    bad_samples: Records = field(default_factory=Records)
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty before the end of the run."""
+    best: dict[str, Any] = field(default_factory=dict)
+    stopped: dict[str, Any] = field(default_factory=dict)
+    checkpoints: list[int] = field(default_factory=list)
+    """Steps of the checkpoints."""
+    missing: list[str] = field(default_factory=list)
+    """Parts that are absent or cannot be read, in words."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run: that of its configuration, or of its folder."""
+        return text_at(self.config, "run.name") or self.folder.resolve().name
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run; 0 if unknown."""
+        return int(number_at(self.config, "train.steps") or 0)
+
+    @property
+    def done(self) -> int:
+        """Steps done, as far as the files show."""
+        return max([self.curves.last_step, *self.checkpoints])
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step; 0 if unknown."""
+        return int(number_at(self.config, "train.batch_size") or 0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has reached its end, its last evaluation included."""
+        return bool(self.summary) and not self.stopped and self.done >= self.steps
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read the folder of a run.
+
+    Raises:
+        ConfigError: it is no folder, or it contains neither a configuration nor metrics.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected the folder of a run, such as runs/base")
+    if not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        raise ConfigError(
+            f"{folder}: contains neither config.yaml nor metrics.jsonl; expected the folder of a run, such as runs/base"
+        )
+    run = RunFiles(folder)
+    _read_config(run)
+    _read_metrics(run)
+    run.summary, run.best, run.stopped = (_read_object(run, f"{name}.json") for name in ("summary", "best", "stopped"))
+    run.events, run.bad_samples = (
+        _read_records(run, "events.jsonl", "event"),
+        _read_records(run, "bad_samples.jsonl", "kind"),
+    )
+    try:
+        run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
+    except (OSError, VqclipError) as error:
+        run.missing.append(f"checkpoints: cannot be listed ({error})")
+    return run
+
+
+def value_at(tree: Any, path: str) -> Any:
+    """Return a value of nested mappings by its dotted path; None if a part is missing or of another type."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def number_at(tree: Any, path: str) -> float | None:
+    """Return a finite number by its dotted path, or None."""
+    value = value_at(tree, path)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e18 or not math.isfinite(value):
+        return None
+    return value
+
+
+def text_at(tree: Any, path: str) -> str:
+    """Return a text by its dotted path; empty if there is none."""
+    value = value_at(tree, path)
+    return value if isinstance(value, str) else ""
+
+
+def list_at(tree: Any, path: str) -> list[Any]:
+    """Return a list by its dotted path; empty if there is none."""
+    value = value_at(tree, path)
+    return value if isinstance(value, list) else []
+
+
+def _read_config(run: RunFiles) -> None:
+    try:
+        content = read_bounded(run.folder / "config.yaml", MAX_CONFIG_BYTES)
+        run.config_text = content[:MAX_CONFIG_BYTES].decode("utf-8", "replace")
+        tree = read_yaml(run.config_text, "config.yaml", []).plain()
+        run.config = tree if isinstance(tree, dict) else {}
+    except FileNotFoundError:
+        run.missing.append("config.yaml: no such file, so the settings are unknown")
+    except (OSError, ConfigError) as error:
+        run.missing.append(f"config.yaml: cannot be read ({_short(error)})")
+
+
+def _read_metrics(run: RunFiles) -> None:
+    try:
+        run.curves = read_curves(run.folder / "metrics.jsonl")
+    except FileNotFoundError:
+        run.missing.append("metrics.jsonl: no such file, so there are no curves yet")
+    except OSError as error:
+        run.missing.append(f"metrics.jsonl: cannot be read ({_short(error)})")
+    if run.curves.damaged:
+        run.missing.append(f"metrics.jsonl: {run.curves.damaged:,} lines cannot be read and are left out")
+
+
+def _read_object(run: RunFiles, name: str) -> dict[str, Any]:
+    try:
+        return read_json(run.folder / name)[0]
+    except FileNotFoundError:
+        return {}
+    except (OSError, VqclipError) as error:
+        run.missing.append(f"{name}: cannot be read ({_short(error)})")
+        return {}
+
+
+def _read_records(run: RunFiles, name: str, kind: str) -> Records:
+    records = Records()
+    try:
+        for entry in _entries(run.folder / name):
+            records.total += 1
+            if len(records.kinds) < 100:
+                records.kinds[str(entry.get(kind, "other"))[:100]] += 1
+            records.first_step = entry["step"] if records.first_step is None else records.first_step
+            records.newest.append(entry)
+    except FileNotFoundError:
+        pass  # the file is made with its first line
+    except OSError as error:
+        run.missing.append(f"{name}: cannot be read ({_short(error)})")
+    return records
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    with open_regular(path) as file:
+        while file.tell() < MAX_RECORD_BYTES:
+            line = file.readline(MAX_LINE)
+            if not line:
+                return
+            entry = parse_line(line)
+            if entry is not None:
+                yield entry
+
+
+def _short(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return re.sub(r"\s+", " ", reason)[:300]

@@ -1,0 +1,306 @@
+"""Verdict on a run in plain words, from its curves, its summary and its evaluations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from vqclip.losses import LossConfig
+from vqclip.report.evaluations import FigureRow
+from vqclip.report.model_words import codebook_size
+from vqclip.report.run_files import RunFiles, number_at, text_at, value_at
+from vqclip.runlog.signs import RESTART, USAGE, find_signs, has_collapsed, read_codebooks, suggest_remedies
+
+Level = Literal["bad", "warn", "note", "good"]
+LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
+"""From worst to best."""
+
+MODALITIES = ("image", "text")
+MANY_BAD = 0.1
+"""Share of bad samples from which the data counts as ill."""
+FEW_BAD = 0.01
+"""Share of bad samples that is worth a warning: the default of ``data.max_bad_fraction``."""
+UNUSED = 0.05
+"""Share of the codes that evenly used codes would show, below which a codebook is hardly used."""
+LONG_WAIT = 0.3
+"""Share of the time spent waiting for data that is worth a warning."""
+_RECENT = 5
+"""Reports whose median is the newest loss."""
+_ENOUGH = 10
+"""Reports from which a rise of the loss is judged."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation."""
+
+    level: Level
+    title: str
+    """Observation in a few words."""
+    text: str = ""
+    """Observation in figures."""
+    advice: str = ""
+    """What to try."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a run."""
+
+    level: Level
+    headline: str
+    findings: list[Finding]
+    """Worst first."""
+
+
+def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
+    """Judge a run.
+
+    Args:
+        run: its files.
+        figures: its newest evaluation.
+    """
+    parts = (_diverged, _dead, _collapsed, _bad_samples, _unused, _rising, _waiting, _spikes, _captions)
+    found = [finding for part in parts for finding in part(run)]
+    found += _at_chance(figures)
+    found.sort(key=lambda finding: LEVELS.index(finding.level))
+    ill = [finding for finding in found if finding.level in ("bad", "warn")]
+    if ill:
+        more = f" – and {len(ill) - 1} more" if len(ill) > 1 else ""
+        return Verdict(ill[0].level, ill[0].title + more, found)
+    if len(run.curves.steps) < 2:
+        return Verdict("note", "Too early for a verdict", found)
+    return Verdict("good", "Healthy", [_healthy(run), *found])
+
+
+def _healthy(run: RunFiles) -> Finding:
+    steps, losses = run.curves.get(_loss_name(run))
+    if not losses:
+        return Finding("good", "No sign of collapse")
+    first, last = losses[0], statistics.median(losses[-_RECENT:])
+    text = f"The loss {'fell' if last < first else 'went'} from {first:.3g} (step {steps[0]:,}) to {last:.3g}"
+    chance = _chance(run)
+    text += f"; a model that knows nothing has {chance:.3g}." if chance is not None else "."
+    shares = [
+        f"{_share(statistics.mean(each['usage'] for each in found))} of the {modality} codes"
+        for modality in MODALITIES
+        if (found := newest_codebooks(run, modality))
+    ]
+    if shares:
+        text += f" In use over the newest tokens: {' and '.join(shares)}."
+    return Finding("good", "No sign of collapse", text)
+
+
+def _diverged(run: RunFiles) -> Iterator[Finding]:
+    """Find a loss or gradient that is not finite."""
+    events = run.events.kinds.get("nonfinite", 0)
+    names = [name for name in ("loss/total", "grad_norm") if not math.isfinite(run.curves.latest.get(name, 0.0))]
+    if not events and not names:
+        return
+    found = [each for each in run.events.newest if each.get("event") == "nonfinite"]
+    newest: dict[str, Any] = found[-1] if found else {}
+    since = newest.get("step") or run.curves.last_step
+    ended = not run.is_finished and run.done <= since
+    advice = (
+        "A lower optim.lr (a tenth), a longer optim.warmup_steps, optim.clip_grad_norm: 1; with fp16: train.precision: "
+        "bf16. The samples of the step are in events.jsonl."
+    )
+    text = str(newest.get("reason") or f"{' and '.join(names)}: not finite after step {since:,}")[:500]
+    level: Level = "bad" if ended or names or events > 20 else "warn"
+    title = f"Diverged at step {since:,}: the loss or the gradient is not finite"
+    yield Finding(level, title, f"{text}. {events:,} steps of this kind.", advice)
+
+
+def _dead(run: RunFiles) -> Iterator[Finding]:
+    """Find a model that no longer learns."""
+    chance = _chance(run)
+    warm = number_at(run.config, "optim.warmup_steps") or 0
+    named = _loss_name(run)
+
+    def signs(step: int, values: dict[str, float]) -> dict[str, str]:
+        loss = values.get(named, math.nan) if step > warm and chance is not None else math.nan
+        neutral = {"grad_norm": math.inf} | {f"{each}/embedding_cosine": 0.0 for each in MODALITIES}
+        return find_signs(neutral | values, loss, chance or 1.0)
+
+    history = list(run.curves.steps.items())
+    present = signs(*history[-1]) if history else {}
+    if not present:
+        return
+    since = {name: _since([bool(name in signs(*each)) for each in history], run) for name in present}
+    if list(present) == ["loss"] and run.curves.last_step - since["loss"] < 20:
+        return  # it may only just begin to learn
+    text = "; ".join(f"{sign} (since step {since[name]:,})" for name, sign in present.items())
+    title = f"Dead since step {min(since.values()):,}: the model no longer learns"
+    yield Finding("bad", title, f"{text}.", f"{RESTART}.")
+
+
+def _collapsed(run: RunFiles) -> Iterator[Finding]:
+    """Find codebooks that use a few codes only."""
+    limit = number_at(run.config, "guards.collapse.usage") or USAGE
+    for modality in MODALITIES:
+        every = newest_codebooks(run, modality)
+        lost = [each for each in every if has_collapsed(each, limit)]
+        if not lost:
+            continue
+        since = min(
+            _since([_was_collapsed(values, each, limit) for values in run.curves.steps.values()], run) for each in lost
+        )
+        used = sorted(round(each["usage"] * each["codes"]) for each in lost)
+        spread = f"{used[0]:,}" if used[0] == used[-1] else f"{used[0]:,} to {used[-1]:,}"
+        possible = lost[0]["usage_if_uniform"] * lost[0]["codes"]
+        text = (
+            f"{spread} of {lost[0]['codes']:,} codes in use over the newest {lost[0]['tokens']:,.0f} tokens; "
+            f"evenly used codes would be {possible:,.0f}. Collapsed: {_names(lost)}."
+        )
+        whole = "codebook has" if len(every) == 1 else f"{len(lost)} of {len(every)} codebooks have"
+        title = f"Collapsed since step {since:,}: {'the ' if len(every) == 1 else ''}{modality} {whole} few codes left"
+        if len(every) > 1:
+            title = f"Collapsed since step {since:,}: {len(lost)} of {len(every)} {modality} codebooks"
+        yield Finding("bad", title, text, f"{suggest_remedies(modality)}.")
+
+
+def _was_collapsed(values: dict[str, float], codebook: dict[str, Any], limit: float) -> bool:
+    now = {each: values.get(f"{codebook['name']}/{each}") for each in ("usage", "perplexity")}
+    if None in now.values():
+        return False
+    return has_collapsed(codebook | now, limit)
+
+
+def _unused(run: RunFiles) -> Iterator[Finding]:
+    """Find codebooks that use few codes, but have not collapsed."""
+    for modality in MODALITIES:
+        every = [each for each in newest_codebooks(run, modality) if not has_collapsed(each)]
+        few = [each for each in every if each["usage"] < UNUSED * each["usage_if_uniform"] and each["tokens"] > 0]
+        if few:
+            text = f"Less than {_share(UNUSED)} of what evenly used codes would show: {_names(few)}."
+            advice = f"Fewer codes do the same: a smaller codebook. {suggest_remedies(modality)}."
+            yield Finding("warn", f"Hardly used: {len(few)} of {len(every)} {modality} codebooks", text, advice)
+
+
+def _bad_samples(run: RunFiles) -> Iterator[Finding]:
+    """Find bad samples, replaced by others."""
+    replaced = max(
+        run.curves.latest.get("data/replaced", 0.0), run.bad_samples.total, number_at(run.summary, "replaced") or 0
+    )
+    if not math.isfinite(replaced) or replaced < 1:
+        return
+    shown = run.done * run.batch_size
+    share = replaced / shown if shown else math.nan
+    kinds = {
+        name.removeprefix("data/replaced/").replace("_", " "): count
+        for name, count in run.curves.latest.items()
+        if name.startswith("data/replaced/") and math.isfinite(count)
+    } or dict(run.bad_samples.kinds)
+    named = ", ".join(
+        f"{count:,.0f} × {kind[:80]}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])[:8]
+    )
+    text = f"{replaced:,.0f} of {shown:,} samples shown could not be used and were replaced by others: {named}."
+    advice = "`vqclip data check` names every bad sample and its reason; mend or remove them. Some are listed below."
+    if share >= FEW_BAD:
+        level: Level = "bad" if share >= MANY_BAD else "warn"
+        yield Finding(level, f"{_share(share)} of the samples were bad", text, advice)
+    else:
+        yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
+
+
+def _rising(run: RunFiles) -> Iterator[Finding]:
+    """Find a loss that has risen far above its lowest value."""
+    steps, losses = run.curves.get(_loss_name(run))
+    finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)]
+    if len(finite) < _ENOUGH:
+        return
+    medians = [
+        statistics.median(loss for _, loss in finite[max(0, n - _RECENT) : n]) for n in range(_RECENT, len(finite) + 1)
+    ]
+    lowest, last, first = min(medians), medians[-1], finite[0][1]
+    if last <= 1.2 * lowest or last - lowest < 0.5 * max(first - lowest, 0.0) or last - lowest < 0.05:
+        return
+    at = finite[medians.index(lowest) + _RECENT - 1][0]
+    text = f"It was {lowest:.3g} around step {at:,} and is {last:.3g} now."
+    advice = (
+        "A lower optim.lr, a longer optim.warmup_steps, optim.clip_grad_norm: 1; resume from a checkpoint before the "
+        "rise."
+    )
+    yield Finding("bad" if last >= 0.95 * first else "warn", f"The loss has risen since step {at:,}", text, advice)
+
+
+def _waiting(run: RunFiles) -> Iterator[Finding]:
+    """Find a training that waits for its data."""
+    waits = [value for value in run.curves.get("data_wait")[1] if math.isfinite(value)][-20:]
+    if len(waits) >= 3 and (share := statistics.median(waits)) >= LONG_WAIT:
+        text = f"{_share(share)} of the time of the newest reports."
+        advice = "More data.workers; smaller stored images; shards on a local disk."
+        yield Finding("note", "Much of the time is spent waiting for data", text, advice)
+
+
+def _spikes(run: RunFiles) -> Iterator[Finding]:
+    """Find steps with an unusually large loss."""
+    if spikes := run.events.kinds.get("spike", 0):
+        text = f"First at step {run.events.first_step or 0:,}; the samples of each are in events.jsonl."
+        yield Finding("note", f"{spikes:,} steps with an unusually large loss", text, "")
+
+
+def _captions(run: RunFiles) -> Iterator[Finding]:
+    """Find captions that were cut."""
+    shown, cut = number_at(run.summary, "captions.shown") or 0, number_at(run.summary, "captions.cut") or 0
+    if shown > 0 and cut / shown >= 0.05:
+        yield Finding(
+            "note", f"{_share(cut / shown)} of the captions were cut", text_at(run.summary, "captions.told")[:500]
+        )
+
+
+def _at_chance(figures: list[FigureRow]) -> Iterator[Finding]:
+    """Find evaluations that are no better than chance."""
+    level = [row for row in figures if row.is_at_chance]
+    judged = [row for row in figures if row.chance is not None and row.best is not None]
+    if judged and len(level) == len(judged):
+        text = "Every figure of the newest evaluation is that of random embeddings."
+        yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
+
+
+def newest_codebooks(run: RunFiles, modality: str) -> list[dict[str, Any]]:
+    """Return name, codes, usage and perplexity of each codebook after the newest report that has them."""
+    size = codebook_size(value_at(run.config, f"model.{modality}.quantizer"))
+    needed = {f"{modality}/usage_if_uniform", f"{modality}/tokens"}
+    values = next((each for each in reversed(run.curves.steps.values()) if needed <= each.keys()), None)
+    if values is None or size is None:
+        return []
+    try:
+        found = read_codebooks(modality, values, [size])
+    except KeyError:
+        return []
+    return [each for each in found if all(math.isfinite(v) for v in each.values() if isinstance(v, float))]
+
+
+def _since(present: list[bool], run: RunFiles) -> int:
+    """Return the step since which the newest reports all have a sign."""
+    steps = list(run.curves.steps)
+    count = next((number for number, each in enumerate(reversed(present)) if not each), len(present))
+    return steps[-count] if count else run.curves.last_step
+
+
+def _chance(run: RunFiles) -> float | None:
+    """Return the loss of a model that knows nothing; None if it is unknown."""
+    try:
+        loss: LossConfig = TypeAdapter(LossConfig).validate_python(value_at(run.config, "loss"))
+        return float(loss.build().chance(run.batch_size)) if run.batch_size >= 2 else None
+    except (ValidationError, ValueError, OverflowError):
+        return None
+
+
+def _loss_name(run: RunFiles) -> str:
+    return f"loss/{text_at(run.config, 'loss.kind') or 'total'}"
+
+
+def _names(codebooks: list[dict[str, Any]]) -> str:
+    shown = ", ".join(each["name"][:60] for each in codebooks[:20])
+    return shown + (f" and {len(codebooks) - 20} more" if len(codebooks) > 20 else "")
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.report.making import Page, make_run
+from vqclip.cli.report import main
+from vqclip.errors import ConfigError
+from vqclip.report import run_charts, write_report
+from vqclip.report.run_files import read_run
+
+
+def test_the_page_of_a_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    text = path.read_text()
+    page = Page(text)
+    assert page.elements.count("svg") >= 10
+    assert "Healthy" in page.text
+    assert "16 codebooks" not in page.text
+    assert "6 codebooks of FSQ 8×8 (64 codes)" in page.text
+    assert "step 400 of 400" in page.text
+    assert "script" not in page.elements
+    assert "link" not in page.elements
+    # Nothing is fetched: every address is a part of the page, data in it, or the name of a namespace.
+    addresses = [value for name, value in page.attributes if name in ("href", "src", "xlink:href")]
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in addresses)
+    assert "url(http" not in text
+    assert not re.search(r"#0[12]00[0-9a-f]{2}", text)  # every stand-in became a CSS variable
+
+
+def test_the_page_is_reproducible_and_leaves_matplotlib_as_it_was(tmp_path):
+    import matplotlib
+
+    folder = make_run(tmp_path / "run")
+    with matplotlib.rc_context({"font.size": 31.0}):
+        first = write_report(folder, tmp_path / "a.html").read_bytes()
+        assert matplotlib.rcParams["font.size"] == 31.0
+    assert write_report(folder, tmp_path / "b.html").read_bytes() == first
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_missing_part_is_left_out_and_named(tmp_path, name):
+    folder = make_run(tmp_path / "run")
+    (folder / name).unlink()
+    assert f"{name}: no such file" in Page(write_report(folder).read_text()).text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "events.jsonl", "best.json"])
+def test_damaged_files(tmp_path, monkeypatch, name, content):
+    for chart in ("training_charts", "evaluation_charts", "codebook_charts"):  # matplotlib takes most of the time
+        monkeypatch.setattr(run_charts, chart, lambda run: [])
+    monkeypatch.setattr(run_charts, "figure_chart", lambda task: None)
+    folder = make_run(tmp_path / "run")
+    (folder / name).write_bytes(content)
+    assert "made" in write_report(folder).read_text() or name == "config.yaml"
+
+
+def test_a_finished_and_a_stopped_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    assert "not finished" in Page(write_report(folder).read_text()).text
+    (folder / "summary.json").write_text(json.dumps({"processes": 2, "speed": {"images_per_second": 12.0}}))
+    text = Page(write_report(folder).read_text()).text
+    assert "2 processes · 12 images/s" in text
+    assert "torchrun --standalone --nproc-per-node 2 -m vqclip.train --config" in text
+    (folder / "stopped.json").write_text(json.dumps({"step": 40, "reason": "SIGTERM"}))
+    assert "stopped at step 40 (SIGTERM)" in Page(write_report(folder).read_text()).text
+
+
+def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_run(tmp_path / "nothing")
+    assert main([str(tmp_path)]) == 2
+    assert "expected the folder of a run, such as runs/base" in capsys.readouterr().err
+    folder = make_run(tmp_path / "run")
+    assert main([str(folder), "--output", str(tmp_path / "no" / "such.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main([str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_commands_are_quoted_for_a_shell(tmp_path):
+    folder = make_run(tmp_path / "a $(b)'c")
+    assert "'\"'\"'c'" in Page(write_report(folder).read_text()).text

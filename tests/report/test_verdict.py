@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.report.making import make_run, write_lines
+from vqclip.report.evaluations import newest_tasks
+from vqclip.report.run_files import read_run
+from vqclip.report.verdict import Verdict, judge
+
+
+def verdict_on(folder) -> Verdict:
+    run = read_run(folder)
+    return judge(run, [row for task in newest_tasks(run)[1] for row in task.rows])
+
+
+def test_a_healthy_run(tmp_path):
+    found = verdict_on(make_run(tmp_path / "run"))
+    assert (found.level, found.headline) == ("good", "Healthy")
+    assert "fell from 2.65 (step 20) to 1.8; a model that knows nothing has 2.77" in found.findings[0].text
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    assert verdict_on(make_run(tmp_path / "run", steps=20)).headline == "Too early for a verdict"
+
+
+def collapse(step):
+    return {"image__3__usage": 1 / 64, "image__3__perplexity": 1.0} if step > 100 else {}
+
+
+def few(step):
+    return {"text__1__usage": 0.04, "text__1__perplexity": 2.0}
+
+
+CASES = {
+    "collapsed": (collapse, "bad", "Collapsed since step 120: 1 of 6 image codebooks", "image/3"),
+    "unused": (few, "warn", "Hardly used: 1 of 6 text codebooks", "text/1"),
+    "dead": (
+        lambda step: {"grad_norm": 0.0} if step >= 200 else {},
+        "bad",
+        "Dead since step 200: the model no longer learns",
+        "gradient is 0",
+    ),
+    "equal": (
+        lambda step: {"image__embedding_cosine": 1.0} if step > 300 else {},
+        "bad",
+        "Dead since step 320: the model no longer learns",
+        "all image embeddings",
+    ),
+    "at chance": (
+        lambda step: {"loss__contrastive": 2.7726},
+        "bad",
+        "Dead since step 20: the model no longer learns",
+        "knows nothing",
+    ),
+    "not finite": (
+        lambda step: {"loss__total": "NaN"} if step == 400 else {},
+        "bad",
+        "Diverged at step 400: the loss or the gradient is not finite",
+        "loss/total",
+    ),
+    "rising": (
+        lambda step: {"loss__contrastive": 0.5 + step / 100 if step > 200 else 2.7 - step / 100},
+        "bad",
+        "The loss has risen since step 200",
+        "is 4.1 now",
+    ),
+    "bad samples": (
+        lambda step: {"data__replaced": 0.3 * 16 * step, "data__replaced__damaged_image": 0.3 * 16 * step},
+        "bad",
+        "30 % of the samples were bad",
+        "1,920 × damaged image",
+    ),
+    "waiting": (lambda step: {"data_wait": 0.6}, "good", "Healthy", "60 % of the time"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ill_runs(tmp_path, case):
+    change, level, headline, text = CASES[case]
+    found = verdict_on(make_run(tmp_path / "run", change))
+    assert (found.level, found.headline) == (level, headline)
+    assert any(text in finding.text for finding in found.findings)
+
+
+def test_the_worst_finding_is_first(tmp_path):
+    found = verdict_on(make_run(tmp_path / "run", lambda step: collapse(step) | few(step)))
+    assert found.headline == "Collapsed since step 120: 1 of 6 image codebooks – and 1 more"
+
+
+def test_a_run_that_a_loss_that_is_not_finite_has_stopped(tmp_path):
+    folder = make_run(tmp_path / "run", steps=200)
+    event = {"step": 213, "event": "nonfinite", "reason": "the loss is NaN", "applied": False, "sample_ids": []}
+    write_lines(folder / "events.jsonl", [event])
+    found = verdict_on(folder)
+    assert (found.level, found.headline[:20]) == ("bad", "Diverged at step 213")
+    assert "the loss is NaN" in found.findings[0].text
+
+
+def test_figures_of_a_finished_run_at_chance(tmp_path):
+    folder = make_run(tmp_path / "run")
+    rates = {mode: {"top1": 0.11} for mode in ("continuous", "quantized", "codes_only")}
+    result = {"name": "set", "figures": rates, "chance": {"top1": 0.1}, "samples": 100}
+    (folder / "summary.json").write_text(json.dumps({"results": [result]}))
+    assert verdict_on(folder).headline == "No better than chance"
