@@ -81,7 +81,7 @@ class FigureRow:
 
     @property
     def is_at_chance(self) -> bool:
-        """Whether no mode is clearly above chance: three standard deviations, where the number of images is known."""
+        """True if no mode is clearly above chance: three standard deviations, where the number of images is known."""
         if self.best is None or self.chance is None:
             return False
         sigma = math.sqrt(self.chance * (1 - self.chance) / self.task.samples) if self.task.samples else 0.0

@@ -80,7 +80,7 @@ class RunFiles:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has reached its end, its last evaluation included."""
+        """True if the run has reached its end, its last evaluation included."""
         return bool(self.summary) and not self.stopped and self.done >= self.steps
 
 
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> RunFiles:
     """Read the folder of a run.
 
     Raises:
-        ConfigError: it is no folder, or it contains neither a configuration nor metrics.
+        ConfigError: there is no such folder, or it contains neither a configuration nor metrics.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected the folder of a run, such as runs/base")

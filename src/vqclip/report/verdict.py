@@ -45,7 +45,7 @@ class Finding:
     text: str = ""
     """Observation in figures."""
     advice: str = ""
-    """What to try."""
+    """Advice."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,19 @@ def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
         run: its files.
         figures: its newest evaluation.
     """
-    parts = (_diverged, _dead, _collapsed, _bad_samples, _unused, _rising, _waiting, _spikes, _captions)
+    parts = (
+        _check_finite,
+        _check_learning,
+        _check_collapse,
+        _check_samples,
+        _check_unused,
+        _check_loss,
+        _check_waits,
+        _check_spikes,
+        _check_captions,
+    )
     found = [finding for part in parts for finding in part(run)]
-    found += _at_chance(figures)
+    found += _check_chance(figures)
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
     if ill:
@@ -96,7 +106,7 @@ def _healthy(run: RunFiles) -> Finding:
     return Finding("good", "No sign of collapse", text)
 
 
-def _diverged(run: RunFiles) -> Iterator[Finding]:
+def _check_finite(run: RunFiles) -> Iterator[Finding]:
     """Find a loss or gradient that is not finite."""
     events = run.events.kinds.get("nonfinite", 0)
     names = [name for name in ("loss/total", "grad_norm") if not math.isfinite(run.curves.latest.get(name, 0.0))]
@@ -116,7 +126,7 @@ def _diverged(run: RunFiles) -> Iterator[Finding]:
     yield Finding(level, title, f"{text}. {events:,} steps of this kind.", advice)
 
 
-def _dead(run: RunFiles) -> Iterator[Finding]:
+def _check_learning(run: RunFiles) -> Iterator[Finding]:
     """Find a model that no longer learns."""
     chance = _chance(run)
     warm = number_at(run.config, "optim.warmup_steps") or 0
@@ -139,7 +149,7 @@ def _dead(run: RunFiles) -> Iterator[Finding]:
     yield Finding("bad", title, f"{text}.", f"{RESTART}.")
 
 
-def _collapsed(run: RunFiles) -> Iterator[Finding]:
+def _check_collapse(run: RunFiles) -> Iterator[Finding]:
     """Find codebooks that use a few codes only."""
     limit = number_at(run.config, "guards.collapse.usage") or USAGE
     for modality in MODALITIES:
@@ -171,7 +181,7 @@ def _was_collapsed(values: dict[str, float], codebook: dict[str, Any], limit: fl
     return has_collapsed(codebook | now, limit)
 
 
-def _unused(run: RunFiles) -> Iterator[Finding]:
+def _check_unused(run: RunFiles) -> Iterator[Finding]:
     """Find codebooks that use few codes, but have not collapsed."""
     for modality in MODALITIES:
         every = [each for each in newest_codebooks(run, modality) if not has_collapsed(each)]
@@ -182,7 +192,7 @@ def _unused(run: RunFiles) -> Iterator[Finding]:
             yield Finding("warn", f"Hardly used: {len(few)} of {len(every)} {modality} codebooks", text, advice)
 
 
-def _bad_samples(run: RunFiles) -> Iterator[Finding]:
+def _check_samples(run: RunFiles) -> Iterator[Finding]:
     """Find bad samples, replaced by others."""
     replaced = max(
         run.curves.latest.get("data/replaced", 0.0), run.bad_samples.total, number_at(run.summary, "replaced") or 0
@@ -208,7 +218,7 @@ def _bad_samples(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
 
 
-def _rising(run: RunFiles) -> Iterator[Finding]:
+def _check_loss(run: RunFiles) -> Iterator[Finding]:
     """Find a loss that has risen far above its lowest value."""
     steps, losses = run.curves.get(_loss_name(run))
     finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)]
@@ -229,7 +239,7 @@ def _rising(run: RunFiles) -> Iterator[Finding]:
     yield Finding("bad" if last >= 0.95 * first else "warn", f"The loss has risen since step {at:,}", text, advice)
 
 
-def _waiting(run: RunFiles) -> Iterator[Finding]:
+def _check_waits(run: RunFiles) -> Iterator[Finding]:
     """Find a training that waits for its data."""
     waits = [value for value in run.curves.get("data_wait")[1] if math.isfinite(value)][-20:]
     if len(waits) >= 3 and (share := statistics.median(waits)) >= LONG_WAIT:
@@ -238,14 +248,14 @@ def _waiting(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", "Much of the time is spent waiting for data", text, advice)
 
 
-def _spikes(run: RunFiles) -> Iterator[Finding]:
+def _check_spikes(run: RunFiles) -> Iterator[Finding]:
     """Find steps with an unusually large loss."""
     if spikes := run.events.kinds.get("spike", 0):
         text = f"First at step {run.events.first_step or 0:,}; the samples of each are in events.jsonl."
         yield Finding("note", f"{spikes:,} steps with an unusually large loss", text, "")
 
 
-def _captions(run: RunFiles) -> Iterator[Finding]:
+def _check_captions(run: RunFiles) -> Iterator[Finding]:
     """Find captions that were cut."""
     shown, cut = number_at(run.summary, "captions.shown") or 0, number_at(run.summary, "captions.cut") or 0
     if shown > 0 and cut / shown >= 0.05:
@@ -254,8 +264,8 @@ def _captions(run: RunFiles) -> Iterator[Finding]:
         )
 
 
-def _at_chance(figures: list[FigureRow]) -> Iterator[Finding]:
-    """Find evaluations that are no better than chance."""
+def _check_chance(figures: list[FigureRow]) -> Iterator[Finding]:
+    """Find evaluations at chance."""
     level = [row for row in figures if row.is_at_chance]
     judged = [row for row in figures if row.chance is not None and row.best is not None]
     if judged and len(level) == len(judged):
