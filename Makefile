@@ -23,13 +23,14 @@ SOURCES := src tests $(wildcard scripts benchmarks examples)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow faults check format docs clean
+.PHONY: help train test test-slow faults check format docs readme-images clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS) JOBS=$(JOBS)'
 
 train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS='section.key=value ...'
+	@sed -n '/^#/!q; s/^# \([^ ]\)/\1/p' $(CONFIG)    # what it trains, in which stages, and how long that takes
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
 
 test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
@@ -53,12 +54,16 @@ format: $(STAMP) ## put the code into the project's format, mend what can be men
 docs: $(STAMP) ## build the documentation: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+readme-images: $(STAMP) ## draw the images of the README from runs/base, which `make train` makes: 15 seconds
+	$(BIN)/python scripts/readme_images.py runs/base --out docs/images
+
 clean: ## remove the environment and all caches; runs are kept
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "vqclip needs Python 3.10 or later, got $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
+	@echo 'making the environment $(VENV), once: some minutes, most of them for PyTorch'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test,dev]'
 	@touch $@

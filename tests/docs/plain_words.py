@@ -74,7 +74,7 @@ DEFENDED: dict[tuple[str, str], str] = {
 """(file, text of the finding) → the reason why it stays."""
 
 
-CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\([^)\s]*\.(?:md|html)[^)\s]*\)|\S*/\S*|\S+_\S+|\{[^}]*\}")
+CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\([^)\s]*\.(?:md|html)[^)\s]*\)|\S*/\S*|\S+_\S+|\{[^}]*\}|</?\w+>")
 
 
 class Finding(NamedTuple):
@@ -89,9 +89,7 @@ class Finding(NamedTuple):
 def _prose(text: str) -> str:
     """Text without code: `names`, ``literals``, addresses, indented blocks and quoted commands."""
     text = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
-    return re.sub(
-        r"``[^`]*``|`[^`]*`|https?://\S+|\([^)\s]*\.(?:md|html)[^)\s]*\)|\S*/\S*|\S+_\S+|\{[^}]*\}", " ", text
-    )
+    return CODE.sub(" ", text)
 
 
 def phrases(text: str, file: str, line: int) -> Iterator[Finding]:
