@@ -45,6 +45,7 @@ class EvaluationFile(Config):
     optim: Any = None
     train: Any = None
     guards: Any = None
+    report: Any = None
 
 
 def tasks_of_file(model: str, file: Path | None, overrides: Sequence[str]) -> Evaluations:
