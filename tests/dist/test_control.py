@@ -40,7 +40,7 @@ def test_shared_seed_is_shared_fresh_and_touches_no_generator(ranks, world_size)
 def messages():
     r = dist.rank()
     value = {"rank": r, "name": "é" * (10 * r), "list": (r, None, True, 0.1)}
-    return dist.broadcast_json(value, src=dist.world_size() - 1), dist.gather_json(value)
+    return dist.broadcast_json(value), dist.gather_json(value)
 
 
 def expected(r):
@@ -50,28 +50,8 @@ def expected(r):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_json(ranks, world_size):
     for broadcast, gathered in ranks(world_size, messages):
-        assert broadcast == expected(world_size - 1)
+        assert broadcast == expected(0)
         assert gathered == [expected(r) for r in range(world_size)]
-
-
-def messages_in_subgroup():
-    group = c10d.new_group([0, 2])
-    if dist.rank() == 1:
-        return None
-    world_rank = dist.rank()
-    return (
-        dist.broadcast_json(world_rank, src=1, group=group),
-        dist.gather_json(world_rank, group),
-        dist.any_rank(world_rank == 2, group),
-        dist.shared_seed(group),
-    )
-
-
-def test_in_a_subgroup_src_is_a_rank_of_the_group(ranks):
-    first, outside, second = ranks(3, messages_in_subgroup)
-    assert outside is None
-    assert first == second
-    assert first[:3] == (2, [0, 2], True)
 
 
 def unwritable(how):
@@ -86,15 +66,6 @@ def unwritable(how):
 def test_a_value_that_json_cannot_hold_is_refused_on_every_rank(ranks, how):
     for message in ranks(2, unwritable, how):
         assert "got a value that JSON cannot hold (object:" in message
-
-
-def bad_source():
-    dist.broadcast_json(1, src=2)
-
-
-def test_a_source_outside_of_the_group_is_refused(ranks):
-    with pytest.raises(RankError, match="src is 2, expected a rank from 0 to 1"):
-        ranks(2, bad_source)
 
 
 def test_one_process():

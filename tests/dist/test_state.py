@@ -87,31 +87,12 @@ def test_init_does_not_wait_for_ever(ranks):
     assert seconds < 20
 
 
-def ranks_in_subgroup():
-    group = c10d.new_group([1, 2])
-    seen = (dist.rank(group), dist.is_main(group))
-    if dist.rank(group) < 0:
-        try:
-            dist.all_gather(torch.ones(1), group=group)
-        except DistributedError as error:
-            return (*seen, str(error))
-    return (*seen, dist.all_gather(torch.tensor([dist.rank()]), group=group).tolist())
-
-
-def test_subgroup(ranks):
-    outside, first, second = ranks(3, ranks_in_subgroup)
-    assert outside[:2] == (-1, False)
-    assert "is not a member" in outside[2]
-    assert (first, second) == ((0, True, [1, 2]), (1, False, [1, 2]))
-
-
 COLLECTIVES = {
-    "all_gather": lambda x, group: dist.all_gather(x, [2, 2], group),
-    "all_gather (sizes)": lambda x, group: dist.all_gather(x, group=group),
-    "all_reduce": dist.all_reduce,
+    "all_gather": lambda x: dist.all_gather(x, [2, 2]),
+    "all_gather (sizes)": dist.all_gather,
     "replicated_sum": dist.replicated_sum,
-    "reduce_": lambda x, group: dist.reduce_(x.detach(), group=group),
-    "broadcast_json": lambda x, group: dist.broadcast_json(1, src=1, group=group),
+    "reduce_": lambda x: dist.reduce_(x.detach()),
+    "broadcast_json": dist.broadcast_json,
 }
 
 
@@ -132,28 +113,30 @@ def test_a_dead_peer_is_an_error_that_names_the_collective(ranks):
     assert "Another rank has most likely died" in error.value.results[0]
 
 
-def collect_while_rank_one_stalls():
+def collect_while_rank_zero_stalls():
     # A group for each, for gloo gives a group up once a wait in it has failed.
+    world = c10d.group.WORLD
     groups = {name: c10d.new_group(timeout=timedelta(seconds=0.5)) for name in [*COLLECTIVES, "backward"]}
-    gathered = dist.all_gather(torch.ones(2, 3, requires_grad=True), [2, 2], groups["backward"])
+    c10d.group.WORLD = groups["backward"]
+    gathered = dist.all_gather(torch.ones(2, 3, requires_grad=True), [2, 2])
     messages = {}
-    if dist.rank() == 0:
-        calls = {name: lambda x, group, fn=fn: fn(x, group) for name, fn in COLLECTIVES.items()}
-        calls["backward"] = lambda x, group: gathered.sum().backward()
-        for name, call in calls.items():
+    if dist.rank() == 1:
+        for name, call in {**COLLECTIVES, "backward": lambda x: gathered.sum().backward()}.items():
+            c10d.group.WORLD = groups[name]
             try:
-                call(torch.ones(2, 3, requires_grad=True), groups[name])
+                call(torch.ones(2, 3, requires_grad=True))
             except DistributedError as error:
                 messages[name] = str(error)
+    c10d.group.WORLD = world
     dist.barrier()
     return messages
 
 
 def test_a_stalled_peer_is_an_error_within_the_timeout(ranks):
-    messages = ranks(2, collect_while_rank_one_stalls)[0]
+    messages = ranks(2, collect_while_rank_zero_stalls)[1]
     for name in COLLECTIVES:
-        assert messages[name].startswith(f"{name} failed on rank 0: "), messages
-    assert messages["backward"].startswith("all_gather (backward) failed on rank 0: ")
+        assert messages[name].startswith(f"{name} failed on rank 1: "), messages
+    assert messages["backward"].startswith("all_gather (backward) failed on rank 1: ")
 
 
 def test_named_errors_names_lost_peers_only():

@@ -77,7 +77,8 @@ def test_another_number_of_pairs_is_refused():
 def test_the_operator_is_sound():
     image, text = pairs(6, dtype=torch.float32)
     theirs = [features[:6].float() for features in teacher()]
-    inputs = (image, text.T.contiguous().T, torch.tensor(10.0), *theirs, torch.tensor(20.0), "tiled", "")
+    numbers = (torch.tensor(10.0), torch.tensor(0.0), None, [*theirs, torch.tensor(20.0)])
+    inputs = (image, text.T.contiguous().T, *numbers, "distillation", "tiled")
     for wants_grad in (True, False):
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.vqclip.tiled_distillation.default, (*inputs, wants_grad), test_utils=checks)
+        torch.library.opcheck(torch.ops.vqclip.tiled_loss.default, (*inputs, wants_grad), test_utils=checks)

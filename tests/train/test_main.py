@@ -34,7 +34,7 @@ from vqclip.data import TrainData, loader, prepare
 from vqclip.data.samples import SampleMaker
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import RetrievalConfig, evaluate, try_all
-from vqclip.losses.tiled import tiled_softmax
+from vqclip.losses.tiled import tiled_loss
 from vqclip.model import CLIP
 from vqclip.process.lock import RunLock
 from vqclip.runlog.metrics import read_metrics
@@ -427,13 +427,13 @@ def test_bf16_is_for_the_towers_alone(tmp_path, shards, monkeypatch):
         )
         return step(self, batch, number)
 
-    def loss_of(image, text, *others):
+    def loss_of(kind, impl, image, text, *others, **keys):
         seen["logits"] = (image[:0] @ text[:0].T).dtype
-        return tiled_softmax(image, text, *others)
+        return tiled_loss(kind, impl, image, text, *others, **keys)
 
     step = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", watched)
-    monkeypatch.setattr("vqclip.losses.contrastive.tiled_softmax", loss_of)
+    monkeypatch.setattr("vqclip.losses.contrastive.tiled_loss", loss_of)
     train(TrainConfig.model_validate(run_tree(tmp_path, shards, train__steps=4, train__precision="bf16")))
     half, full = torch.bfloat16, torch.float32
     assert seen == {

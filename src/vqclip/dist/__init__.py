@@ -1,9 +1,8 @@
 """Communication between processes: the only package that calls torch.distributed.
 
 After `vqclip.nn`; before the losses, quantizers and training loop, which call it. With one process every function is
-the identity. The process group is read at each call, so a module may be built before or after `init`. Functions take an
-optional `group`; ranks are then ranks within that group. All ranks of the group must call the same functions in the
-same order.
+the identity. The process group is read at each call, so a module may be built before or after `init`. All ranks must
+call the same functions in the same order.
 
 **How gradients are scaled.** Every rank computes the full loss over the global batch, so all ranks hold the same
 scalar L and each calls `L.backward()`. The backward of a collective returns the *sum* over ranks of the incoming
@@ -19,16 +18,14 @@ the whole batch, with equal, unequal and empty batches per rank:
         tower.backward                 # W · this rank's part of dL/dw
         DDP                            # mean over ranks: sum of W · parts / W = dL/dw
 
-Two rules follow. Normalise a loss by the *global* count (`global_mean`), never by the local one. A parameter that every
-rank uses in the loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right.
+Two rules follow. Normalise a loss by the *global* count, never by the local one. A parameter that every rank uses in the
+loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right.
 
 Choose the sum by its use:
 
 - `reduce_`: statistics that carry no gradient, in place (it refuses a tensor that requires one).
-- `replicated_sum`, `global_mean`: all ranks compute the *same* loss from the result. Backward is W times the gradient,
-  without any collective, so it cannot hang.
-- `all_reduce`: the ranks compute *different* things from the result; backward is a collective, like that of
-  `all_gather`, and must run on every rank.
+- `replicated_sum`: all ranks compute the *same* loss from the result. Backward is W times the gradient, without any
+  collective, so it cannot hang.
 
 If another rank dies, or a wait exceeds the timeout given to `init`, the collective raises a `DistributedError` with its
 name. (NCCL checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
@@ -36,10 +33,8 @@ name. (NCCL checks its timeout in a separate thread, which ends the process with
 
 from vqclip.dist._collectives import (
     all_gather,
-    all_reduce,
     broadcast_,
     gather_sizes,
-    global_mean,
     reduce_,
     reduce_scatter,
     replicated_sum,
@@ -61,9 +56,6 @@ from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._state import (
     choose_device,
-    Group,
-    group_by_name,
-    group_name,
     init,
     is_distributed,
     is_main,
@@ -76,9 +68,7 @@ from vqclip.dist._state import (
 
 __all__ = [
     "Collective",
-    "Group",
     "all_gather",
-    "all_reduce",
     "any_rank",
     "any_rank_each",
     "barrier",
@@ -88,9 +78,6 @@ __all__ = [
     "differing_ranks",
     "gather_json",
     "gather_sizes",
-    "global_mean",
-    "group_by_name",
-    "group_name",
     "init",
     "is_distributed",
     "is_main",

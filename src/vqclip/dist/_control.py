@@ -14,92 +14,84 @@ from torch import Tensor
 
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
-from vqclip.dist._state import Group, control_device, is_distributed, is_main, rank, run_collective, world_size
+from vqclip.dist._state import control_device, is_distributed, is_main, rank, run_collective, world_size
 from vqclip.errors import DistributedError, StopRequested
 
 
-def any_rank(flag: bool | Tensor, group: Group = None) -> bool:
+def any_rank(flag: bool | Tensor) -> bool:
     """Return True if `flag` is true on at least one rank, for example to stop all ranks at the same step."""
-    return any_rank_each([flag], group)[0]
+    return any_rank_each([flag])[0]
 
 
-def any_rank_each(flags: Sequence[bool | Tensor], group: Group = None) -> list[bool]:
+def any_rank_each(flags: Sequence[bool | Tensor]) -> list[bool]:
     """Return `any_rank` of several flags, in one collective."""
     mine = [bool(flag) for flag in flags]
-    if not is_distributed(group):
+    if not is_distributed():
         return mine
     return [
-        bool(each) for each in reduce_(torch.tensor(mine, device=control_device(group)).int(), "max", group).tolist()
+        bool(each) for each in reduce_(torch.tensor(mine, device=control_device()).int(), "max").tolist()
     ]
 
 
-def barrier(group: Group = None) -> None:
+def barrier() -> None:
     """Wait until every rank has called this."""
-    any_rank(False, group)
+    any_rank(False)
 
 
-def shared_seed(group: Group = None) -> int:
+def shared_seed() -> int:
     """Draw a random integer in [0, 2^63), the same on every rank, from the system's entropy and no generator."""
-    return int(broadcast_json(secrets.randbits(63), group=group))
+    return int(broadcast_json(secrets.randbits(63)))
 
 
-def broadcast_json(value: Any, src: int = 0, group: Group = None) -> Any:
-    """Return rank `src`'s `value` on every rank.
+def broadcast_json(value: Any) -> Any:
+    """Return rank 0's `value` on every rank.
 
     Args:
         value: A JSON value; ignored on the other ranks. It is returned as JSON has it: tuples as lists, keys as
             strings.
-        src: Rank within `group`.
-        group: The ranks that take part; all of them by default.
 
     Raises:
-        DistributedError: `value` is not a JSON value, or `src` is not a rank of the group. Raised on every rank.
+        DistributedError: `value` is not a JSON value. Raised on every rank.
     """
-    if not 0 <= src < world_size(group):
-        raise DistributedError(f"broadcast_json: src is {src}, expected a rank from 0 to {world_size(group) - 1}")
-    if not is_distributed(group):
+    if not is_distributed():
         return _decode(_encode(value))
-    source = src if group is None else c10d.get_global_rank(group, src)
-    sends = c10d.get_rank() == source
-    payload = _encode(value) if sends else b""
-    length = torch.tensor(len(payload), device=control_device(group))
-    run_collective("broadcast_json", c10d.broadcast, length, source, group=group)
-    data = _to_tensor(payload, group) if sends else torch.empty(int(length), dtype=torch.uint8, device=length.device)
-    run_collective("broadcast_json", c10d.broadcast, data, source, group=group)
+    payload = _encode(value) if is_main() else b""
+    length = torch.tensor(len(payload), device=control_device())
+    run_collective("broadcast_json", c10d.broadcast, length, 0)
+    data = _to_tensor(payload) if is_main() else torch.empty(int(length), dtype=torch.uint8, device=length.device)
+    run_collective("broadcast_json", c10d.broadcast, data, 0)
     return _decode(_to_bytes(data))
 
 
-def run_on_main(work: Callable[[], Any], group: Group = None) -> Any:
+def run_on_main(work: Callable[[], Any]) -> Any:
     """Run `work` on rank 0 only and return its result on every rank.
 
     Args:
         work: Returns a JSON value; calls no collective.
-        group: The ranks that take part; all of them by default.
 
     Raises:
         VqclipError: Raised by `work`, on every rank. Any other error becomes a DistributedError with its name on all
             ranks except 0.
     """
     result, failure = None, None
-    if is_main(group):
+    if is_main():
         try:
             result = work()
         except Exception as error:  # of any kind, because the other ranks wait for the result
             failure = error
-    result, description = broadcast_json([result, _describe(failure)], group=group)
+    result, description = broadcast_json([result, _describe(failure)])
     if description is not None:
         raise failure or _rebuild(description, 0)
     return result
 
 
 @contextlib.contextmanager
-def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise an exception of the block on all ranks if one rank fails, so that no rank waits for it.
 
     The block must not contain a collective.
 
     Args:
-        group: The ranks that take part; all of them by default.
 
     Raises:
         StopRequested: On every rank, if one raised it.
@@ -113,11 +105,11 @@ def raise_on_all_ranks(group: Group = None) -> Iterator[None]:
         raise
     except Exception as error:  # of any kind, because the other ranks wait for the result
         failure = error
-    descriptions = gather_json(_describe(failure), group)
+    descriptions = gather_json(_describe(failure))
     failed = [each for each in range(len(descriptions)) if descriptions[each] is not None]
     if failed:
         first = min(failed, key=lambda each: (descriptions[each][0] != StopRequested.__name__, each))
-        if failure and first == rank(group):
+        if failure and first == rank():
             raise failure
         raise _rebuild(descriptions[first], first) from failure
 
@@ -132,27 +124,26 @@ def _rebuild(description: list[str], rank: int) -> Exception:
     return kind(message) if kind else DistributedError(f"rank {rank} failed: {name}: {message}")
 
 
-def gather_json(value: Any, group: Group = None) -> list[Any]:
+def gather_json(value: Any) -> list[Any]:
     """Return every rank's `value` in rank order, on every rank.
 
     Args:
         value: A JSON value. It is returned as JSON has it: tuples as lists, keys as strings.
-        group: The ranks that take part; all of them by default.
 
     Raises:
         DistributedError: A rank's value is not a JSON value. Raised on every rank.
     """
-    if not is_distributed(group):
+    if not is_distributed():
         return [_decode(_encode(value))]
-    payload = _to_tensor(_encode(value), group)
-    lengths = all_gather(torch.tensor([len(payload)], device=payload.device), [1] * world_size(group), group).tolist()
-    parts = all_gather(payload, lengths, group).split(lengths)
+    payload = _to_tensor(_encode(value))
+    lengths = all_gather(torch.tensor([len(payload)], device=payload.device), [1] * world_size()).tolist()
+    parts = all_gather(payload, lengths).split(lengths)
     return [_decode(_to_bytes(part)) for part in parts]
 
 
-def differing_ranks(value: Any, group: Group = None) -> list[str]:
+def differing_ranks(value: Any) -> list[str]:
     """Return the ranks, as text, whose JSON value differs from that of rank 0; the same list on every rank."""
-    found = gather_json(value, group)
+    found = gather_json(value)
     return [str(number) for number, each in enumerate(found) if each != found[0]]
 
 
@@ -174,8 +165,8 @@ def _decode(payload: bytes) -> Any:
     return message["value"]
 
 
-def _to_tensor(payload: bytes, group: Group) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(control_device(group))
+def _to_tensor(payload: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(control_device())
 
 
 def _to_bytes(data: Tensor) -> bytes:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vqclip.dist._state import Group, is_distributed, named_errors
+from vqclip.dist._state import is_distributed, named_errors
 
 # torch 2.12 to 2.14 have only `broadcast_buffers`; 2.15 renamed it and warns about the old name.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
 
 
-def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
+def wrap_ddp(module: nn.Module) -> nn.Module:
     """Average the gradients of `module` over ranks in every backward, always summed in the same order.
 
     Buffers are not broadcast: that would be a collective in `forward`, which would hang on a rank that runs alone.
@@ -28,7 +28,6 @@ def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
     Args:
         module: All its parameters are on one device. Parameters that enter the loss directly, such as the temperature,
             must belong to it and be returned by its `forward`, or DDP does not see their gradient in time.
-        group: The ranks that take part; all of them by default.
 
     Returns:
         The wrapped module; `module` itself in one process or when it has no parameter to train. See `unwrap_ddp`.
@@ -36,10 +35,10 @@ def wrap_ddp(module: nn.Module, group: Group = None) -> nn.Module:
     Raises:
         DistributedError: The ranks have different models, or another rank died.
     """
-    if not is_distributed(group) or not any(p.requires_grad for p in module.parameters()):
+    if not is_distributed() or not any(p.requires_grad for p in module.parameters()):
         return module
     with named_errors("wrapping the model in DDP"):
-        wrapped = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
+        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
         _fix_bucket_layout(wrapped)
     return wrapped
 

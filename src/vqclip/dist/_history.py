@@ -19,7 +19,7 @@ class Collective:
     """A collective that this process has started."""
 
     number: int
-    """Counts from 1. Equal on all ranks, which call the same collectives in the same order, except in subgroups."""
+    """Counts from 1. Equal on all ranks, which call the same collectives in the same order."""
     name: str
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of its tensors; empty for DDP, whose tensors are not known."""

@@ -7,48 +7,33 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from vqclip.dist import _history
 from vqclip.dist._launcher import stop_with_launcher
 from vqclip.dist._rendezvous import private_store
 from vqclip.errors import ConfigError, DistributedError
 
-Group: TypeAlias = "c10d.ProcessGroup | None"
-"""A process group; None for the group of the whole job."""
-
 # Variables that torchrun sets and `env://` needs.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def is_distributed(group: Group = None) -> bool:
-    """Return True if there is more than one process (in `group`)."""
-    return world_size(group) > 1
+def is_distributed() -> bool:
+    """Return True if there is more than one process."""
+    return world_size() > 1
 
 
-def world_size(group: Group = None) -> int:
-    """Return the number of ranks W in `group`; 1 without a process group.
-
-    Raises:
-        DistributedError: This process does not belong to `group`.
-    """
-    if not _has_process_group():
-        return 1
-    size = c10d.get_world_size(group)
-    if size < 1:
-        raise DistributedError(
-            f"group: rank {c10d.get_rank()} is not a member; call the collectives of a subgroup on its members only"
-        )
-    return size
+def world_size() -> int:
+    """Return the number of ranks W; 1 without a process group."""
+    return c10d.get_world_size() if _has_process_group() else 1
 
 
-def rank(group: Group = None) -> int:
-    """Return this process's rank within `group`; 0 without a process group, -1 outside `group`."""
-    return c10d.get_rank(group) if _has_process_group() else 0
+def rank() -> int:
+    """Return this process's rank; 0 without a process group."""
+    return c10d.get_rank() if _has_process_group() else 0
 
 
 def local_rank() -> int:
@@ -69,9 +54,9 @@ def choose_device(name: str, key: str) -> torch.device:
     return torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
 
 
-def is_main(group: Group = None) -> bool:
-    """Return True on rank 0 (of `group`), which writes logs and checkpoints."""
-    return rank(group) == 0
+def is_main() -> bool:
+    """Return True on rank 0, which writes logs and checkpoints."""
+    return rank() == 0
 
 
 def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
@@ -163,21 +148,9 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
         raise _lost_peer(name, error) from error
 
 
-def group_name(group: Group = None) -> str:
-    """Return the group's name, for operators, which take only tensors, numbers and strings; "" for None."""
-    return "" if group is None else group.group_name
-
-
-def group_by_name(name: str) -> Group:
-    """Return the group of that name; see `group_name`."""
-    # Private, but torch has no public way from a name to its group. Later versions have a type for names.
-    resolve: Callable[[Any], c10d.ProcessGroup] = _resolve_process_group
-    return None if not name else resolve(name)
-
-
-def control_device(group: Group) -> torch.device:
-    """Return the device for small messages: the CPU, or this process's GPU if the group has only NCCL."""
-    if "gloo" in c10d.get_backend_config(group):
+def control_device() -> torch.device:
+    """Return the device for small messages: the CPU, or this process's GPU if the job has only NCCL."""
+    if "gloo" in c10d.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

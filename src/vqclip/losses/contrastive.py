@@ -23,7 +23,7 @@ from vqclip.losses.features import (
     gather_features,
     to_full_precision,
 )
-from vqclip.losses.tiled import tiled_softmax
+from vqclip.losses.tiled import tiled_loss
 from vqclip.nn.precision import full_precision
 
 
@@ -39,7 +39,6 @@ class ContrastiveLoss(nn.Module):
         label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner, plus ε / G for each of the G (Szegedy et al.
             2016, https://arxiv.org/abs/1512.00567).
         positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
-        group: the ranks whose batches make the global batch; all ranks by default.
 
     Raises:
         ConfigError: unknown implementation, or label smoothing together with positives.
@@ -48,16 +47,12 @@ class ContrastiveLoss(nn.Module):
     name = "contrastive"
 
     def __init__(
-        self,
-        impl: Implementation = "tiled",
-        label_smoothing: float = 0.0,
-        positives: Positives | None = None,
-        group: dist.Group = None,
+        self, impl: Implementation = "tiled", label_smoothing: float = 0.0, positives: Positives | None = None
     ):
         super().__init__()
         check_implementation(impl)
         _check_smoothing(label_smoothing, positives is not None)
-        self.impl, self.label_smoothing, self.positives, self.group = impl, label_smoothing, positives, group
+        self.impl, self.label_smoothing, self.positives = impl, label_smoothing, positives
 
     def forward(
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
@@ -89,7 +84,7 @@ class ContrastiveLoss(nn.Module):
         with full_precision(image.device):
             if self.impl == "gather":
                 return self._reference_loss(image, text, scale, keys)
-            loss = tiled_softmax(image, text, scale, keys, self.impl, self.group)
+            loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys)
             return (
                 loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
             )
@@ -99,10 +94,10 @@ class ContrastiveLoss(nn.Module):
         return math.log(batch_size)
 
     def _reference_loss(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
-        images, texts = gather_features(image, text, self.group)
+        images, texts = gather_features(image, text)
         logits = scale.to(images.dtype) * images @ texts.T
         if keys is not None:
-            logits = logits.masked_fill(false_negatives(keys, self.group), -torch.inf)
+            logits = logits.masked_fill(false_negatives(keys), -torch.inf)
         targets = torch.arange(len(logits), device=logits.device)
         by_row, by_column = (
             F.cross_entropy(scores, targets, label_smoothing=self.label_smoothing) for scores in (logits, logits.T)
@@ -113,7 +108,7 @@ class ContrastiveLoss(nn.Module):
         """Return the mean logit of pairs minus the mean of all logits, which ε scales, without the (G, G) matrix."""
         count = image.new_full((1,), len(image))
         sums = torch.cat((image.sum(dim=0), text.sum(dim=0), (image * text).sum().view(1), count))
-        images, texts, pairs, count = dist.replicated_sum(sums, self.group).split((*2 * [image.shape[1]], 1, 1))
+        images, texts, pairs, count = dist.replicated_sum(sums).split((*2 * [image.shape[1]], 1, 1))
         return scale.to(image.dtype) * (pairs / count - (images @ texts) / count.square()).squeeze()
 
 

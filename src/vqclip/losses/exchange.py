@@ -41,7 +41,6 @@ class Exchange(ABC):
 
     Args:
         text: ``(B, E)`` this rank's texts.
-        group: the ranks.
         wants_grad: True if this rank needs gradients; equal on all ranks.
         note: a further property that must be equal on all ranks, as text.
 
@@ -50,14 +49,13 @@ class Exchange(ABC):
         ShapeError: the global batch is empty.
     """
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
-        self.group = group
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
         with torch.enable_grad():
-            self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), group, note)
+            self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), note)
         self.count = sum(self.sizes)
         if self.count == 0:
             raise ShapeError("features: the global batch is empty, expected at least one pair on one rank")
-        self.start = self._start_of(dist.rank(group))
+        self.start = self._start_of(dist.rank())
 
     @abstractmethod
     def to_carried(self, own: Tensor) -> Tensor:
@@ -86,13 +84,13 @@ class Exchange(ABC):
 class Gathered(Exchange):
     """All texts on every rank."""
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
-        super().__init__(text, group, wants_grad, note)
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
+        super().__init__(text, wants_grad, note)
         self._texts = self.to_carried(text)
 
     def to_carried(self, own: Tensor) -> Tensor:
         """See `Exchange`."""
-        return dist.all_gather(own, self.sizes, self.group)
+        return dist.all_gather(own, self.sizes)
 
     def empty(self, own: Tensor, fill: float) -> Tensor:
         """See `Exchange`."""
@@ -104,26 +102,26 @@ class Gathered(Exchange):
 
     def collect_sum(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
-        return dist.reduce_scatter(carried, self.sizes, self.group)
+        return dist.reduce_scatter(carried, self.sizes)
 
     def collect_logsumexp(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
-        highest = dist.reduce_(carried.clone(), "max", self.group)
+        highest = dist.reduce_(carried.clone(), "max")
         # A column without another row remains -inf.
         total = (carried - highest.masked_fill(highest == -torch.inf, 0)).exp_()
-        own = slice(self.start, self.start + self.sizes[dist.rank(self.group)])
+        own = slice(self.start, self.start + self.sizes[dist.rank()])
         return highest[own] + self.collect_sum(total).log()
 
 
 class Ring(Exchange):
     """The texts of one rank after the other, with up to twice the traffic of `Gathered` (on two ranks)."""
 
-    def __init__(self, text: Tensor, group: dist.Group, wants_grad: bool, note: str = ""):
-        super().__init__(text, group, wants_grad, note)
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
+        super().__init__(text, wants_grad, note)
         self._text = text
-        # NCCL needs all ranks in a group's first collective, and empty ranks take no part in shifts.
+        # NCCL needs all ranks in a job's first collective, and empty ranks take no part in shifts.
         if min(self.sizes) == 0:
-            dist.reduce_(text.new_zeros(()), group=group)
+            dist.reduce_(text.new_zeros(()))
 
     def to_carried(self, own: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -135,7 +133,7 @@ class Ring(Exchange):
 
     def blocks(self, *carried: Tensor) -> Iterator[Block]:
         """See `Exchange`."""
-        ranks, here = len(self.sizes), dist.rank(self.group)
+        ranks, here = len(self.sizes), dist.rank()
         texts, moving = self._text, carried
         for hop in range(ranks):
             owner = (here - hop) % ranks
@@ -154,7 +152,7 @@ class Ring(Exchange):
         widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in sent]
         # As bytes: carried tensors can have a wider dtype than the texts, which are not to be widened.
         packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in sent], dim=1)
-        parts = dist.ring_shift(packed, rows, self.group).split(widths, dim=1)
+        parts = dist.ring_shift(packed, rows).split(widths, dim=1)
         # Cloned for alignment: a slice of a single row is contiguous, but may start at any byte.
         return tuple(
             part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).reshape(rows, *tensor.shape[1:])

@@ -97,14 +97,14 @@ def check_scalars(**numbers: Tensor) -> None:
             raise ShapeError(f"{name}: got shape {tuple(number.shape)}, expected (): pass {name}.squeeze()")
 
 
-def false_negatives(keys: Tensor, group: dist.Group = None) -> Tensor:
+def false_negatives(keys: Tensor) -> Tensor:
     """Return ``(G, G)`` bool, True for two different pairs with equal keys. A collective."""
-    keys = dist.all_gather(keys, group=group)
+    keys = dist.all_gather(keys)
     same = keys[:, None] == keys
     return same.fill_diagonal_(False)
 
 
-def gather_features(image: Tensor, text: Tensor, group: dist.Group = None) -> tuple[Tensor, Tensor]:
+def gather_features(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """Gather both ``(B, E)`` features of all ranks, ``(G, E)`` each, with their gradients. A collective."""
-    image, text = dist.all_gather(torch.stack([image, text], dim=1), group=group).unbind(1)  # one collective for both
+    image, text = dist.all_gather(torch.stack([image, text], dim=1)).unbind(1)  # one collective for both
     return image, text

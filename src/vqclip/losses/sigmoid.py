@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.losses.features import (
@@ -22,7 +21,7 @@ from vqclip.losses.features import (
     gather_features,
     to_full_precision,
 )
-from vqclip.losses.tiled import tiled_sigmoid
+from vqclip.losses.tiled import tiled_loss
 from vqclip.nn.precision import full_precision
 
 
@@ -32,7 +31,6 @@ class SigmoidLoss(nn.Module):
     Args:
         impl: see `ContrastiveLoss`.
         positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
-        group: the ranks whose batches make the global batch; all ranks by default.
 
     Raises:
         ConfigError: unknown implementation.
@@ -40,10 +38,10 @@ class SigmoidLoss(nn.Module):
 
     name = "sigmoid"
 
-    def __init__(self, impl: Implementation = "tiled", positives: Positives | None = None, group: dist.Group = None):
+    def __init__(self, impl: Implementation = "tiled", positives: Positives | None = None):
         super().__init__()
         check_implementation(impl)
-        self.impl, self.positives, self.group = impl, positives, group
+        self.impl, self.positives = impl, positives
 
     def forward(
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None = None
@@ -72,13 +70,13 @@ class SigmoidLoss(nn.Module):
         check_scalars(scale=scale, bias=bias)
         with full_precision(image.device):
             if self.impl != "gather":
-                return tiled_sigmoid(image, text, scale, bias, keys, self.impl, self.group)
-            images, texts = gather_features(image, text, self.group)
+                return tiled_loss("sigmoid", self.impl, image, text, scale, bias, keys)
+            images, texts = gather_features(image, text)
             logits = scale.to(images.dtype) * images @ texts.T + bias.to(images.dtype)
             answers = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
             losses = -F.logsigmoid(answers * logits)
             if keys is not None:
-                losses = losses.masked_fill(false_negatives(keys, self.group), 0)
+                losses = losses.masked_fill(false_negatives(keys), 0)
             return losses.sum() / len(logits)
 
     def chance(self, batch_size: int) -> float:

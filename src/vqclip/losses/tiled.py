@@ -1,4 +1,4 @@
-"""The losses of `contrastive` and `sigmoid` without the G × G matrix of logits.
+"""The losses of `contrastive`, `sigmoid` and `distillation` without the G × G matrix of logits.
 
 The softmax loss, on each rank with its B images, and the texts from `vqclip.losses.exchange`:
 
@@ -12,18 +12,21 @@ The softmax loss, on each rank with its B images, and the texts from `vqclip.los
         dI += dS @ texts;  dT += dSᵀ @ images
     sum dT over ranks (reduce-scatter); dscale = Σ <images, dI>
 
-The sigmoid loss needs one round. A custom operator returns the loss and its gradients, so that `torch.compile` keeps
-one graph; `vqclip.losses.tiles.attach_gradients` connects them to autograd.
+The sigmoid loss needs one round; distillation passes over the student's and the teacher's tiles side by side. A custom
+operator returns the loss and its gradients, so that `torch.compile` keeps one graph;
+`vqclip.losses.tiles.attach_gradients` connects them to autograd.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.losses.exchange import Exchange, Gathered, Ring
+from vqclip.losses.exchange import Block, Exchange, Gathered, Ring
 from vqclip.losses.tiles import (
     KEPT_BYTES,
     FeatureGradients,
@@ -39,40 +42,39 @@ EXCHANGES: dict[str, type[Exchange]] = {"tiled": Gathered, "ring": Ring}
 """Name of the implementation → the exchange of texts between ranks."""
 
 
-def tiled_softmax(
-    image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
-) -> Tensor:
-    """Return the loss of `vqclip.losses.ContrastiveLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
-    return _run(image, text, scale, torch.zeros_like(scale), keys, "softmax", impl, group)
-
-
-def tiled_sigmoid(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, impl: str, group: dist.Group = None
-) -> Tensor:
-    """Return the loss of `vqclip.losses.SigmoidLoss`, (), from ``(B, E)`` features in fp32 or fp64."""
-    return _run(image, text, scale, bias, keys, "sigmoid", impl, group)
-
-
-def _run(
+def tiled_loss(
+    kind: str,
+    impl: str,
     image: Tensor,
     text: Tensor,
     scale: Tensor,
-    bias: Tensor,
-    keys: Tensor | None,
-    kind: str,
-    impl: str,
-    group: dist.Group,
+    bias: Tensor | None = None,
+    keys: Tensor | None = None,
+    teacher: Sequence[Tensor] = (),
 ) -> Tensor:
-    scale, bias = scale.to(image.dtype), bias.to(image.dtype)
+    """Return a loss, (), from ``(B, E)`` features in fp32 or fp64.
+
+    Args:
+        kind: ``softmax``, ``sigmoid`` or ``distillation``.
+        impl: name in `EXCHANGES`.
+        image: see `vqclip.losses.ContrastiveLoss`; so are the other arguments.
+        text: of the images.
+        scale: factor of the logits.
+        bias: added to the logits of ``sigmoid``.
+        keys: of pairs that are not negatives of each other.
+        teacher: for ``distillation`` the teacher's images, texts and scale.
+    """
+    scale = scale.to(image.dtype)
+    bias = torch.zeros_like(scale) if bias is None else bias.to(image.dtype)
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     detached = [tensor.detach() for tensor in inputs]
-    found = torch.ops.vqclip.tiled_loss(*detached, keys, kind, impl, dist.group_name(group), wants_grad)
+    found = torch.ops.vqclip.tiled_loss(*detached, keys, list(teacher), kind, impl, wants_grad)
     return attach_gradients(*inputs, Gradients(*found))
 
 
 def _softmax(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
+    image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
 ) -> Gradients:
     pairs = scale * (image * text).sum(dim=1)
     tiles = Tiles(image, exchange.start, scale, keys=keys, kept_bytes=KEPT_BYTES if wants_grad else 0)
@@ -91,59 +93,85 @@ def _softmax(
     tiles.log_tiles()
 
     loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
+    gradients = FeatureGradients(image, text, exchange, wants_grad)
     if not wants_grad:
-        return without_gradients(dist.reduce_(loss, group=exchange.group).to(scale.dtype))
+        return gradients.finish(loss, scale)
     by_row, by_column = (torch.logaddexp(rest, pairs) for rest in (rows_rest, columns_rest))
     of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest - pairs).sigmoid()) / (2 * exchange.count)
-    gradients = FeatureGradients(image, text, exchange)
-    for block in exchange.blocks(exchange.to_carried(by_column), gradients.of_texts):
-        by_column, of_texts = block.carried
+    for block in exchange.blocks(exchange.to_carried(by_column), *gradients.of_texts):
+        by_column = block.carried[0]
         for tile in tiles.of(block):
             softmaxes(tile.logits, by_row[tile.rows], by_column[tile.columns], 1 / (2 * exchange.count))
             tile.set_pairs_(of_pairs)
-            gradients.add(block, of_texts, tile)
-    return gradients.finish(loss, scale, torch.zeros_like(bias))
+            gradients.add(block, tile)
+    return gradients.finish(loss, scale)
 
 
 def _sigmoid(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    keys: Tensor | None,
+    exchange: Exchange,
+    wants_grad: bool,
 ) -> Gradients:
     pairs = scale * (image * text).sum(dim=1) + bias
     of_pairs = -(-pairs).sigmoid()
     loss, of_bias = _softplus(-pairs).sum() / exchange.count, torch.zeros_like(bias)
     tiles = Tiles(image, exchange.start, scale, bias, keys)
-    gradients = FeatureGradients(image, text, exchange, unit=1 / exchange.count) if wants_grad else None
-    for block in exchange.blocks(*([] if gradients is None else [gradients.of_texts])):
+    gradients = FeatureGradients(image, text, exchange, wants_grad, unit=1 / exchange.count)
+    for block in exchange.blocks(*gradients.of_texts):
         for tile in tiles.of(block):
             loss += softplus_sum(tile.logits) / exchange.count
-            if gradients is not None:
+            if wants_grad:
                 tile.logits.sigmoid_()
                 tile.set_pairs_(of_pairs)
                 of_bias += tile.logits.sum()
-                gradients.add(block, block.carried[0], tile)
-    if gradients is None:
-        return without_gradients(dist.reduce_(loss, group=exchange.group))
+                gradients.add(block, tile)
     return gradients.finish(loss, scale, of_bias)
 
 
-def without_gradients(loss: Tensor) -> Gradients:
-    """Return the loss with empty gradients."""
-    return Gradients(loss, *(loss.new_empty(0) for _ in range(4)))
+def _distill(
+    image: Tensor, text: Tensor, scale: Tensor, teacher: Sequence[Tensor], exchange: Exchange, wants_grad: bool
+) -> Gradients:
+    """``exchange`` holds the student's and the teacher's texts, concatenated along the width."""
+    teacher_image, teacher_text, teacher_scale = teacher
+    sides = [
+        Tiles(images, exchange.start, factor, pairs_apart=False)
+        for images, factor in ((image, scale), (teacher_image, teacher_scale))
+    ]
+    widths = (text.shape[1], teacher_text.shape[1])
+
+    def halves(block: Block) -> tuple[Block, Block]:
+        mine, theirs = block.texts.split(widths, dim=1)
+        return block._replace(texts=mine), block._replace(texts=theirs)
+
+    rows = [image.new_full((len(image),), -torch.inf, dtype=torch.float64) for _ in sides]
+    of_columns = [exchange.empty(each, -torch.inf) for each in rows]
+    for block in exchange.blocks(*of_columns):
+        for side, half, row, column in zip(sides, halves(block), rows, block.carried, strict=True):
+            for tile in side.of(half):
+                add_logsumexp_(row[tile.rows], tile.logits, dim=1)
+                add_logsumexp_(column[tile.columns], tile.logits, dim=0)
+    columns = [exchange.collect_logsumexp(each) for each in of_columns]
+
+    share = 1 / (2 * exchange.count)
+    loss = share * (rows[0].sum() + columns[0].sum())
+    gradients = FeatureGradients(image, text, exchange, wants_grad)
+    for block in exchange.blocks(*map(exchange.to_carried, columns), *gradients.of_texts):
+        mine, theirs = halves(block)
+        for tile, wanted in zip(sides[0].of(mine), sides[1].of(theirs), strict=True):
+            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1][wanted.columns], share)
+            loss -= (target * tile.logits).sum()
+            if wants_grad:
+                softmaxes(tile.logits, rows[0][tile.rows], block.carried[0][tile.columns], share).sub_(target)
+                gradients.add(mine, tile)
+    return gradients.finish(loss, scale)
 
 
 def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=20 if x.dtype == torch.float32 else 40)
-
-
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Outputs of an operator: the fields of `Gradients`."""
-
-
-def outputs_like(image: Tensor, text: Tensor, scale: Tensor, wants_grad: bool) -> Outputs:
-    """Return empty tensors with the shapes and dtypes of an operator's outputs."""
-    if not wants_grad:
-        return without_gradients(torch.empty_like(scale))
-    return Gradients(*(like.new_empty(like.shape) for like in (scale, image, text, scale, scale)))
 
 
 @torch.library.custom_op("vqclip::tiled_loss", mutates_args=())
@@ -153,28 +181,24 @@ def _operator(
     scale: Tensor,
     bias: Tensor,
     keys: Tensor | None,
+    teacher: Sequence[Tensor],
     kind: str,
     impl: str,
-    group: str,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     note = "" if keys is None else ", with keys"
-    exchange = EXCHANGES[impl](text, dist.group_by_name(group), wants_grad, note)
-    keys = None if keys is None else dist.all_gather(keys, exchange.sizes, exchange.group)
-    compute = {"softmax": _softmax, "sigmoid": _sigmoid}[kind]
-    return compute(image, text, scale, bias, keys, exchange, wants_grad).separate()
+    exchange = EXCHANGES[impl](torch.cat((text, teacher[1]), dim=1) if teacher else text, wants_grad, note)
+    keys = None if keys is None else dist.all_gather(keys, exchange.sizes)
+    if kind == "softmax":
+        found = _softmax(image, text, scale, keys, exchange, wants_grad)
+    elif kind == "sigmoid":
+        found = _sigmoid(image, text, scale, bias, keys, exchange, wants_grad)
+    else:
+        found = _distill(image, text, scale, teacher, exchange, wants_grad)
+    return found.separate()
 
 
 @_operator.register_fake
-def _like(
-    image: Tensor,
-    text: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    keys: Tensor | None,
-    kind: str,
-    impl: str,
-    group: str,
-    wants_grad: bool,
-) -> Outputs:
-    return outputs_like(image, text, scale, wants_grad)
+def _like(image: Tensor, text: Tensor, scale: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    likes = (scale, image, text, scale, scale) if others[-1] else (scale,)
+    return Gradients.of(*(like.new_empty(like.shape) for like in likes))

@@ -53,6 +53,11 @@ class Gradients(NamedTuple):
     bias: Tensor
     """()"""
 
+    @staticmethod
+    def of(loss: Tensor, *gradients: Tensor) -> Gradients:
+        """Return a loss with its gradients, or with empty ones."""
+        return Gradients(loss, *(gradients or [loss.new_empty(0) for _ in range(4)]))
+
     def separate(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the tensors without views of one another, which an operator may not return."""
         return self.loss.clone(), self.image, self.text, self.scale.clone(), self.bias.clone()
@@ -200,35 +205,39 @@ class FeatureGradients:
         image: ``(B, E)`` of this rank.
         text: ``(B, E)`` of this rank.
         exchange: the exchange of the texts.
+        wanted: False: the result has empty gradients, and no tile is added.
         unit: factor of all gradients, applied once at the end instead of to every tile.
     """
 
-    def __init__(self, image: Tensor, text: Tensor, exchange: Exchange, unit: float = 1.0):
+    def __init__(self, image: Tensor, text: Tensor, exchange: Exchange, wanted: bool, unit: float = 1.0):
         self._own_image, self._exchange, self._unit = image, exchange, unit
-        self._image = image.new_zeros(image.shape)
-        self.of_texts = exchange.empty(text, 0.0)
-        """Must be carried by the pass over `Exchange.blocks` in which tiles are added."""
+        self._image = image.new_zeros(image.shape) if wanted else None
+        self.of_texts = [exchange.empty(text, 0.0)] if wanted else []
+        """Must be the last that the pass over `Exchange.blocks` carries in which tiles are added."""
 
-    def add(self, block: Block, of_texts: Tensor, tile: Tile) -> None:
-        """Add a tile with the gradient of its logits; ``of_texts`` is the block's part of the attribute."""
+    def add(self, block: Block, tile: Tile) -> None:
+        """Add a tile with the gradient of its logits."""
+        assert self._image is not None
         add_product_(self._image[tile.rows], tile.logits, block.texts[tile.columns])
-        add_product_(of_texts[tile.columns], tile.logits.T, self._own_image[tile.rows])
+        add_product_(block.carried[-1][tile.columns], tile.logits.T, self._own_image[tile.rows])
 
-    def finish(self, loss: Tensor, scale: Tensor, bias: Tensor) -> Gradients:
+    def finish(self, loss: Tensor, scale: Tensor, bias: Tensor | None = None) -> Gradients:
         """Sum the loss and the gradients over ranks. A collective.
 
         Args:
             loss: () this rank's part.
             scale: () factor of the logits.
-            bias: () this rank's part of the bias's gradient, without ``unit``.
+            bias: () this rank's part of the bias's gradient, without ``unit``; None for a loss without one.
         """
-        group = self._exchange.group
+        if self._image is None:
+            return Gradients.of(dist.reduce_(loss.double()).to(scale.dtype))
+        bias = torch.zeros_like(scale) if bias is None else bias
         # Every logit is the scale times a cosine, so the scale's gradient follows from the images' gradient.
         of_scale = (self._own_image * self._image).sum()
         numbers = torch.stack([loss.double(), of_scale.double() * self._unit, bias.double() * self._unit])
-        loss, of_scale, of_bias = dist.reduce_(numbers, group=group).to(scale.dtype)
-        factor = scale * (dist.world_size(group) * self._unit)
-        of_text = self._exchange.collect_sum(self.of_texts).mul_(factor)
+        loss, of_scale, of_bias = dist.reduce_(numbers).to(scale.dtype)
+        factor = scale * (dist.world_size() * self._unit)
+        of_text = self._exchange.collect_sum(self.of_texts[0]).mul_(factor)
         return Gradients(loss, self._image.mul_(factor), of_text, of_scale, of_bias)
 
 
@@ -243,7 +252,6 @@ class _PrecomputedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # `once_differentiable` would return 0 as the second derivative of the loss itself.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "impl: got a loss with precomputed gradients (tiled or ring) and create_graph=True, expected "

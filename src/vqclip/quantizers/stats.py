@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,15 +121,15 @@ class Stats(Mapping[str, Tensor]):
             return self
         return Stats(self.sums | _draw_tokens(self.draws, None), is_global=True)
 
-    def sync(self, order: Order | None = None, group: Any = None) -> Stats:
+    def sync(self, order: Order | None = None) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.
 
         The function `sync` reduces several statistics in one collective.
         """
-        return sync([self], order, group)[0]
+        return sync([self], order)[0]
 
 
-def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) -> list[Stats]:
+def sync(stats: Sequence[Stats], order: Order | None = None) -> list[Stats]:
     """Reduce several statistics over all ranks in one collective, keeping gradients.
 
     Call it once per step on the statistics of all quantizers of both modalities; `Quantizer.losses` and
@@ -145,20 +145,19 @@ def sync(stats: Sequence[Stats], order: Order | None = None, group: Any = None) 
         order: positions of this rank's samples in the global batch, for draws. By default every real token counts as a
             sample, rank after rank. If there is anything to draw, this takes a second, small collective, for the
             numbers of tokens.
-        group: the process group, all ranks by default.
 
     Returns:
         One global `Stats` for each given one: counts in their integer dtype, floating-point sums in float64 (unchanged
         in one process without an order).
     """
-    if dist.world_size(group) == 1 and order is None:
+    if dist.world_size() == 1 and order is None:
         return [entry.local() for entry in stats]
-    orders = _orders(stats, order, group)
+    orders = _orders(stats, order)
     pending = [None if entry.is_global else _split(entry, each) for entry, each in zip(stats, orders, strict=True)]
     parts = [total.double().flatten() for both in pending if both for total in both[0].values()]
     if not parts:
         return list(stats)
-    flat = dist.replicated_sum(torch.cat(parts), group)
+    flat = dist.replicated_sum(torch.cat(parts))
     reduced = iter(flat.split([part.numel() for part in parts]))
     return [
         entry if both is None else Stats(_unpack_sums(both[0], reduced) | both[1], is_global=True)
@@ -184,7 +183,7 @@ def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[s
     return travels | _draw_tokens(shared, order), stays | _draw_tokens(alone, here)
 
 
-def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Order | None]:
+def _orders(stats: Sequence[Stats], order: Order | None) -> list[Order | None]:
     """Return the order for each of the statistics: the given one, or all real tokens, rank after rank."""
     waiting = [any(draw.shared for draw in entry.draws.values()) and not entry.is_global for entry in stats]
     if order is not None or not any(waiting):
@@ -192,8 +191,8 @@ def _orders(stats: Sequence[Stats], order: Order | None, group: Any) -> list[Ord
     draws = [next(iter(entry.draws.values())) if waits else None for entry, waits in zip(stats, waiting, strict=True)]
     device = next(draw.vectors.device for draw in draws if draw is not None)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    counts = dist.all_gather(torch.stack([zero if draw is None else _keep(draw).sum() for draw in draws])[None], group)
-    before = counts[: dist.rank(group)].sum(dim=0)
+    counts = dist.all_gather(torch.stack([zero if draw is None else _keep(draw).sum() for draw in draws])[None])
+    before = counts[: dist.rank()].sum(dim=0)
     total = counts.sum(dim=0).tolist()
     return [
         None if draw is None else Order(_number_tokens(_keep(draw), begin), size)
