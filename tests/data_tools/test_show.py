@@ -64,7 +64,7 @@ def test_a_source_without_a_configuration(tmp_path: Path, capsys: pytest.Capture
     members = caption_members(0, 6)
     members["000000002.jpg"] = b"no image"
     shard, sheet = str(write_tar(tmp_path / "0.tar", members)), str(tmp_path / "sheet.png")
-    assert main(["show", shard, "captions=json", "json_keys=[many]", "--out", sheet, "--image-size", "32"]) == 0
+    assert main(["show", shard, "captions=json", "--out", sheet, "json_keys=[many]", "--image-size", "32"]) == 0
     assert "24 samples" in capsys.readouterr().out
     assert main(["show", shard, "--out", str(tmp_path / "no" / "sheet.png")]) == 2
     assert main(["show", shard, "--out", str(tmp_path / "sheet.jpg")]) == 2

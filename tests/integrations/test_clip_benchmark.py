@@ -192,9 +192,11 @@ def test_without_the_extra(model, monkeypatch, capsys):
 
 
 def test_build_refuses_other_files(tmp_path, capsys):
-    (tmp_path / "report.json").write_text('{"samples": 3}')
-    assert main(["clip-benchmark", "build", str(tmp_path / "report.json"), "--output", str(tmp_path / "b.csv")]) == 2
-    assert "expected results of eval" in capsys.readouterr().err
+    for content in ('{"samples": 3}', "filepath,title"):
+        (tmp_path / "report.json").write_text(content)
+        out = str(tmp_path / "b.csv")
+        assert main(["clip-benchmark", "build", str(tmp_path / "report.json"), "--output", out]) == 2
+        assert "expected results of eval" in capsys.readouterr().err
 
 
 def test_nothing_imports_clip_benchmark_before_it_is_needed():

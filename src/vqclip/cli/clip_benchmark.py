@@ -38,10 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.task == "build":
         try:
             run(["build", *others])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"build: a file has no {error}; expected results of eval only: {' '.join(others)}"
-            ) from error
+        except (KeyError, TypeError, ValueError) as error:  # ValueError: not JSON
+            reason = f"has no {error}" if isinstance(error, KeyError) else f"cannot be read ({error})"
+            raise ConfigError(f"build: a file {reason}; expected results of eval only: {' '.join(others)}") from error
         return
     for name in _REFUSED.keys() & {each.partition("=")[0] for each in others}:
         raise ConfigError(f"{name}: {_REFUSED[name]}")

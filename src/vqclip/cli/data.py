@@ -28,13 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = argparse.ArgumentParser(prog="vqclip data", description="Draw, pack, check and show data.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, summary in COMMANDS.items():
-        made = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if given[:1] == [name]:  # only the chosen command's module is imported
-            module = importlib.import_module(f"vqclip.cli.data_{name}")
-            made.description, made.epilog = str(module.__doc__).partition(": ")[2], module.EXAMPLES
-            module.configure(made)
-    options = parser.parse_args(given)
+    parsers = {
+        name: commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, summary in COMMANDS.items()
+    }
+    if not given or given[0] not in parsers:
+        parser.parse_args(given)  # shows the help or the mistake, and exits
+    chosen = parsers[given[0]]
+    module = importlib.import_module(f"vqclip.cli.data_{given[0]}")  # no other command's module is imported
+    chosen.description, chosen.epilog = str(module.__doc__).partition(": ")[2], module.EXAMPLES
+    module.configure(chosen)
+    options = chosen.parse_intermixed_args(given[1:])  # key=value may follow options
     log_to_stderr(mask_credentials)
     status: int | None = module.run(options)
     return status

@@ -26,7 +26,7 @@ def _open_text(path: Path) -> TextIO:
     try:
         return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a table, a text file") from None
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[str]:
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
         with open_regular(path) as file:
             data = file.read(_MAX_JSON + 1)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON file") from None
     if len(data) > _MAX_JSON:
         raise DataError(f"{path}: more than {_MAX_JSON} bytes, which are not read")
     try:
