@@ -6,6 +6,7 @@ import io
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vqclip.model import CLIP, ModelConfig
-from vqclip.quantizers import Stats
+from vqclip.quantizers import Prefix, Stats
 from vqclip.tokenizer import TokenizerOutput
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
@@ -57,6 +58,8 @@ class PlainTokenizer(nn.Module):
         self.codebook_sizes = (codes,)
         self.embed_dim = codes
         self.weight = nn.Parameter(torch.ones(codes))
+        self.reduce = None
+        self.quantizer = SimpleNamespace(extent=Prefix(1, 1), places=((0, 0),))
         self.device = torch.device("cpu")
 
     def transform(self, image: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from tests.evaluation.made import PlainModel, png
 from tests.evaluation.test_clip_benchmark import Rows
 from vqclip.errors import DataError
-from vqclip.evaluation import SugarCrepeConfig, WinogroundConfig, evaluate
+from vqclip.evaluation import DetailsConfig, SugarCrepeConfig, WinogroundConfig, evaluate
 from vqclip.evaluation.choices import all_before
+from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.winoground import winoground_scores
 
 
@@ -92,7 +93,10 @@ def test_scores_equal_clip_benchmarks():
 def test_sugarcrepe_by_category_and_their_mean(tmp_path):
     items = {"add_att": [(1, 1, 2), (2, 2, 3), (3, 3, 1), (1, 9, 1)], "swap_obj": [(4, 4, 5), (5, 7, 8)]}
     data = sugarcrepe(tmp_path, items)
-    (result,) = evaluate(PlainModel(12), [SugarCrepeConfig(data=data)])
+    (result,) = evaluate(PlainModel(12), [SugarCrepeConfig(data=data)], details=DetailsConfig())
+    for name, (low, high) in result.details.intervals["codes_only"].items():
+        assert 0 <= low < result.figures["codes_only"][name] < high <= 1
+    assert result.details.intervals["codes_only"]["swap_obj"] == wilson(0.75, 2)
     expected = {"accuracy": 0.75, "add_att": 0.75, "swap_obj": 0.75}  # the last is a tie of two wrong ones
     assert result.figures["codes_only"] == expected
     assert result.figures["continuous"] == result.chance == dict.fromkeys(expected, 0.5)
@@ -105,8 +109,9 @@ def test_sugarcrepe_by_category_and_their_mean(tmp_path):
 def test_winoground_in_both_layouts(tmp_path, parquet):
     rows = [(1, 2, 1, 2), (3, 4, 4, 3), (5, 6, 5, 5), (7, 8, 7, 8)]
     path = winoground(tmp_path, rows, parquet)
-    (result,) = evaluate(PlainModel(12), [WinogroundConfig(data={"path": path}, workers=1)])
+    (result,) = evaluate(PlainModel(12), [WinogroundConfig(data={"path": path}, workers=1)], details=DetailsConfig())
     figures = result.figures["codes_only"]
+    assert result.details.intervals["codes_only"] == {name: wilson(rate, 4) for name, rate in figures.items()}
     # Row 3: image 5 is as near to both captions, and image 6 too; caption 1 is nearer to image 5.
     assert figures["text_score"] == pytest.approx((1 + 0 + 0.25 + 1) / 4)
     assert figures["image_score"] == pytest.approx((1 + 0 + 0 + 1) / 4)

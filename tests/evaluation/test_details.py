@@ -2,20 +2,39 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from pydantic import TypeAdapter
 
-from tests.evaluation.made import PlainModel, caption_shards, class_shards, png, tiny_clip, write_tar
+from tests.evaluation.made import (
+    FSQ,
+    IDENTITY,
+    LFQ,
+    PRODUCT,
+    PlainModel,
+    caption_shards,
+    class_shards,
+    png,
+    tiny_clip,
+    write_tar,
+)
 from tests.evaluation.test_zero_shot import number_shards
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig
-from vqclip.errors import CheckpointError
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
+from vqclip.errors import CheckpointError, DataError
 from vqclip.evaluation import Details, DetailsConfig, RetrievalConfig, ZeroShotConfig, evaluate
+from vqclip.evaluation.by_class import class_accuracies, confusion
+from vqclip.evaluation.code_maps import codebook_names
+from vqclip.evaluation.details import Confusion
 from vqclip.evaluation.intervals import wilson
 from vqclip.model import CLIP
+from vqclip.nn.reduction import QueryReduction
+from vqclip.quantizers import QuantizerConfig
 
 SMALL = DetailsConfig(hits=2, misses=3, nearest=2)
 
@@ -90,6 +109,170 @@ def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
     first, second = ranks(2, details_on_rank, tmp_path)
     assert second == [None, None]
     assert approximately(first) == approximately(alone)
+
+
+def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
+    folder = class_shards(tmp_path / "classes")
+    task = number_captions(tmp_path / "captions", [["one"], ["two"]])
+    tasks = [ZeroShotConfig(data=ClassShardsConfig(path=folder)), task]
+    for result in evaluate(tiny_clip(IDENTITY), tasks, details=SMALL):
+        details = result.details
+        assert set(details.intervals) == {"continuous", "quantized"}
+        assert (details.examples, details.codes, details.bits, details.confusion) == ((), None, None, None)
+        assert all(set(each.accuracy) == {"continuous", "quantized"} for each in details.classes)
+        assert Details.from_json(details.to_json()) == details
+
+
+def test_amounts_of_0_leave_parts_out(tmp_path):
+    none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
+    (result,) = evaluate(
+        tiny_clip(PRODUCT), [ZeroShotConfig(data=ClassShardsConfig(path=class_shards(tmp_path)))], details=none
+    )
+    assert (result.details.codes, result.details.bits) == (None, None)
+    assert (result.details.examples[0].hits, result.details.examples[0].misses) == ((), ())
+
+
+def test_one_class_is_always_right(tmp_path):
+    folder = number_shards(tmp_path, [0, 0, 0], 1)
+    (result,) = evaluate(PlainModel(1), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
+    assert [each.accuracy["codes_only"] for each in result.details.classes] == [1.0]
+    assert (result.details.confusion.counts, result.details.confusion.largest) == (((3,),), ())
+    assert len(result.details.examples[0].hits) == 2
+    assert Details.from_json(json.loads(json.dumps(result.details.to_json()))) == result.details
+
+
+def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path):
+    members = {}
+    for number in range(8):
+        members |= {f"{number:05d}.png": png(number), f"{number:05d}.cls": str(number).encode()}
+    members["00001.png"] = members["00004.png"] = b"GIF89a"
+    folder = number_shards(tmp_path, [], 8)
+    write_tar(folder / "test" / "0.tar", members)
+    config = DetailsConfig(code_maps=8, gallery_codes=0, misses=0, hits=8)
+    task = ZeroShotConfig(data=ClassShardsConfig(path=folder), max_bad_fraction=0.5, batch_size=2)
+    (result,) = evaluate(PlainModel(8), [task], details=config)
+    maps = result.details.codes.maps
+    assert [(each.image.index, each.image.text, each.ids) for each in maps] == [
+        (number, str(number), ((number,),)) for number in (0, 2, 3, 5, 6, 7)
+    ]
+    assert [each.image.index for each in result.details.examples[0].hits] == [0, 2, 3, 5, 6, 7]
+    assert result.details.samples == 6
+
+
+def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path, monkeypatch):
+    folder = number_shards(tmp_path, [0, 1], 2)
+
+    def fail(*_):
+        raise DataError("gone")
+
+    monkeypatch.setattr("vqclip.evaluation.thumbnails.read_decoded", fail)
+    (result,) = evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
+    assert [each.image.thumbnail for each in result.details.examples[0].hits] == [None, None]
+    assert [gallery.patches for gallery in result.details.codes.galleries] == []
+
+
+def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):
+    model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
+    task = ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=20)
+    amounts = DetailsConfig(code_maps=2, gallery_codes=2, gallery_patches=2, gallery_images=10, bits_images=20)
+    (result,) = evaluate(model, [task], details=amounts)
+    codes, source = result.details.codes, task.data.build()
+    assert ([each.name for each in codes.codebooks], codes.grid) == ([f"codebook {n}" for n in (1, 2, 3)], (2, 2))
+    assert [each.image.index for each in codes.maps] == [0, 11]
+    pixels = {i: model.image.transform(decode_image(source.read(i).image)) for i in range(22)}
+    model.eval()
+    for each in codes.maps:
+        assert torch.equal(torch.tensor(each.ids), model.image.encode(pixels[each.image.index][None])[0])
+    assert [gallery.codebook for gallery in codes.galleries] == [0, 0, 1, 1]
+    every = model.image.encode(torch.stack([pixels[n * 22 // 20] for n in range(0, 20, 2)]))
+    for gallery in codes.galleries:
+        contains = (every[..., gallery.codebook] == gallery.code).any(1)
+        assert gallery.images == int(contains.sum()) >= 2
+        first = int(contains.nonzero()[0])
+        token = int((every[first, :, gallery.codebook] == gallery.code).nonzero()[0])
+        top, left = 8 * (token // 2), 8 * (token % 2)
+        patch = np.asarray(Image.open(io.BytesIO(gallery.patches[0]))).transpose(2, 0, 1)
+        assert np.array_equal(patch, pixels[2 * first * 22 // 20][:, top : top + 8, left : left + 8].numpy())
+    points = result.details.bits.points
+    bits = 4 * math.log2(9)
+    assert [point.bits_per_image for point in points] == pytest.approx([bits, 2 * bits, 3 * bits])
+    assert [point.label for point in points] == [f"{n} of 3 codebooks" for n in (1, 2, 3)]
+    assert points[-1].figures == pytest.approx(result.figures["codes_only"])
+    assert points[-1].intervals == {
+        name: pytest.approx(each) for name, each in result.details.intervals["codes_only"].items()
+    }
+
+
+def test_bits_run_no_tower_again(tmp_path, monkeypatch):
+    model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
+    seen, forward = [], model.image.tower.forward
+    monkeypatch.setattr(model.image.tower, "forward", lambda x: (seen.append(len(x)), forward(x))[1])
+    task = ZeroShotConfig(data=ClassShardsConfig(path=folder))
+    assert evaluate(model, [task], details=DetailsConfig())[0].details.bits.images == 22
+    assert sum(seen) == 22
+
+
+def test_reduced_tokens_have_no_place(tmp_path):
+    model = tiny_clip()
+    model.image.reduce = QueryReduction(16, 4, 2)
+    (result,) = evaluate(
+        model, [ZeroShotConfig(data=ClassShardsConfig(path=class_shards(tmp_path)))], details=DetailsConfig()
+    )
+    codes = result.details.codes
+    assert (codes.grid, codes.galleries, len(codes.maps)) == (None, (), 4)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "names"),
+    [
+        (FSQ, ["codebook 1"]),
+        (PRODUCT, ["codebook 1", "codebook 2", "codebook 3"]),
+        ({"kind": "residual", "layer": LFQ, "depth": 2}, ["stage 1", "stage 2"]),
+        (
+            {"kind": "residual", "layer": {"kind": "product", "codebooks": 2, "layer": LFQ}, "depth": 2},
+            ["stage 1, codebook 1", "stage 1, codebook 2", "stage 2, codebook 1", "stage 2, codebook 2"],
+        ),
+        (IDENTITY, []),
+    ],
+)
+def test_names_of_codebooks(quantizer, names):
+    assert codebook_names(TypeAdapter(QuantizerConfig).validate_python(quantizer).build()) == names
+
+
+def test_confusion_of_a_known_matrix():
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    found = confusion(["a", "b", "c"], labels, torch.tensor([0, 1, 1, 1, 2, 2]))
+    assert found.counts == ((1, 2, 0), (0, 1, 1), (0, 0, 1))
+    assert [(each.right, each.predicted, each.images) for each in found.largest] == [("a", "b", 2), ("b", "c", 1)]
+    assert found.complete
+
+
+def test_confusion_of_many_classes_shows_the_largest():
+    count = 100
+    labels = torch.arange(count).repeat_interleave(40)
+    predicted = labels.clone()
+    for right in range(20, 60):  # class r: r - 19 images are taken for r + 30
+        predicted[right * 40 : right * 40 + right - 19] = right + 30
+    found = confusion([f"class {n}" for n in range(count)], labels, predicted)
+    assert (len(found.classes), found.complete, len(found.largest)) == (30, False, 30)
+    assert [(each.right, each.predicted, each.images) for each in found.largest[:2]] == [
+        ("class 59", "class 89", 40),
+        ("class 58", "class 88", 39),
+    ]
+    place = {name: n for n, name in enumerate(found.classes)}
+    assert found.counts[place["class 59"]][place["class 89"]] == 40
+    assert Confusion.model_validate_json(found.model_dump_json()) == found
+
+
+def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
+    monkeypatch.setattr("vqclip.evaluation.by_class.MAX_CLASSES", 2)
+    labels = torch.tensor([0, 0, 1, 1, 3, 3])
+    hits = {"codes_only": torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.float64)}
+    found = class_accuracies(["a", "b", "c", "d"], labels, hits)
+    assert [(each.name, each.images, each.accuracy) for each in found] == [
+        ("b", 2, {"codes_only": 0.5}),
+        ("d", 2, {"codes_only": 0.0}),
+    ]
 
 
 def approximately(value):

@@ -33,20 +33,22 @@ def rows():
 
 def test_votes_equal_the_definition_without_ties(rows, monkeypatch):
     queries, bank, labels, right = rows(30, 4), rows(60, 4), torch.arange(60) % 7, torch.arange(30) % 7
-    expected = []
+    expected, winners = [], []
     for query, own in zip(queries, right, strict=True):
         scores, near = (bank @ query).topk(9)
         votes = torch.zeros(7)
         for score, label in zip(scores, labels[near], strict=True):
             votes[label] += math.exp(score / 0.07)
         order = votes.argsort(descending=True)
+        winners.append(int(order[0]))
         expected.append([float(own in order[:1]), float(own in order[:5])])
-    found = vote(queries, bank, right, labels, 7, 9, 0.07)
+    found, predicted = vote(queries, bank, right, labels, 7, 9, 0.07)
+    assert predicted.tolist() == winners
     in_top5 = votes_for(expected, 1)
     assert found[0].tolist() == votes_for(expected, 0)
     assert all(abs(a - b) < 1e-9 or a < 1 for a, b in zip(found[1].tolist(), in_top5, strict=True))
     monkeypatch.setattr(ranking, "BLOCK", 60 * 7)
-    assert torch.equal(vote(queries, bank, right, labels, 7, 9, 0.07), found)
+    assert torch.equal(vote(queries, bank, right, labels, 7, 9, 0.07).hits, found)
 
 
 def votes_for(pairs, depth):
@@ -58,13 +60,14 @@ def test_neighbours_that_are_equally_near_share_the_places_and_equal_classes_are
     bank = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, 0.8], [0.6, 0.8]])
     labels = torch.tensor([0, 1, 1, 2])
     for own, hit in ((0, 1.0), (1, 0.0), (2, 0.0)):
-        assert vote(query, bank, torch.tensor([own]), labels, 3, 2, 0.07)[0].item() == hit
+        assert vote(query, bank, torch.tensor([own]), labels, 3, 2, 0.07).hits[0].item() == hit
     bank[0] = F.normalize(torch.tensor([0.602, 0.8]), dim=0)  # a little nearer than the three, which share one vote
-    assert vote(query, bank, torch.tensor([0]), torch.tensor([0, 1, 1, 1]), 2, 2, 0.07)[0].item() == 1.0
+    assert vote(query, bank, torch.tensor([0]), torch.tensor([0, 1, 1, 1]), 2, 2, 0.07).hits[0].item() == 1.0
     same = torch.ones(6, 2)
     for own, hit in ((0, 0.5), (1, 0.5), (2, 0.0)):
         found = vote(same[:1], same, torch.tensor([own]), torch.tensor([0, 0, 1, 1, 2, 3]), 4, 3, 0.07)
-        assert found[0].item() == pytest.approx(hit)
+        assert found.hits[0].item() == pytest.approx(hit)
+        assert found.predicted.item() == 0  # the first of classes with equally many votes
 
 
 def test_logistic_regression_equals_sklearns(rows, monkeypatch):
@@ -119,7 +122,7 @@ def test_features_may_be_the_mean_of_the_decoded_tokens(tmp_path):
         mean = F.normalize(model.eval().image.decode(model.image.encode(pixels)).mean(dim=1), dim=-1)
     labels = torch.tensor([source.read(i).label for i in range(len(source))])
     expected = vote(mean, mean, labels, labels, 4, 1, 0.07)
-    assert found.figures["codes_only"]["knn_top1"] == pytest.approx(float(expected[0].mean()))
+    assert found.figures["codes_only"]["knn_top1"] == pytest.approx(float(expected.hits[0].mean()))
 
 
 def test_tasks_in_a_row_share_images_and_a_probe_uses_its_limits(tmp_path):

@@ -19,6 +19,7 @@ from vqclip.data import RawSample, SourceConfigBase
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import DataError, printable
+from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import ImagesConfig, encode_images
 from vqclip.evaluation.ranking import SAME
@@ -149,12 +150,12 @@ class ChoicesConfig(ImagesConfig):
             raise ValueError(f"got limit {self.limit}; expected null: this kind uses the whole set")
         return self
 
-    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
-        """Return the figures of one mode.
+    def rates(self, scores: Tensor, choices: Sequence[Choice]) -> dict[str, tuple[float, Interval]]:
+        """Return the figures of one mode with their 95 % confidence intervals.
 
         Args:
             scores: ``(n, I, C)`` similarities of the images and captions of each choice, on the CPU.
-            categories: category of each of the n.
+            choices: the n choices.
         """
         raise NotImplementedError
 
@@ -183,16 +184,22 @@ class ChoicesConfig(ImagesConfig):
         modes, more = common_modes(image, text)
         categories = [choice.category for choice in choices]
         scores = {mode: image.embeddings[mode].cpu()[left] @ text.embeddings[mode].cpu()[right].mT for mode in modes}
+        rates = {mode: self.rates(each, choices) for mode, each in scores.items()}
+        intervals = {mode: {name: interval for name, (_, interval) in each.items()} for mode, each in rates.items()}
+        asked = encoder.details is not None and encoder.partition.rank == 0
         return Result(
             name=self.name,
             kind=self.kind,
-            figures=fill_modes({mode: self.rates(each, categories) for mode, each in scores.items()}),
+            figures=fill_modes(
+                {mode: {name: rate for name, (rate, _) in each.items()} for mode, each in rates.items()}
+            ),
             chance=self.chance(categories),
             samples=len(rows),
             classes=None,
             captions=len(captions),
             usage={"image": image.usage, "text": text.usage},
             notes=notes + text.notes + more,
+            details=Details(samples=len(rows), intervals=intervals) if asked else None,
         )
 
 

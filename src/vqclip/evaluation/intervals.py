@@ -89,19 +89,35 @@ def class_intervals(
     }
 
 
-def class_mean_intervals(hits: Tensor, labels: Tensor) -> list[Interval]:
+def mean_intervals(hits: Tensor, images: Tensor) -> list[Interval]:
+    """Return the interval of each mean hit; hits of one image belong together.
+
+    Args:
+        hits: ``(F, Q)`` in [0, 1] on the CPU.
+        images: ``(Q,)`` int64, the image of each.
+    """
+    order = images.argsort(stable=True)
+    return ratio_intervals(hits[:, order], images[order].unique_consecutive(return_counts=True)[1])
+
+
+def class_mean_intervals(hits: Tensor, labels: Tensor, images: Tensor | None = None) -> list[Interval]:
     """Return the intervals of the mean of the classes' own mean hits; a resample without a class leaves it out.
 
     Args:
         hits: ``(F, n)`` in [0, 1] on the CPU.
         labels: ``(n,)`` int64, at least one.
+        images: ``(n,)`` int64, the image of each hit; None: each has its own.
     """
     order = labels.argsort(stable=True).numpy()
-    starts = np.cumsum(labels.unique(return_counts=True)[1].numpy())[:-1]
-    starts = np.concatenate([[0], starts])
+    sizes = labels.unique(return_counts=True)[1].numpy()
+    starts = np.cumsum(sizes) - sizes
+    drawn_image, count = order, len(labels)
+    if images is not None:
+        which = images.unique(return_inverse=True)[1].numpy()
+        drawn_image, count = which[order], 1 + int(which.max())
 
     def statistic(drawn: np.ndarray) -> np.ndarray:
-        drawn = drawn[:, order]
+        drawn = drawn[:, drawn_image]
         sizes = np.add.reduceat(drawn, starts, axis=1)
         means = [
             (np.add.reduceat(drawn * each, starts, axis=1) / np.maximum(sizes, 1)).sum(1) / (sizes > 0).sum(1)
@@ -109,4 +125,4 @@ def class_mean_intervals(hits: Tensor, labels: Tensor) -> list[Interval]:
         ]
         return np.stack(means, axis=1)
 
-    return bootstrap(len(labels), statistic)
+    return bootstrap(count, statistic)

@@ -13,7 +13,7 @@ from vqclip.errors import DataError
 from vqclip.evaluation import ranking
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.labelled import ProbeConfig, encode_both, probe_result
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, SAME, class_figures, hits_of_scores
+from vqclip.evaluation.ranking import CLASS_FIGURES, SAME, Classified
 from vqclip.evaluation.results import Result, common_modes
 from vqclip.model import CLIP
 from vqclip.process import progress
@@ -45,20 +45,21 @@ class KnnConfig(ProbeConfig):
             )
         count, partition = len(test.source.classnames), encoder.partition
         mine = torch.tensor(partition.indices(len(test.labels)), dtype=torch.int64)
-        found: dict[Mode, dict[str, float]] = {}
+        found: dict[Mode, Classified] = {}
         for mode in common_modes(test.encoded)[0]:
             with partition.raise_on_all_ranks():  # one rank may be asked to stop
                 rows, bank = (F.normalize(each.encoded.embeddings[mode], dim=-1) for each in (test, train))
                 some = rows[mine.to(rows.device)]
-                hits = vote(some, bank, test.labels[mine], train.labels, count, self.neighbours, self.temperature)
-            found[mode] = class_figures(partition.gather_rows(hits.T.to(rows.device)).T.cpu(), test.labels)
-        return probe_result(self, train, test, found)
+                part = vote(some, bank, test.labels[mine], train.labels, count, self.neighbours, self.temperature)
+            hits, predicted = (partition.gather_rows(each.to(rows.device)).cpu() for each in (part.hits.T, part[1]))
+            found[mode] = Classified(hits.T, predicted)
+        return probe_result(self, model, encoder, train, test, found)
 
 
 def vote(
     queries: Tensor, bank: Tensor, right: Tensor, labels: Tensor, classes: int, neighbours: int, temperature: float
-) -> Tensor:
-    """Return for each of `DEPTHS` and query whether its class is among those with the most votes.
+) -> Classified:
+    """Return the classes with the most votes, and for each of `DEPTHS` whether a query's class is among them.
 
     Training images that are equally near share the places that are left; classes with equally many votes count as in a
     random order.
@@ -72,15 +73,11 @@ def vote(
         neighbours: k, at most n.
         temperature: of the weights.
 
-    Returns:
-        ``(len(DEPTHS), Q)`` float64 on the CPU, in [0, 1].
-
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
     labels, right = labels.to(bank.device), right.to(bank.device)
-    each = torch.arange(classes, device=bank.device)
-    found = [torch.empty(len(DEPTHS), 0, dtype=torch.float64)]
+    found = []
     rows = max(1, ranking.BLOCK // max(len(bank), classes))
     for part, own in zip(queries.split(rows), right.split(rows), strict=True):
         progress.heartbeat()
@@ -94,5 +91,5 @@ def vote(
         votes = torch.zeros(len(part), classes, dtype=torch.float64, device=bank.device)
         votes.index_put_((row, labels[column]), weights, accumulate=True)
         votes /= votes.sum(dim=1, keepdim=True)
-        found.append(hits_of_scores(votes, own[:, None] == each, DEPTHS, SAME / temperature))
-    return torch.cat(found, dim=1)
+        found.append(Classified.of_scores(votes, own, SAME / temperature))
+    return Classified.join(found)

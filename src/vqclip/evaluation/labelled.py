@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from pydantic import Field, model_validator
@@ -10,13 +12,18 @@ from torch import Tensor
 
 from vqclip.data import Source, SourceConfigBase
 from vqclip.errors import DataError
+from vqclip.evaluation.by_class import class_accuracies, confusion
 from vqclip.evaluation.datasets import LabelledData, TrainingData, open_labelled
-from vqclip.evaluation.encode import Encoded, Encoder, Features, Mode
-from vqclip.evaluation.images import ImagesConfig, encode_images
+from vqclip.evaluation.details import Details
+from vqclip.evaluation.encode import MODES, Encoder, Features, Mode
+from vqclip.evaluation.image_details import ImageDetails, make_details
+from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.partition import RankPartition
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, class_figures, hits
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
+from vqclip.tokenizer import ImageTokenizer
 
 
 class ProbeConfig(ImagesConfig):
@@ -46,20 +53,13 @@ class ProbeConfig(ImagesConfig):
         return open_labelled(self.data, partition)
 
 
-@dataclasses.dataclass(frozen=True)
-class LabelledImages:
-    """Encoded images of a set, the same on every rank and in the order of the set."""
+class LabelledImages(EncodedImages[int]):
+    """Encoded images with their labels; see `EncodedImages`."""
 
-    source: Source
-    """The opened data."""
-    encoded: Encoded
-    """Embeddings of the images that can be used."""
-    labels: Tensor
-    """``(n,)`` int64, on the CPU."""
-    notes: list[str]
-    """Remarks for the reader."""
-    indices: Tensor
-    """``(n,)`` int64, on the CPU: number of each image in the source."""
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        """``(n,)`` int64, on the CPU."""
+        return torch.tensor(self.annotations, dtype=torch.int64)
 
 
 def encode_labelled(
@@ -93,19 +93,22 @@ def encode_labelled(
         settings = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
         images = encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
-        labels = torch.tensor(images.annotations, dtype=torch.int64)
-        return LabelledImages(
-            source, images.encoded, labels, [*getattr(source, "notes", ()), *images.notes], images.indices
-        )
+        notes = [*getattr(source, "notes", ()), *images.notes]
+        return LabelledImages(source, images.encoded, images.annotations, images.indices, notes)
 
     memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
     return encoder.memo.get(memo, encode)
 
 
 def probe_result(
-    config: ProbeConfig, train: LabelledImages, test: LabelledImages, found: dict[Mode, dict[str, float]]
+    config: ProbeConfig,
+    model: CLIP,
+    encoder: Encoder,
+    train: LabelledImages,
+    test: LabelledImages,
+    found: Mapping[Mode, Classified],
 ) -> Result:
-    """Return the result of a probe with the figures ``found`` (mode → `CLASS_FIGURES` → rate).
+    """Return the result of a probe that classifies the test images as ``found``, in each mode.
 
     Chance is what a classifier finds that knows no more than how many training images each class has.
     """
@@ -115,19 +118,58 @@ def probe_result(
     each = torch.arange(count)
     by_class = hits(torch.ones(1, 1, dtype=torch.float64).expand(count, 1), sizes, each, each, DEPTHS)
     chance = class_figures(by_class[:, test.labels], test.labels)
-    named = {mode: {prefix + name: rate for name, rate in rates.items()} for mode, rates in found.items()}
+    rates = {mode: class_figures(classified.hits, test.labels) for mode, classified in found.items()}
     _, notes = common_modes(test.encoded)
     return Result(
         name=config.name,
         kind=config.kind,
-        figures=fill_modes(named),
+        figures=fill_modes(
+            {mode: {prefix + name: rate for name, rate in each.items()} for mode, each in rates.items()}
+        ),
         chance={prefix + name: rate for name, rate in chance.items()},
         samples=len(test.labels),
         classes=count,
         captions=0,
         usage={"image": test.encoded.usage},
         notes=[f"training images: {note}" for note in train.notes] + test.notes + notes,
+        details=labelled_details(model.image, encoder, test, test.source.classnames, config.figures, found),
     )
+
+
+def labelled_details(
+    tokenizer: ImageTokenizer,
+    encoder: Encoder,
+    images: LabelledImages,
+    names: Sequence[str],
+    figures: Sequence[str],
+    found: Mapping[Mode, Classified],
+    extend: Callable[[ImageDetails, Details], Details] = lambda maker, details: details,
+) -> Details | None:
+    """Return the details of a classification on rank 0, if the encoder makes them; every rank must call this.
+
+    Args:
+        tokenizer: the tokenizer of the images.
+        encoder: encoder of the task.
+        images: the images.
+        names: of the classes.
+        figures: names of the `CLASS_FIGURES`.
+        found: mode → classes that were found.
+        extend: function that adds further details.
+    """
+
+    def make(maker: ImageDetails) -> Details:
+        hits = {mode: each.hits for mode, each in found.items()}
+        codes = found.get("codes_only")
+        details = Details(
+            samples=len(images.labels),
+            intervals=class_intervals(figures, hits, images.labels),
+            classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
+            confusion=None if codes is None else confusion(names, images.labels, codes.predicted),
+            codes=maker.codes(),
+        )
+        return extend(maker, details)
+
+    return make_details(tokenizer, encoder, images, lambda: [names[label] for label in images.annotations], make)
 
 
 def encode_both(config: ProbeConfig, model: CLIP, encoder: Encoder, name: str) -> tuple[LabelledImages, LabelledImages]:

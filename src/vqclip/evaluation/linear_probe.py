@@ -14,7 +14,7 @@ from vqclip.errors import DataError
 from vqclip.evaluation import logistic
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.labelled import LabelledImages, ProbeConfig, encode_both, probe_result
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures, hits_of_scores
+from vqclip.evaluation.ranking import CLASS_FIGURES, Classified
 from vqclip.evaluation.results import Result, common_modes
 from vqclip.model import CLIP
 
@@ -62,9 +62,13 @@ class LinearProbeConfig(ProbeConfig):
         with encoder.partition.raise_on_all_ranks():
             mine = [_probe(self, train, test, distinct[n], held_out) for n in encoder.partition.indices(len(distinct))]
         by_mode = dict(zip(distinct, encoder.partition.gather_items(mine), strict=True))
-        found = {mode: by_mode[modes[_first_equal(modes, mode, train, test)]] for mode in modes}
-        result = probe_result(self, train, test, {mode: figures for mode, (figures, _) in found.items()})
-        chosen = ", ".join(f"{mode.replace('_', ' ')} {l2:.1g}" for mode, (_, l2) in found.items())
+        fitted = {mode: by_mode[modes[_first_equal(modes, mode, train, test)]] for mode in modes}
+        found = {
+            mode: Classified(torch.tensor(hits, dtype=torch.float64), torch.tensor(predicted, dtype=torch.int64))
+            for mode, (hits, predicted, _) in fitted.items()
+        }
+        result = probe_result(self, model, encoder, train, test, found)
+        chosen = ", ".join(f"{mode.replace('_', ' ')} {l2:.1g}" for mode, (_, _, l2) in fitted.items())
         return dataclasses.replace(result, notes=[*result.notes, f"L2 of the linear probe: {chosen}"])
 
 
@@ -89,8 +93,8 @@ def _held_out(labels: Tensor) -> Tensor:
 
 def _probe(
     config: LinearProbeConfig, train: LabelledImages, test: LabelledImages, mode: Mode, held_out: Tensor
-) -> tuple[dict[str, float], float]:
-    """Return the figures of one mode, and its penalty."""
+) -> tuple[list[list[float]], list[int], float]:
+    """Return the `Classified` test images in one mode as lists, and its penalty."""
     # In float64, so that rounding in the features, which differs between numbers of ranks, does not grow in the fit.
     raw, other = (each.encoded.embeddings[mode].double() for each in (train, test))
     mean, count = raw.mean(dim=0), len(test.source.classnames)
@@ -98,8 +102,8 @@ def _probe(
     x, labels = (raw - mean) / scale, train.labels.to(raw.device)
     l2 = config.l2 or _choose(x, labels, count, held_out.to(raw.device))
     weights = logistic.fit(x, labels, count, l2)
-    hits = _hits(weights, (other - mean) / scale, test.labels.to(raw.device))
-    return class_figures(hits, test.labels), l2
+    hits, predicted = _classify(weights, (other - mean) / scale, test.labels.to(raw.device))
+    return hits.tolist(), predicted.tolist(), l2
 
 
 def _choose(x: Tensor, labels: Tensor, count: int, held_out: Tensor) -> float:
@@ -108,7 +112,7 @@ def _choose(x: Tensor, labels: Tensor, count: int, held_out: Tensor) -> float:
     weights, best, least, chosen = None, -1.0, math.inf, _SWEEP[0]
     for l2 in _SWEEP:
         weights = logistic.fit(*kept, count, l2, weights)
-        loss, accuracy = logistic.loss(weights, *rest), float(_hits(weights, *rest)[0].mean())
+        loss, accuracy = logistic.loss(weights, *rest), float(_classify(weights, *rest).hits[0].mean())
         if accuracy > best:
             best, chosen = accuracy, l2
         least = min(least, loss)
@@ -117,11 +121,11 @@ def _choose(x: Tensor, labels: Tensor, count: int, held_out: Tensor) -> float:
     return chosen
 
 
-def _hits(weights: Tensor, x: Tensor, labels: Tensor) -> Tensor:
-    """Return ``(len(DEPTHS), n)`` as `vqclip.evaluation.ranking.hits`."""
-    each = torch.arange(len(weights), device=x.device)
-    found = [
-        hits_of_scores(logistic.logits(weights, part), own[:, None] == each, DEPTHS, _SAME)
-        for part, own in logistic.blocks(x, labels, len(weights))
-    ]
-    return torch.cat(found, dim=1)
+def _classify(weights: Tensor, x: Tensor, labels: Tensor) -> Classified:
+    """Return the classes of ``x`` with the highest logits."""
+    return Classified.join(
+        [
+            Classified.of_scores(logistic.logits(weights, part), own, _SAME)
+            for part, own in logistic.blocks(x, labels, len(weights))
+        ]
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class Ranks:
     """int64, wrong candidates at this score."""
     best_wrong: Tensor
     """Highest score of a wrong candidate, -inf without one; empty unless asked for."""
+    first: Tensor
+    """int64, the first of the candidates with the highest score; empty unless asked for."""
 
     def hits(self, ks: Sequence[int]) -> Tensor:
         """Return ``(len(ks), Q)``; see `hits`."""
@@ -91,7 +94,7 @@ def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor
         candidates: ``(M, E)`` unit-norm.
         query_group: ``(Q,)`` int64, the group of each query; each must occur in ``group``.
         group: ``(M,)`` int64, the group of each candidate.
-        with_wrong: find `Ranks.best_wrong` too.
+        with_wrong: find `Ranks.best_wrong` and `Ranks.first` too.
 
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
@@ -111,18 +114,46 @@ def rank_scores(scores: Tensor, right: Tensor, same: float, with_wrong: bool = F
         scores: ``(Q, M)``.
         right: ``(Q, M)`` bool, at least one True in each row.
         same: largest difference of two scores that is a tie.
-        with_wrong: find `Ranks.best_wrong` too.
+        with_wrong: find `Ranks.best_wrong` and `Ranks.first` too.
     """
     best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
     above, level = scores > best + same, (scores - best).abs() <= same
-    wrong = scores.masked_fill(right, -torch.inf).amax(dim=1) if with_wrong else best.new_empty(0)
+    wrong, first = best.new_empty(0), best.new_empty(0, dtype=torch.int64)
+    if with_wrong:
+        wrong = scores.masked_fill(right, -torch.inf).amax(dim=1)
+        highest = torch.maximum(best[:, 0], wrong)[:, None]
+        first = (scores >= highest - same).to(torch.uint8).argmax(dim=1)  # the first of several
     counts = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
-    return Ranks(*(each.cpu() for each in (best[:, 0], *counts, wrong)))
+    return Ranks(*(each.cpu() for each in (best[:, 0], *counts, wrong, first)))
 
 
-def hits_of_scores(scores: Tensor, right: Tensor, ks: Sequence[int], same: float) -> Tensor:
-    """Return for each k and row whether a right candidate is among the k highest scores; see `rank_scores`."""
-    return rank_scores(scores, right, same).hits(ks)
+class Classified(NamedTuple):
+    """Classes that a classifier finds for n images; on the CPU."""
+
+    hits: Tensor
+    """``(len(DEPTHS), n)`` float64 in [0, 1], see `hits`."""
+    predicted: Tensor
+    """``(n,)`` int64, the first of the classes with the highest score."""
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Classified:
+        """Return them from ranks of the classes, found with `Ranks.first`."""
+        return cls(ranks.hits(DEPTHS), ranks.first)
+
+    @classmethod
+    def of_scores(cls, scores: Tensor, labels: Tensor, same: float) -> Classified:
+        """Return them from scores ``(n, K)`` and labels ``(n,)`` int64; ``same`` as in `rank_scores`."""
+        each = torch.arange(scores.shape[1], device=scores.device)
+        return cls.of(rank_scores(scores, labels[:, None] == each, same, with_wrong=True))
+
+    @classmethod
+    def join(cls, parts: Sequence[Classified]) -> Classified:
+        """Join the images of all parts; none without parts."""
+        empty = torch.empty(len(DEPTHS), 0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+        return cls(
+            torch.cat([empty[0], *(part.hits for part in parts)], dim=1),
+            torch.cat([empty[1], *(part.predicted for part in parts)]),
+        )
 
 
 def _fields(ranks: Ranks) -> list[Tensor]:

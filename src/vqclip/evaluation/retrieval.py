@@ -9,15 +9,15 @@ from torch import Tensor
 
 from vqclip.data import Source
 from vqclip.evaluation.datasets import CaptionedData, open_captioned
-from vqclip.evaluation.details import Details, DetailsConfig, Examples, Interval, ShownImage
+from vqclip.evaluation.details import Details, Examples, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
 from vqclip.evaluation.examples import make_examples
+from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import ratio_intervals
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import Ranks, hit_chance, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
-from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.model import CLIP
 
 _DEPTHS = (1, 5, 10)
@@ -135,16 +135,22 @@ def _details(
     ranks: dict[Mode, BothRanks],
 ) -> Details | None:
     """Return the details on rank 0, if the encoder makes them; every rank must call this."""
-    config = encoder.details
-    if config is None:
-        return None
-    with encoder.partition.raise_on_all_ranks():
-        if encoder.partition.rank:
-            return None
-        examples: tuple[Examples, ...] = ()
-        if "codes_only" in ranks:
-            examples = _examples(model, config, images, text, counts, ranks["codes_only"])
-        return Details(samples=len(counts), intervals=_intervals(ranks, counts), examples=examples)
+
+    def make(maker: ImageDetails) -> Details:
+        details = Details(samples=len(counts), intervals=_intervals(ranks, counts), codes=maker.codes())
+        if "codes_only" not in ranks:
+            return details
+        targets, ends = text.embeddings["codes_only"], counts.cumsum(0)
+
+        def figures(some: list[int], embeddings: Tensor) -> tuple[dict[str, float], dict[str, Interval]]:
+            own = [place for row in some for place in range(int(ends[row] - counts[row]), int(ends[row]))]
+            both = both_ranks(embeddings, targets[own], counts[some])
+            return _recalls(both), _intervals({"": both}, counts[some])[""]
+
+        examples = _examples(maker, images, text, counts, ranks["codes_only"])
+        return details.model_copy(update={"examples": examples, "bits": maker.bits(figures)})
+
+    return make_details(model.image, encoder, images, lambda: [each[0] for each in images.annotations], make)
 
 
 def _intervals(ranks: dict[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
@@ -159,30 +165,19 @@ def _intervals(ranks: dict[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[
 
 
 def _examples(
-    model: CLIP,
-    config: DetailsConfig,
-    images: EncodedImages[list[str]],
-    text: Encoded,
-    counts: Tensor,
-    ranks: BothRanks,
+    maker: ImageDetails, images: EncodedImages[list[str]], text: Encoded, counts: Tensor, ranks: BothRanks
 ) -> tuple[Examples, Examples]:
     """Return hits and misses of images and of captions, codes only."""
-    reader = ImageReader(images.source, model.image.transform, config.thumbnail)
-    captions = [each for one in images.annotations for each in one]
+    captions, first = [each for one in images.annotations for each in one], [one[0] for one in images.annotations]
     rows, targets = images.encoded.embeddings["codes_only"], text.embeddings["codes_only"]
     each, owner = _groups(counts, rows.device)
-
-    def image(row: int) -> ShownImage:
-        return reader.describe(int(images.indices[row]), images.annotations[row][0])
-
-    first_captions = [one[0] for one in images.annotations]
     return (
         make_examples(
-            rows, targets, each, owner, ranks.to_text, config, "image_to_text",
-            image=image, image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
+            rows, targets, each, owner, ranks.to_text, maker.config, "image_to_text",
+            image=maker.image, image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
         ),
         make_examples(
-            targets, rows, owner, each, ranks.to_image, config, "text_to_image",
-            image=image, image_of_query=owner, texts=first_captions, text_of_query=lambda row, right: captions[row],
+            targets, rows, owner, each, ranks.to_image, maker.config, "text_to_image",
+            image=maker.image, image_of_query=owner, texts=first, text_of_query=lambda row, right: captions[row],
         ),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from vqclip.evaluation.choices import (
     all_before,
     clean_caption,
 )
+from vqclip.evaluation.details import Interval
+from vqclip.evaluation.intervals import class_mean_intervals, mean_intervals
 from vqclip.io.json_files import validation_problems
 
 _EXPECTED = "expected an object of objects with filename, caption and negative_caption"
@@ -73,12 +76,21 @@ class SugarCrepeConfig(ChoicesConfig):
     data: SugarCrepeData
     """The set."""
 
-    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
-        """See `ChoicesConfig.rates`."""
-        hits = all_before(scores[:, 0, :1], scores[:, 0, 1:])
-        rows = {name: [n for n, each in enumerate(categories) if each == name] for name in dict.fromkeys(categories)}
-        by_category = {name: float(hits[some].mean()) for name, some in rows.items()}
-        return {"accuracy": sum(by_category.values()) / len(by_category)} | by_category
+    def rates(self, scores: Tensor, choices: Sequence[Choice]) -> dict[str, tuple[float, Interval]]:
+        """See `ChoicesConfig.rates`. The choices of one image count together in the intervals."""
+        hits, images = (
+            all_before(scores[:, 0, :1], scores[:, 0, 1:]),
+            torch.tensor([each.images[0] for each in choices]),
+        )
+        names = list(dict.fromkeys(each.category for each in choices))
+        categories = torch.tensor([names.index(each.category) for each in choices])
+        found: dict[str, tuple[float, Interval]] = {}
+        for category, name in enumerate(names):
+            some = categories == category
+            (interval,) = mean_intervals(hits[some][None], images[some])
+            found[name] = float(hits[some].mean()), interval
+        (interval,) = class_mean_intervals(hits[None], categories, images)
+        return {"accuracy": (sum(rate for rate, _ in found.values()) / len(found), interval)} | found
 
     def chance(self, categories: Sequence[str]) -> dict[str, float]:
         """See `ChoicesConfig.chance`."""

@@ -23,6 +23,8 @@ from vqclip.evaluation.choices import (
     all_before,
     clean_caption,
 )
+from vqclip.evaluation.details import Interval
+from vqclip.evaluation.intervals import wilson
 from vqclip.io.json_files import validation_problems
 
 _IMAGES, _CAPTIONS = ("image_0", "image_1"), ("caption_0", "caption_1")
@@ -130,9 +132,9 @@ class WinogroundConfig(ChoicesConfig):
     data: WinogroundData
     """The set."""
 
-    def rates(self, scores: Tensor, categories: Sequence[str]) -> dict[str, float]:
+    def rates(self, scores: Tensor, choices: Sequence[Choice]) -> dict[str, tuple[float, Interval]]:
         """See `ChoicesConfig.rates`."""
-        return winoground_scores(scores)
+        return {name: (rate, wilson(rate, len(scores))) for name, rate in winoground_scores(scores).items()}
 
     def chance(self, categories: Sequence[str]) -> dict[str, float]:
         """See `ChoicesConfig.chance`."""

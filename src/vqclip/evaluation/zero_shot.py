@@ -17,17 +17,17 @@ from vqclip.data import Source
 from vqclip.data.sources.class_folder import LocalFolder, read_templates
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.evaluation.datasets import LabelledData, open_labelled
-from vqclip.evaluation.details import Details, DetailsConfig, Examples, ShownImage
+from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.examples import make_examples
+from vqclip.evaluation.image_details import ImageDetails
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.evaluation.intervals import class_intervals
-from vqclip.evaluation.labelled import LabelledImages, encode_labelled
+from vqclip.evaluation.labelled import LabelledImages, encode_labelled, labelled_details
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.prompts import Names, fill, read_classes
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Ranks, class_figures, rank
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, Ranks, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
-from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.model import CLIP
 
 
@@ -81,22 +81,20 @@ class ZeroShotConfig(ImagesConfig):
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
             for mode in modes:
                 rows, each = image.embeddings[mode], torch.arange(len(sizes), device=targets[mode].device)
-                ranks[mode] = rank(
-                    rows, targets[mode], right.to(rows.device), each, with_wrong=encoder.details is not None
-                )
-        hits = {mode: found.hits(DEPTHS) for mode, found in ranks.items()}
+                ranks[mode] = rank(rows, targets[mode], right.to(rows.device), each, with_wrong=True)
+        found = {mode: Classified.of(each) for mode, each in ranks.items()}
         count = len(classes)
         return Result(
             name=self.name,
             kind=self.kind,
-            figures=fill_modes({mode: class_figures(each, right) for mode, each in hits.items()}),
+            figures=fill_modes({mode: class_figures(each.hits, right) for mode, each in found.items()}),
             chance={f"top{k}": min(k, count) / count for k in DEPTHS} | {"mean_per_class": 1 / count},
             samples=len(right),
             classes=count,
             captions=sum(sizes),
             usage={"image": image.usage, "text": text.usage},
             notes=_notes(classes) + images.notes + text.notes + notes,
-            details=_details(model, encoder, images, hits, ranks, targets),
+            details=_details(model, encoder, images, [names[0] for names in classes], found, ranks, targets),
         )
 
 
@@ -127,37 +125,29 @@ def _details(
     model: CLIP,
     encoder: Encoder,
     images: LabelledImages,
-    hits: dict[Mode, Tensor],
+    names: Sequence[str],
+    found: dict[Mode, Classified],
     ranks: dict[Mode, Ranks],
     targets: dict[Mode, Tensor],
 ) -> Details | None:
     """Return the details on rank 0, if the encoder makes them; every rank must call this."""
-    config = encoder.details
-    if config is None:
-        return None
-    with encoder.partition.raise_on_all_ranks():
-        if encoder.partition.rank:
-            return None
-        examples: tuple[Examples, ...] = ()
-        if "codes_only" in ranks:
-            examples = (_examples(model, config, images, ranks["codes_only"], targets["codes_only"]),)
-        return Details(
-            samples=len(images.labels),
-            intervals=class_intervals(CLASS_FIGURES, hits, images.labels),
-            examples=examples,
-        )
 
+    def extend(maker: ImageDetails, details: Details) -> Details:
+        if "codes_only" not in ranks:
+            return details
+        rows, labels, classes = images.encoded.embeddings["codes_only"], images.labels, targets["codes_only"]
+        each = torch.arange(len(classes), device=classes.device)
+        examples = make_examples(
+            rows, classes, labels.to(rows.device), each, ranks["codes_only"], maker.config, "image_to_class",
+            image=maker.image, image_of_query=range(len(rows)), texts=names,
+            text_of_query=lambda row, right: names[right],
+        )  # fmt: skip
 
-def _examples(model: CLIP, config: DetailsConfig, images: LabelledImages, ranks: Ranks, targets: Tensor) -> Examples:
-    """Return confidently right and confidently wrong images, codes only."""
-    reader = ImageReader(images.source, model.image.transform, config.thumbnail)
-    rows, names = images.encoded.embeddings["codes_only"], images.source.classnames
+        def figures(some: list[int], embeddings: Tensor) -> tuple[dict[str, float], dict[str, Interval]]:
+            own = labels[some]
+            hits = rank(embeddings, classes, own.to(rows.device), each).hits(DEPTHS)
+            return class_figures(hits, own), class_intervals(CLASS_FIGURES, {"": hits}, own)[""]
 
-    def image(row: int) -> ShownImage:
-        return reader.describe(int(images.indices[row]), names[int(images.labels[row])])
+        return details.model_copy(update={"examples": (examples,), "bits": maker.bits(figures)})
 
-    return make_examples(
-        rows, targets, images.labels.to(rows.device), torch.arange(len(targets), device=rows.device),
-        ranks, config, "image_to_class",
-        image=image, image_of_query=range(len(rows)), texts=names, text_of_query=lambda row, right: names[right],
-    )  # fmt: skip
+    return labelled_details(model.image, encoder, images, names, CLASS_FIGURES, found, extend)

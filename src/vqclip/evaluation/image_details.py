@@ -1,0 +1,95 @@
+"""Details that every task on images has: described images, their codes, and accuracy against bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from vqclip.evaluation.bits import accuracy_by_bits
+from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
+from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, Interval, ShownImage
+from vqclip.evaluation.encode import Encoder
+from vqclip.evaluation.images import EncodedImages
+from vqclip.evaluation.thumbnails import ImageReader
+from vqclip.tokenizer import ImageTokenizer
+
+
+class ImageDetails:
+    """Maker of the details of n encoded images, on rank 0.
+
+    Args:
+        config: numbers of images.
+        tokenizer: the tokenizer of the images, in evaluation mode.
+        images: the images.
+        texts: ``n`` texts, the first caption or the class of each image.
+        codes: ids of `rows_with_codes`; None without codes.
+    """
+
+    def __init__(
+        self,
+        config: DetailsConfig,
+        tokenizer: ImageTokenizer,
+        images: EncodedImages[Any],
+        texts: Sequence[str],
+        codes: SomeCodes | None,
+    ):
+        self.config = config
+        self._tokenizer, self._images, self._texts, self._codes = tokenizer, images, texts, codes
+        self._reader = ImageReader(images.source, tokenizer.transform, config.thumbnail)
+
+    def image(self, row: int) -> ShownImage:
+        """Describe the image of a row."""
+        return self._reader.describe(int(self._images.indices[row]), self._texts[row])
+
+    def codes(self) -> Codes | None:
+        """Return code maps and galleries; None without codes."""
+        rows = spread(len(self._texts), _looked_at(self.config))
+        if self._codes is None or not rows:
+            return None
+        args = self.config, self._reader, self._images.indices, self.image
+        return show_codes(self._tokenizer, self._codes, rows, *args)
+
+    def bits(self, figures: Callable[[list[int], Tensor], tuple[dict[str, float], dict[str, Interval]]]) -> Bits | None:
+        """Return the accuracy against bits; None without codes, and if they cannot be split.
+
+        Args:
+            figures: function of m rows and their embeddings ``(m, E)`` that returns figures and intervals.
+        """
+        rows = spread(len(self._texts), self.config.bits_images)
+        if self._codes is None:
+            return None
+        return accuracy_by_bits(self._tokenizer, self._codes, rows, lambda embeddings: figures(rows, embeddings))
+
+
+def make_details(
+    tokenizer: ImageTokenizer,
+    encoder: Encoder,
+    images: EncodedImages[Any],
+    texts: Callable[[], Sequence[str]],
+    make: Callable[[ImageDetails], Details],
+) -> Details | None:
+    """Return the details of a task on rank 0, if the encoder makes them; every rank must call this.
+
+    Args:
+        tokenizer: the tokenizer of the images, in evaluation mode.
+        encoder: encoder of the task.
+        images: the images.
+        texts: function that returns the texts of `ImageDetails`.
+        make: function that fills the details in; it must not contain a collective.
+    """
+    config, codes = encoder.details, None
+    if config is None:
+        return None
+    count = len(images.annotations)
+    if images.encoded.file is not None and count:
+        rows = spread(count, _looked_at(config)) + spread(count, config.bits_images)
+        codes = gather_codes(images.encoded, rows, tokenizer, encoder.partition)
+    with encoder.partition.raise_on_all_ranks():
+        return None if encoder.partition.rank else make(ImageDetails(config, tokenizer, images, texts(), codes))
+
+
+def _looked_at(config: DetailsConfig) -> int:
+    """Return the number of images for code maps and galleries."""
+    return max(config.code_maps, config.gallery_images if config.gallery_codes else 0)
