@@ -55,7 +55,8 @@ def draw_caption(answer: CaptionAnswer) -> str:
     """Return a caption's cost, and the codes of each of its tokens."""
     codebooks = answer.coded.ids.shape[1]
     strips = [code_map(row, min(codebooks, 16)) for row in answer.coded.ids.tolist()]
-    pieces = answer.pieces or ("",) * len(strips)
+    numbers = tuple(str(number) for number in range(1, len(strips) + 1))
+    pieces = [piece or "…" for piece in answer.pieces or numbers]  # empty: a part of a character
     return render("caption", answer=answer, tokens=list(zip(pieces, strips, strict=True)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import gradio as gr
 
@@ -25,10 +24,15 @@ THEME = gr.themes.Base(
 )
 
 
-def build_page(folder: str, answers: Answers) -> gr.Blocks:
+def build_page(folder: str, answers: Answers, uploads: Path) -> gr.Blocks:
     """Return the page of a model and an index.
 
     Its only event sends every input and replaces every output, so the server keeps nothing of a visitor.
+
+    Args:
+        folder: name of the model's folder.
+        answers: model and index.
+        uploads: folder of uploaded files; no other file is read.
     """
     has_image, has_text = answers.image is not None, answers.text is not None
     start = respond(answers, folder, Request())
@@ -45,7 +49,8 @@ def build_page(folder: str, answers: Answers) -> gr.Blocks:
                     placeholder=f"# Drop an image\nor click to pick one\nJPEG, PNG or WebP, {MAX_FILE_BYTES >> 20} MB",
                     elem_id="image",
                 )
-                vars(image)["preprocess"] = _path_of  # Gradio's own would decode the file without our limits
+                # Gradio's own would decode the file without our limits.
+                vars(image)["preprocess"] = lambda upload: None if upload is None else _path_of(upload.path, uploads)
                 image_ids = _ids("Ids of the image", "image-ids")
             with gr.Column(scale=2, min_width=280):
                 shown_image = _html(start.image, "image-codes")
@@ -73,9 +78,9 @@ def build_page(folder: str, answers: Answers) -> gr.Blocks:
         with gr.Row(elem_classes="vq-section"):
             nearest = _html(start.nearest, "nearest")
 
-        def answer(path: str | None, *texts: str) -> Response:
+        def answer(path: Path | None, *texts: str | None) -> Response:
             try:
-                return respond(answers, folder, Request(None if path is None else Path(path), *texts))
+                return respond(answers, folder, Request(path, *(str(text or "") for text in texts)))
             except Exception:  # on the page no visitor could do anything about it; the terminal has the cause
                 _log.exception("a request failed")
                 failed = fragments.draw_notice("This failed on the server; its terminal shows why.")
@@ -93,8 +98,11 @@ def build_page(folder: str, answers: Answers) -> gr.Blocks:
     return page.queue(max_size=64)
 
 
-def _path_of(upload: Any) -> str | None:
-    return None if upload is None else upload.path
+def _path_of(upload: str, uploads: Path) -> Path:
+    path = Path(upload).resolve()
+    if not path.is_relative_to(uploads):
+        raise ValueError("expected a file that was uploaded here")
+    return path
 
 
 def _html(value: str, name: str | None = None) -> gr.HTML:

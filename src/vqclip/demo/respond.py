@@ -69,7 +69,8 @@ def respond(answers: Answers, folder: str, request: Request) -> Response:
 def _show_image(answers: Answers, path: Path | None) -> tuple[ImageAnswer | None, str]:
     if path is None:
         return None, fragments.draw_hint("Its ids appear here as code maps: one panel a codebook, one colour a code.")
-    return _attempt(lambda: answers.read_image(_read_upload(path)), fragments.draw_image)
+    advice = "Drop another image: a JPEG, PNG or WebP file."
+    return _attempt(lambda: answers.read_image(_read_upload(path)), fragments.draw_image, advice)
 
 
 def _show_caption(answers: Answers, caption: str) -> tuple[CaptionAnswer | None, str]:
@@ -78,12 +79,12 @@ def _show_caption(answers: Answers, caption: str) -> tuple[CaptionAnswer | None,
     return _attempt(lambda: answers.read_caption(caption), fragments.draw_caption)
 
 
-def _attempt(compute: Callable[[], T], draw: Callable[[T], str]) -> tuple[T | None, str]:
+def _attempt(compute: Callable[[], T], draw: Callable[[T], str], advice: str = "") -> tuple[T | None, str]:
     try:
         found = compute()
         return found, draw(found)
     except VqclipError as error:
-        return None, fragments.draw_notice(mask_credentials(str(error)))
+        return None, fragments.draw_notice(mask_credentials(str(error))) + (advice and fragments.draw_hint(advice))
 
 
 def _read_upload(path: Path) -> bytes:

@@ -52,12 +52,27 @@ def require_gradio(uploads: Path) -> None:
         import gradio
     except ImportError as error:
         raise ConfigError(f"vqclip demo needs Gradio ({error}): pip install 'vqclip[demo]'") from None
-    gradio.processing_utils.async_ssrf_protected_download = _refuse_download
+    _accept_uploads_alone(gradio.blocks.Block, uploads)
 
 
-async def _refuse_download(url: str, *args: Any, **options: Any) -> str:
-    """Replace Gradio's function, which fetches an address that a request names in place of an upload."""
-    raise ValueError("addresses are not fetched")
+def _accept_uploads_alone(block: Any, uploads: Path) -> None:
+    """Refuse requests that name another file, or an address, in place of an upload.
+
+    Gradio would copy that file to where visitors can read it, or fetch the address. Its own check of files is skipped
+    unless `launch` was called, which also tries to reach this machine through a proxy and to share the page.
+
+    Args:
+        block: Gradio's class of inputs.
+        uploads: from `upload_folder`.
+    """
+    accept = block.async_move_resource_to_block_cache
+
+    async def accept_upload(self: Any, path: str | Path | None) -> str | None:
+        if path is not None and not Path(path).resolve().is_relative_to(uploads):
+            raise ValueError("expected a file that was uploaded here")
+        return await accept(self, path)
+
+    block.async_move_resource_to_block_cache = accept_upload
 
 
 def is_local(host: str) -> bool:
@@ -121,7 +136,7 @@ def serve(folder: str, answers: Answers, listener: socket.socket, uploads: Path)
 
     app = gradio.mount_gradio_app(
         FastAPI(openapi_url=None),
-        build_page(folder, answers),
+        build_page(folder, answers, uploads),
         path="/",
         theme=THEME,
         css=CSS,
