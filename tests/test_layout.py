@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runlog",),
     ("report",),
     ("tokenize_dataset", "train"),
-    ("integrations", "data_tools", "demo"),
+    ("integrations", "data_tools", "demo", "frontier"),
     ("cli",),
     ("__main__",),
 )

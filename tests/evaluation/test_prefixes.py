@@ -36,7 +36,7 @@ def test_every_prefix_costs_and_finds_its_own(task):
     assert plain.prefixes == []
     # 4 patches of 4 bits in each of 2 codebooks and 3 stages; the texts have all of their ids.
     assert [(each.stages, each.codebooks, each.bits_per_image) for each in found.prefixes] == [
-        (1, 2, 32), (3, 1, 48), (2, 2, 64), (3, 2, 96)
+        (1, 2, 32), (2, 2, 64), (3, 1, 48), (3, 2, 96)
     ]  # fmt: skip
     assert {each.bits_per_text for each in found.prefixes} == {found.usage["text"].bits_per_sample}
     assert found.prefixes[-1].figures == plain.figures["codes_only"]

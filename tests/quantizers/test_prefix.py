@@ -52,7 +52,7 @@ def test_prefixes_to_evaluate():
     assert FSQ((4, 4)).extent.shorter() == [(1, 1)]
     assert Residual(LFQ(3), 3).extent.shorter() == [(1, 1), (2, 1), (3, 1)]
     assert [each.codebooks for each in Product(LFQ(3), 12).extent.shorter()] == [1, 2, 4, 8, 12]
-    assert Product(Residual(LFQ(3), 2), 2).extent.shorter() == [(1, 2), (2, 1), (2, 2)]
+    assert Product(Residual(LFQ(3), 3), 2).extent.shorter() == [(1, 2), (2, 2), (3, 1), (3, 2)]
     assert Identity(4).extent.shorter() == []
 
 

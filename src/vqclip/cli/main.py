@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": Command(
         "vqclip.cli.evaluate", "zero-shot, retrieval, probes and near misses: continuous, quantized and from codes"
     ),
+    "frontier": Command("vqclip.cli.frontier", "accuracy against bits: prefixes of ids, configurations, seeds"),
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),

@@ -62,7 +62,7 @@ class Result:
     """Further findings for a report; None on ranks other than 0, and if the evaluation was not asked for it.
     They are in no table."""
     prefixes: list[PrefixResult] = dataclasses.field(default_factory=list)
-    """Figures with prefixes of the ids, fewest bits first; see `vqclip.evaluation.Prefixes`."""
+    """Figures with prefixes of the ids, in the order of `Prefix.shorter`; see `vqclip.evaluation.Prefixes`."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""

@@ -24,14 +24,18 @@ class Prefix(NamedTuple):
         return ", ".join(f"{number} {word}{'s' * (number > 1)}" for word, number in words)
 
     def shorter(self) -> list[Prefix]:
-        """Return the prefixes of this one to evaluate, fewest ids first and this one last.
+        """Return the prefixes to evaluate: by stages with all codebooks, by codebooks with all stages, and this one.
 
-        They are those by stages with all codebooks, and those by codebooks with all stages: each number up to 8, or
-        1, 2, 4, ... and all of more. Without codes there are none.
+        Numbers of stages and of codebooks are 1, 2, 3, ... up to 8, or 1, 2, 4, ... of more. Without codes there is no
+        prefix.
         """
         found = {Prefix(number, self.codebooks) for number in _numbers(self.stages)}
         found |= {Prefix(self.stages, number) for number in _numbers(self.codebooks)}
-        return sorted((each for each in found if min(each)), key=lambda each: (each.stages * each.codebooks, each))
+        # By stages, then by codebooks.
+        return sorted(
+            (each for each in found if min(each)),
+            key=lambda each: (each == self, each.codebooks < self.codebooks, each),
+        )
 
     def share(self, of: Prefix, to: Prefix) -> Prefix:
         """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
