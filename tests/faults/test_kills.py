@@ -188,7 +188,7 @@ def facts(life):
         if re.search(r"^tiny/[^/]*$|\.md$", name):
             found[name] = re.sub(speed, "", found[name].decode())
     board = EventAccumulator(str(life.run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if tag not in ("images_per_second", "data_wait")]
+    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("speed/")]
     found["tensorboard"] = {tag: [(each.step, each.value) for each in board.Scalars(tag)] for tag in tags}
     return found
 

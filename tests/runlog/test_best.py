@@ -16,7 +16,7 @@ def test_each_evaluation_has_its_place_also_after_a_resume(tmp_path):
     assert ranking.place(1, result(0.2, 0.2)) == ""
     assert ranking.place(2, result(0.1, 0.4)) == "best so far"
     assert ranking.place(3, result(0.2, 0.3)) == "best after step 2"
-    with MetricsLog(tmp_path, tensorboard=False) as log:
+    with MetricsLog(tmp_path) as log:
         log.write(2, {"loss/total": 1.0})
         for step, rates in ((2, (0.1, 0.4)), (3, (0.2, 0.3))):
             log.write(step, {f"eval/{name}": rate for name, rate in result(*rates).scalars().items()})

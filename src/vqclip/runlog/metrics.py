@@ -1,8 +1,7 @@
-"""Metrics of a run, in ``metrics.jsonl`` and TensorBoard."""
+"""Metrics of a run, in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,7 @@ from torch import Tensor
 from vqclip.errors import DataError
 from vqclip.runlog.lines import JsonLines, parse_line, to_json_value
 
-logger = logging.getLogger(__name__)
-
 _FILE = "metrics.jsonl"
-_BOARD = "tensorboard"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Value = float | int | bool | str | Tensor | None
@@ -32,27 +28,19 @@ class MetricsLog:
     Args:
         folder: of the run; made if necessary.
         start_step: steps done: 0 for a new run, the checkpoint's step on resume.
-        tensorboard: also write event files to ``folder/tensorboard``.
     """
 
-    def __init__(self, folder: Path, *, start_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
         self._lines = JsonLines(Path(folder) / _FILE, start_step)
         self.path = self._lines.path
         self.recorded = self._lines.recorded
         """Values in the file for ``start_step`` itself, all its lines merged."""
         self._start_step = start_step
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-            # purge_step: TensorBoard hides what an earlier event file says about this step and later ones.
-            self._board = SummaryWriter(str(self.path.parent / _BOARD), purge_step=start_step + 1)
+    def write(self, step: int, values: Mapping[str, Value]) -> dict[str, Any]:
+        """Append one line, ``{"step": step, **values}``, and flush it; return its values.
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Append one line, ``{"step": step, **values}``, and flush it.
-
-        Numbers go to TensorBoard as well; text, booleans and None to the file only. Reading a tensor waits for its
-        device. A step may have several lines (training, then evaluation).
+        Reading a tensor waits for its device. A step may have several lines (training, then evaluation).
 
         Args:
             step: steps done; not less than in the line before.
@@ -65,34 +53,17 @@ class MetricsLog:
             known = self._lines.recorded
             plain = {name: value for name, value in plain.items() if known.get(name, missing) != to_json_value(value)}
             if not plain:
-                return
+                return {}
         self._lines.write(step, plain)
-        for name, value in plain.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._on_board("add_scalar", name, value, step)
+        return plain
 
     def flush(self) -> None:
         """Wait until all lines are on the disk; call it before a checkpoint is saved."""
         self._lines.flush()
-        self._on_board("flush")
 
     def close(self) -> None:
         """Flush and close; may be called twice."""
-        try:
-            self._lines.close()
-        finally:
-            self._on_board("close")
-
-    def _on_board(self, method: str, *values: object) -> None:
-        """Call TensorBoard until it fails once: its folder may be deleted, and the file has everything."""
-        try:
-            if self._board is not None:
-                getattr(self._board, method)(*values)
-        except Exception as error:  # of any kind: it comes from TensorBoard's thread
-            self._board = None
-            logger.warning(
-                "%s: cannot be written (%s): the run continues without TensorBoard", self.path.parent / _BOARD, error
-            )
+        self._lines.close()
 
     def __enter__(self) -> MetricsLog:
         return self

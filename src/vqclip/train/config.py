@@ -9,15 +9,17 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
 
 from vqclip import dist
-from vqclip.config import Config
-from vqclip.data import DataConfig
+from vqclip.config import Config, to_yaml
+from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.features import Modality
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.runlog.best import PREFIX
+from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.towers.training import FromStep
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.distillation import DistillationConfig, DistillationTerm
@@ -50,6 +52,10 @@ class RunConfig(Config):
     """Longest time between two steps in seconds, waiting for data included. Then the job ends, and every rank writes
     its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,
     which is also an upper bound of this limit. null: no watchdog."""
+
+    trackers: Trackers = (TensorBoardConfig(),)
+    """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard`, `wandb` and
+    `trackio`, or mappings with settings, such as `{kind: wandb, project: mine}`."""
 
     @property
     def path(self) -> Path:
@@ -256,6 +262,20 @@ class TrainConfig(Config):
             if settings := {name: value for name, value in complete.items() if value != given[name]} | files:
                 found[modality] = settings
         return found
+
+    def facts(self) -> RunFacts:
+        """Return what trackers show of this run, with credentials masked."""
+        codes = "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
+        mode = "/codes_only/" if codes else "/quantized/"
+        final = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
+        return RunFacts(
+            name=self.run.name,
+            folder=self.run.path,
+            config=mask_credentials(to_jsonable_python(self.model_dump())),
+            text=to_yaml(self, mask_credentials),
+            hyperparameters=hyperparameters(self),
+            final=("train/loss/total", *final),
+        )
 
     def _stored_values(self) -> dict[str, Any]:
         """Return the settings of views and stored features that change values; absent where they change none."""

@@ -39,7 +39,7 @@ from vqclip.train.loop import train
 from vqclip.train.process_state import exclusive_run, preserve_torch_state
 from vqclip.train.report import write_report
 from vqclip.train.result import RunResult, WatchTraining
-from vqclip.train.resume import load_model, resume
+from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
 
@@ -134,7 +134,7 @@ def _run(
         checkpointer,
         Watchdog(config.run.path / "stacks", *limits, ends_process) as watchdog,
         progress.report_to(watchdog.beat),
-        Records(config.run.path, resumed.step, data, resumed.counts, config.train.keep_best, resumed.best) as records,
+        _open_records(config, data, resumed) as records,
     ):
         training = Training(config, data, step, lock, checkpointer, records, stop, watchdog, resumed.step)
         train(training, callbacks)
@@ -158,6 +158,8 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
             f"(train.batch_size {batch_size} over {dist.world_size()}); expected at least one sample for each "
             "microbatch"
         )
+    for tracker in config.run.trackers:
+        tracker.require()
     folder = config.run.path
     if dist.is_main():
         try:
@@ -216,6 +218,12 @@ def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -
     )
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     return Checkpointer(folder, identity, step, retention, config.train.save_in_background)
+
+
+def _open_records(config: TrainConfig, data: TrainData, resumed: Resumed) -> Records:
+    keep_best, best = config.train.keep_best, resumed.best
+    trackers, facts = config.run.trackers, config.facts()
+    return Records(config.run.path, resumed.step, data, resumed.counts, keep_best, best, trackers, facts)
 
 
 def _write_config(config: TrainConfig) -> None:

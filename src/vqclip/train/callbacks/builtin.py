@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 from vqclip import dist
 from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, format_results, try_all
+from vqclip.report.sheets import draw_sheets
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
@@ -135,7 +137,7 @@ def save(training: Training) -> None:
     training.watchdog.at(training.done, "saving", patient=True)
     training.lock.acquire()
     training.records.bad.collect()  # a checkpoint contains the counts of all its steps
-    training.records.flush()
+    training.records.flush(training.done)
     training.step.broadcast_local_codebooks()
     training.checkpointer.save(training.done, training.records.bad.counts_to_save(), training.records.best)
     training.saved = training.done
@@ -157,6 +159,9 @@ def evaluate(training: Training) -> EvaluationOutcome:
     training.records.record_evaluation(training.done, figures)
     for result in current.results if is_last else results:  # for the last step, a table is printed
         training.records.report_evaluation(training.done, result)
+    for result in outcome.results:
+        if result.details is not None:
+            training.records.add_images(training.done, functools.partial(draw_sheets, result.name, result.details))
     write_report(training.config.report, training.config.run.path, outcome, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 

@@ -72,5 +72,4 @@ def _warn(training: Training, figures: dict[str, float]) -> None:
     if (divergence := step.guards.divergence) is not None and not warming_up and not is_open:
         warnings += divergence.check(done, loss, figures["grad_norm"], chance)
     for warning in warnings:
-        if training.records.metrics:
-            logger.warning("step %d: %s", done, warning)
+        training.records.warn(done, warning)

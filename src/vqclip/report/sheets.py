@@ -1,0 +1,115 @@
+"""Details of an evaluation as images, for trackers: hits and misses of a retrieval, and code maps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from vqclip.evaluation import Details
+from vqclip.evaluation.details import MAX_TEXT, CodeMap, Codes, Example, Examples, ShownImage
+from vqclip.report.code_maps import code_colour
+
+SIDE = 64
+"""Side of an image on a sheet, in pixels."""
+_GAP, _WIDTH, _LINE = 8, 480, 18
+_MIDDLE = 166
+"""Width of the column with the text of a query."""
+_RIGHT, _WRONG, _TEXT, _PAPER = "#1a7f37", "#c0392b", "#222222", "#ffffff"
+_MAPS = 8
+"""Largest number of codebooks shown of an image: the first ones."""
+
+
+def draw_sheets(name: str, details: Details) -> dict[str, Image.Image]:
+    """Return images of an evaluation, by names in groups: ``retrieved/<task> image to text``, ``code maps/<task>``."""
+    sheets = {}
+    for examples in details.examples:
+        if examples.hits or examples.misses:
+            direction = examples.direction.replace("_", " ")
+            sheets[f"retrieved/{name} {direction}"] = _draw_examples(examples)
+    codes = details.codes
+    if codes is not None and codes.grid is not None and codes.maps:
+        sheets[f"code maps/{name}"] = _draw_codes(codes, codes.grid)
+    return sheets
+
+
+def _draw_examples(examples: Examples) -> Image.Image:
+    rows = [*examples.hits, *examples.misses]
+    pitch = SIDE + 2 * _GAP
+    sheet = Image.new("RGB", (_WIDTH, pitch * len(rows)), _PAPER)
+    for number, example in enumerate(rows):
+        _draw_example(sheet, number * pitch, example)
+    return sheet
+
+
+def _draw_example(sheet: Image.Image, top: int, example: Example) -> None:
+    """Draw the image of a query, its text and rank, and what it finds: green where it is right, else red."""
+    pen = ImageDraw.Draw(sheet)
+    pen.rectangle((0, top, 3, top + SIDE + 2 * _GAP - 3), _RIGHT if example.rank == 1 else _WRONG)
+    _paste(sheet, (_GAP, top + _GAP), example.image)
+    left = SIDE + 2 * _GAP
+    _write(pen, (left, top + _GAP), [example.text, f"rank {example.rank} of {example.candidates}"], _TEXT, _MIDDLE, 2)
+    left += _MIDDLE + _GAP
+    for number, found in enumerate(example.found):
+        colour = _RIGHT if found.right else _WRONG
+        if found.image is None:
+            line = f"{number + 1}. {found.text}"
+            _write(pen, (left, top + _GAP + number * _LINE), [line], colour, _WIDTH - left - _GAP)
+        elif left + SIDE <= _WIDTH:
+            pen.rectangle((left - 3, top + _GAP - 3, left + SIDE + 2, top + _GAP + SIDE + 2), colour)
+            _paste(sheet, (left, top + _GAP), found.image)
+            left += SIDE + _GAP
+
+
+def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
+    """Draw a row for each image: the image, and the map of each codebook, one colour a code."""
+    shown, pitch = min(len(codes.codebooks), _MAPS), SIDE + _GAP
+    sheet = Image.new("RGB", ((shown + 1) * pitch + _GAP, len(codes.maps) * pitch + _GAP + 2 * _LINE), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for codebook in range(shown):
+        heads = codes.codebooks[codebook].name.split(" ", 1)
+        _write(pen, (_GAP + (codebook + 1) * pitch, _GAP // 2), heads, _TEXT, SIDE)
+    for row, each in enumerate(codes.maps):
+        top = _GAP + 2 * _LINE + row * pitch
+        _paste(sheet, (_GAP, top), each.image)
+        for codebook in range(shown):
+            sheet.paste(_draw_map(each, codebook, grid), (_GAP + (codebook + 1) * pitch, top))
+    return sheet
+
+
+def _draw_map(code_map: CodeMap, codebook: int, grid: tuple[int, int]) -> Image.Image:
+    colours = [code_colour(ids[codebook]) if ids[codebook] >= 0 else _PAPER for ids in code_map.ids]
+    pixels = [tuple(bytes.fromhex(colour.removeprefix("#"))) for colour in colours]
+    cells = np.asarray(pixels, dtype=np.uint8).reshape(*grid, 3)
+    return Image.fromarray(cells).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+
+
+def _paste(sheet: Image.Image, place: tuple[int, int], shown: ShownImage) -> None:
+    if shown.thumbnail is None:
+        ImageDraw.Draw(sheet).rectangle((*place, place[0] + SIDE - 1, place[1] + SIDE - 1), outline=_TEXT)
+        return
+    with Image.open(io.BytesIO(shown.thumbnail), formats=("PNG", "JPEG")) as image:
+        sheet.paste(image.convert("RGB").resize((SIDE, SIDE)), place)
+
+
+def _write(
+    pen: ImageDraw.ImageDraw, place: tuple[int, int], texts: Sequence[str], colour: str, width: int, most: int = 1
+) -> None:
+    """Write texts below each other, each in at most ``most`` lines, the last of them cut at the width."""
+    font, lines = ImageFont.load_default(14), list[str]()
+    for text in texts:
+        words, last = text.split(), len(lines) + most - 1
+        lines.append("")
+        for word in words:
+            longer = f"{lines[-1]} {word}".strip()
+            if lines[-1] and pen.textlength(longer, font) > width and len(lines) <= last:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+    for number, line in enumerate(lines):
+        shown = line[:MAX_TEXT]
+        while shown and pen.textlength(f"{shown}…", font) > width and pen.textlength(line, font) > width:
+            shown = shown[:-1]
+        pen.text((place[0], place[1] + number * _LINE), line if shown == line else f"{shown}…", colour, font)

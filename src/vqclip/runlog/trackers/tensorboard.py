@@ -1,0 +1,77 @@
+"""TensorBoard: event files in the run's folder."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from PIL.Image import Image
+
+from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard(Tracker):
+    """Writer of ``<run>/tensorboard``.
+
+    On resume TensorBoard hides what earlier files say about the checkpoint's step and later ones; those of the
+    checkpoint's step are sent again. Files are flushed before each checkpoint, so nothing before it is missing. Images
+    of the checkpoint's step are lost, if it was evaluated already.
+    """
+
+    def __init__(self) -> None:
+        self._board: Any = None
+
+    def start(self, facts: RunFacts, resumed: int) -> int:
+        """Open a new event file; everything before the checkpoint's step is there."""
+        # Takes seconds to import.
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._board = SummaryWriter(str(facts.folder / FOLDER), purge_step=resumed)
+        self._board.add_text("configuration", textwrap.indent(facts.text, "    "), resumed)  # indented: as it is
+        # Not add_hparams, which writes a run of its own; the figures are those of the scalars with these names.
+        start, settings, self._end = hparams(facts.hyperparameters, dict.fromkeys(facts.final, 0.0))
+        for each in (start, settings):
+            self._board.file_writer.add_summary(each, resumed)
+        return resumed - 1
+
+    def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """Write scalars and histograms."""
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, step)
+        for name, values in histograms.items():
+            self._board.add_histogram(name, np.asarray(values, dtype=np.float64), step)
+
+    def images(self, step: int, images: Mapping[str, Image]) -> None:
+        """Write images."""
+        for name, image in images.items():
+            self._board.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text, as it is."""
+        self._board.add_text(name, textwrap.indent(text, "    "), step)
+
+    def flush(self) -> None:
+        """Wait until all is on the disk."""
+        self._board.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._board is not None:
+            self._board.file_writer.add_summary(self._end)
+            self._board.close()
+
+
+class TensorBoardConfig(TrackerConfigBase):
+    """Event files in the run's folder: ``tensorboard --logdir runs``."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    """TensorBoard."""
+
+    def build(self) -> TensorBoard:
+        """Make the tracker."""
+        return TensorBoard()
