@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.data.making import encode, pixels
+from tests.models import PRODUCT, RESIDUAL_FSQ, tiny_model
 from tests.search.making import built, pictures
 from vqclip.cli.search import build
 from vqclip.data.images import open_images
@@ -107,10 +108,18 @@ def test_wrong_folders_are_named(place, given, error, message):
         load_answers(str(folder), index, images and str(images))
 
 
+def test_codebooks_have_their_names_and_reduced_tokens_no_place(place):
+    tower = {"kind": "convolutional", "image_size": 16, "channels": [8, 8, 16, 16], "channels_per_group": 4}
+    image = {"tower": tower, "quantizer": RESIDUAL_FSQ, "reduce": {"kind": "queries", "count": 3, "heads": 2}}
+    model = tiny_model(image=image | {"width": 16, "heads": 2}).build().eval()
+    shown = respond(Answers(model.image, model.text, 1.0), "run", Request(place / "image.png")).image
+    assert 'viewBox="0 0 30 10"' in shown
+    assert "stage 3</figcaption>" in shown
+    assert "have no place in the image" in shown
+
+
 def test_an_index_of_another_tokenizer_is_refused_with_the_command(place, tmp_path):
     torch.manual_seed(5)
-    from tests.models import PRODUCT, tiny_model
-
     tiny_model(PRODUCT, PRODUCT).build().eval().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="vqclip search build"):
         load_answers(str(tmp_path), place / "index")

@@ -16,7 +16,14 @@ from vqclip.errors import ConfigError
 UPLOADS = Path("/tmp/uploads")
 
 
-def ask(path: str, host: str = "localhost:7860", method: str = "GET", local: bool = True, **headers: str) -> int:
+def ask(
+    path: str,
+    host: str = "localhost:7860",
+    method: str = "GET",
+    local: bool = True,
+    uploads: Path = UPLOADS,
+    **headers: str,
+) -> int:
     """Status of a request to an application that answers everything with 200."""
     sent = []
 
@@ -31,7 +38,7 @@ def ask(path: str, host: str = "localhost:7860", method: str = "GET", local: boo
         *((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()),
     ]
     scope = {"type": "http", "path": path, "method": method, "headers": given}
-    asyncio.run(Guard(app, UPLOADS, local)(scope, None, send))
+    asyncio.run(Guard(app, uploads, local)(scope, None, send))
     if sent[0]["status"] == 200:
         policy = dict(sent[0]["headers"])[b"content-security-policy"].decode()
         assert "http" not in policy
@@ -89,6 +96,16 @@ def test_the_size_of_what_is_sent_is_known_and_bounded():
 )
 def test_addresses_of_this_machine_alone(host, local):
     assert is_local(host) == local
+
+
+def test_uploads_do_not_fill_the_disk(tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.setattr("vqclip.demo.server._MOST_UPLOADS", 1 << 20)
+    given = {"method": "POST", "content_length": "9", "uploads": tmp_path}
+    assert ask("/gradio_api/upload", **given) == 200
+    (tmp_path / "below" / "image.png").write_bytes(bytes(1 << 20))
+    assert ask("/gradio_api/upload", **given) == 507
+    assert ask("/gradio_api/queue/join", **given) == 200
 
 
 def test_a_port_in_use_and_a_wrong_host_are_named():

@@ -19,6 +19,7 @@ from torch import Tensor
 from vqclip.data.decode import decode_image
 from vqclip.data.images import ImageSource
 from vqclip.errors import DataError
+from vqclip.evaluation.code_maps import codebook_names, token_grid
 from vqclip.search.hits import find_hits
 from vqclip.search.page import Hit
 from vqclip.search.scan import CodeSearch
@@ -64,6 +65,10 @@ class ImageAnswer(NamedTuple):
     """Bytes of its file."""
     bits: float
     """Bits of the ids."""
+    grid: tuple[int, int] | None
+    """Rows and columns of the tokens; None if they have no place in the image."""
+    codebooks: list[str]
+    """Names of the codebooks."""
 
 
 class CaptionAnswer(NamedTuple):
@@ -124,7 +129,8 @@ class Answers:
         pixels = self.image.transform(image)
         coded = _encode(self.image, pixels[None])[0]
         size = image.shape[2], image.shape[1]
-        return ImageAnswer(coded, pixels, size, len(data), len(coded.ids) * self.image.quantizer.bits)
+        bits, names = len(coded.ids) * self.image.quantizer.bits, codebook_names(self.image.quantizer)
+        return ImageAnswer(coded, pixels, size, len(data), bits, token_grid(self.image), names)
 
     def read_caption(self, caption: str) -> CaptionAnswer:
         """Encode a caption.

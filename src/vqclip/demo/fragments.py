@@ -15,6 +15,8 @@ from vqclip.search.page import Hit, thumbnail_uri
 
 _MOST_CELLS = 8192
 """Largest number of cells in code maps; codebooks beyond it are not drawn."""
+_MOST_COLUMNS = 32
+"""Largest number of codebooks in a row of a token's codes."""
 _MOST_CLASSES = 20
 """Largest number of classes in the table."""
 _LONGEST = 300
@@ -45,19 +47,24 @@ def draw_model(folder: str, answers: Answers) -> str:
 def draw_image(answer: ImageAnswer) -> str:
     """Return an image's cost and its code maps, a panel a codebook."""
     tokens, codebooks = answer.coded.ids.shape
-    columns = find_grid(tokens)[1]
+    columns = (answer.grid or find_grid(tokens))[1]
     count = min(codebooks, max(1, _MOST_CELLS // tokens))
-    maps = [code_map(answer.coded.ids[:, codebook].tolist(), columns) for codebook in range(count)]
+    maps = [
+        (name, code_map(answer.coded.ids[:, codebook].tolist(), columns))
+        for codebook, name in enumerate(answer.codebooks[:count])
+    ]
     return render("image", answer=answer, seen=thumbnail_uri(answer.pixels), maps=maps, codebooks=codebooks)
 
 
 def draw_caption(answer: CaptionAnswer) -> str:
     """Return a caption's cost, and the codes of each of its tokens."""
     codebooks = answer.coded.ids.shape[1]
-    strips = [code_map(row, min(codebooks, 16)) for row in answer.coded.ids.tolist()]
+    strips = [code_map(row, min(codebooks, _MOST_COLUMNS)) for row in answer.coded.ids.tolist()]
     numbers = tuple(str(number) for number in range(1, len(strips) + 1))
     pieces = [piece or "…" for piece in answer.pieces or numbers]  # empty: a part of a character
-    return render("caption", answer=answer, tokens=list(zip(pieces, strips, strict=True)))
+    return render(
+        "caption", answer=answer, tokens=list(zip(pieces, strips, strict=True)), rows=-(-codebooks // _MOST_COLUMNS)
+    )
 
 
 def draw_cosine(continuous: float, codes_only: float) -> str:

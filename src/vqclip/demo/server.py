@@ -33,6 +33,8 @@ _POLICY = (
     "style-src 'self' 'unsafe-inline'; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
 """Browsers fetch nothing from elsewhere, even if some data got past the escaping."""
+_MOST_UPLOADS = 1 << 30
+"""Bytes of uploads that are kept at a time."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -173,7 +175,8 @@ class Guard:
     """
 
     def __init__(self, app: App, uploads: Path, local: bool):
-        self._app, self._files, self._local = app, f"/gradio_api/file={uploads.as_posix()}/", local
+        self._app, self._uploads, self._local = app, uploads, local
+        self._files = f"/gradio_api/file={uploads.as_posix()}/"
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Pass a request to the application, or refuse it."""
@@ -209,4 +212,14 @@ class Guard:
             return 411, "expected a Content-Length"
         if int(headers.get(b"content-length", "0")) > MAX_FILE_BYTES + (1 << 20):
             return 413, f"expected at most {MAX_FILE_BYTES >> 20} MB"
+        if path.startswith("/gradio_api/upload") and _size_of(self._uploads) > _MOST_UPLOADS:
+            return 507, "many files were uploaded in the last hour; they are removed after an hour"
         return None
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            total += file.stat().st_size
+    return total

@@ -45,7 +45,8 @@ def code_map(codes: Sequence[int], columns: int) -> Markup:
     """
     cells = "".join(_cell(code, *divmod(place, columns)) for place, code in enumerate(codes) if code >= 0)
     rows = -(-len(codes) // columns)
-    return Markup(f'<svg viewBox="0 0 {10 * columns} {10 * rows}" class="code-map" role="img">{cells}</svg>')
+    head = f'<svg viewBox="0 0 {10 * columns} {10 * rows}" preserveAspectRatio="none" class="code-map">'
+    return Markup(f"{head}{cells}</svg>")
 
 
 def _cell(code: int, row: int, column: int) -> str:
