@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.errors import ConfigError
-from vqclip.report import write_report
+from vqclip.report import write_comparison, write_report
 from vqclip.runlog.console import print_output
 
 __all__ = ["main"]
@@ -25,12 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
     try:
-        path = write_report(options.runs[0], options.output)
+        path = _write(options.runs, options.output)
     except OSError as error:
         raise ConfigError(
             f"--output: {error.filename or options.output}: cannot be written ({error.strerror})"
         ) from error
     print_output(f"{path}: {path.stat().st_size:,} bytes; open it in a browser")
+
+
+def _write(runs: list[Path], output: Path | None) -> Path:
+    if len(runs) == 1:
+        return write_report(runs[0], output)
+    if output is None:
+        raise ConfigError(
+            f"--output: missing, expected a file for the comparison of {len(runs)} runs, such as comparison.html"
+        )
+    return write_comparison(runs, output)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,6 @@ After `vqclip.runlog`, whose files it reads; before `vqclip.train`, which writes
 `vqclip.demo` draws its code maps with `vqclip.report.code_maps`.
 """
 
-from vqclip.report.page import write_report
+from vqclip.report.page import REPORT_FILE, write_comparison, write_report
 
-__all__ = ["write_report"]
+__all__ = ["REPORT_FILE", "write_comparison", "write_report"]

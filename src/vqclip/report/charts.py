@@ -135,6 +135,35 @@ def heat_map(
     return Chart(title, draw(paint, f"{title}, by step", height=height), scale=scale)
 
 
+def table_chart(
+    title: str, names: Sequence[str], values: Sequence[Sequence[float]], x_label: str, scale: tuple[str, str]
+) -> Chart:
+    """Draw a square table of values in [0, 1] as colours; columns have the numbers of the rows, from 1.
+
+    Args:
+        title: caption.
+        names: of the rows.
+        values: rows × columns.
+        x_label: label of the columns.
+        scale: labels of 0 and 1.
+    """
+    import numpy as np
+
+    size = len(names)
+    side = max(150.0, min(13.0 * size, 400.0))
+
+    def paint(axes):  # type: ignore[no-untyped-def]
+        extent = (0.5, size + 0.5, size + 0.5, 0.5)
+        table = np.asarray(values, dtype=np.float64)
+        axes.imshow(table, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="none", extent=extent)
+        axes.grid(False)
+        axes.set_yticks(range(1, size + 1), [_cut(name, 26) for name in names], fontsize=9)
+        _finish(axes, x_label, True)
+        axes.margins(x=0)
+
+    return Chart(title, draw(paint, title, width=480, height=side + 44, margins=(170, 14, 36, 6)), scale=scale)
+
+
 def rate_chart(
     title: str,
     rows: Sequence[tuple[str, Sequence[float | None], Sequence[tuple[float, float] | None], float | None]],

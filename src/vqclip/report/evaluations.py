@@ -1,18 +1,22 @@
-"""Newest evaluation of a run: its figures from the summary or the metrics, with intervals where there are details."""
+"""Newest evaluation of a run: its figures stored with details, or from the summary or the metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vqclip.evaluation import MODES
+from vqclip.errors import VqclipError
+from vqclip.evaluation import MODES, Details, read_evaluation, stored_files
+from vqclip.evaluation.stored import FOLDER
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
 
 MAX_TASKS = 50
 MAX_FIGURES = 40
+MAX_STORED_BYTES = 64 << 20
+"""Bytes of stored evaluations that are read."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Task:
     usage: dict[str, Any] = field(default_factory=dict)
     """Modality → use of its codebooks."""
     notes: list[str] = field(default_factory=list)
+    details: Details | None = None
 
     @property
     def rows(self) -> list[FigureRow]:
@@ -89,26 +94,55 @@ class FigureRow:
 
 
 def newest_tasks(run: RunFiles) -> tuple[int, list[Task]]:
-    """Return the step of the newest evaluation and its tasks; step 0 and none without one."""
-    summarised = {task.name: task for body in list_at(run.summary, "results")[:MAX_TASKS] if (task := _read_task(body))}
-    evaluated = list(run.curves.evaluations.items())
+    """Return the step of the newest evaluation and its tasks; step 0 and none without one.
+
+    Stored evaluations have details; without them the summary and then the metrics are used.
+    """
+    stored = _read_stored(run)
+    recorded, values = next(reversed(run.curves.evaluations.items()), (0, {}))
+    step = max((step for step, _ in stored), default=0)
+    final = int(number_at(run.summary, "step") or run.done)
+    if stored and step >= (min(final, recorded) if run.is_finished else recorded):
+        return step, [task for each, task in stored if each == step]
+    summarised = [task for body in list_at(run.summary, "results")[:MAX_TASKS] if (task := _read_task(body))]
     if run.is_finished and summarised:
-        return int(number_at(run.summary, "step") or run.done), list(summarised.values())
-    if not evaluated:
-        return 0, []
-    step, values = evaluated[-1]
+        return final, summarised
+    return recorded, _read_metrics(values, {task.name: task for task in [*summarised, *(task for _, task in stored)]})
+
+
+def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
+    """Return steps and tasks of the files in the folder ``report``."""
+    found = []
+    remaining = MAX_STORED_BYTES
+    for path in stored_files(run.folder)[:MAX_TASKS]:
+        try:
+            remaining -= path.stat().st_size
+            if remaining < 0:
+                run.missing.append(f"{FOLDER}/: more than {MAX_STORED_BYTES:,} bytes; the rest is left out")
+                break
+            stored = read_evaluation(path)
+        except (OSError, VqclipError) as error:
+            run.missing.append(f"{FOLDER}/{path.name[:100]}: cannot be read ({str(error)[:300]})")
+            continue
+        task = _read_task(stored.result.to_json())
+        if task is not None:
+            task.details = stored.result.details
+            task.intervals = {mode: dict(each) for mode, each in task.details.intervals.items()} if task.details else {}
+            found.append((stored.step, task))
+    return found
+
+
+def _read_metrics(values: Mapping[str, float], known: Mapping[str, Task]) -> list[Task]:
+    """Return the tasks of an evaluation in the metrics, with the sizes and chances of those that are known."""
     tasks: dict[str, Task] = {}
     for key, rate in values.items():
         name, mode, figure = ["", "", *key.rsplit("/", 2)][-3:]
         if mode not in MODES or not math.isfinite(rate) or (name not in tasks and len(tasks) >= MAX_TASKS):
             continue
-        known = summarised.get(name)
-        task = tasks.setdefault(
-            name,
-            Task(name, known.kind, known.samples, known.classes, known.captions, known.chance) if known else Task(name),
-        )
-        task.rates.setdefault(mode, {})[figure] = rate
-    return step, list(tasks.values())
+        if name not in tasks:
+            tasks[name] = replace(known.get(name, Task(name)), rates={}, intervals={}, usage={}, notes=[], details=None)
+        tasks[name].rates.setdefault(mode, {})[figure] = rate
+    return list(tasks.values())
 
 
 def _read_task(body: Any) -> Task | None:

@@ -51,7 +51,7 @@ def _describe_tower(run: RunFiles, modality: str) -> str:
     weights = number_at(run.summary, f"parameters.{modality}")
     text = f"{tower}{f' ({weights / 1e6:.2f} M trained weights)' if weights else ''}"
     text += f" → {tokens:,.0f} tokens" if tokens else ""
-    text += f" × {describe_quantizer(value_at(run.config, f'{part}.quantizer'))}"
+    text += f" {'×' if tokens else 'with'} {describe_quantizer(value_at(run.config, f'{part}.quantizer'))}"
     return text + (f" = {bits:,.0f} bits {'an image' if modality == 'image' else 'a full caption'}" if bits else "")
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vqclip
 from vqclip.errors import printable
+from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
-from vqclip.report import run_charts
+from vqclip.report import comparison, run_charts
 from vqclip.report.charts import compact
+from vqclip.report.details import SHOWN_CLASSES, show_details
 from vqclip.report.drawing import drawing_settings
 from vqclip.report.evaluations import newest_tasks
+from vqclip.report.images import image_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
 from vqclip.report.run_files import RunFiles, number_at, read_run
 from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
@@ -21,7 +25,7 @@ from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-FILE = "report.html"
+REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
 MAX_TEXT = 2000
 """Characters of a text from the run's files; the rest is cut."""
@@ -38,9 +42,38 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         ConfigError: it is not the folder of a run.
         OSError: the page cannot be written.
     """
-    path = folder / FILE if output is None else output
+    path = folder / REPORT_FILE if output is None else output
     write_text(path, render_run(read_run(folder)))
     return path
+
+
+def write_comparison(folders: Sequence[Path], output: Path) -> Path:
+    """Write a page that compares several runs, and return its path.
+
+    Args:
+        folders: of the runs, two to eight.
+        output: the page.
+
+    Raises:
+        ConfigError: a folder is not that of a run, or there are too many.
+        OSError: the page cannot be written.
+    """
+    runs = comparison.compare([read_run(folder) for folder in folders])
+    with drawing_settings():
+        charts, bits = comparison.comparison_charts(runs), comparison.bits_charts(runs)
+    command = shlex.join(["vqclip", "report", *map(str, folders), "--output", str(output)])
+    text = render(
+        "comparison.html",
+        runs=runs,
+        differences=comparison.differences([run.files for run in runs]),
+        most=comparison.MAX_DIFFERENCES,
+        figures=comparison.figures(runs),
+        charts=charts,
+        bits=bits,
+        command=command,
+    )
+    write_text(output, text)
+    return output
 
 
 def render_run(run: RunFiles) -> str:
@@ -54,6 +87,7 @@ def render_run(run: RunFiles) -> str:
             "evaluations": run_charts.evaluation_charts(run),
             "codebooks": run_charts.codebook_charts(run),
         }
+        details = [(task, show_details(task.details)) for task in tasks if task.details is not None]
     return render(
         "run.html",
         run=run,
@@ -62,6 +96,7 @@ def render_run(run: RunFiles) -> str:
         charts=charts,
         evaluated=step,
         tasks=tasks,
+        details=details,
         codebooks=_codebook_rows(run),
         commands=_commands(run),
     )
@@ -86,7 +121,15 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": _percent, "compact": compact, "commas": "{:,.0f}".format, "plain": _plain}
+    environment.globals |= {"SHOWN_CLASSES": SHOWN_CLASSES}
+    environment.filters |= {
+        "image": image_uri,
+        "percent": _percent,
+        "compact": compact,
+        "commas": "{:,.0f}".format,
+        "plain": _plain,
+        "title": figure_title,
+    }
     return environment
 
 

@@ -37,7 +37,7 @@ from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.loop import train
 from vqclip.train.process_state import exclusive_run, preserve_torch_state
-from vqclip.train.report import write_report
+from vqclip.train.report import store_details, write_page
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.step import TrainStep, towers_draw
@@ -261,7 +261,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
         outcome = try_all(model, config.evaluation, precision=config.train.precision, details=details)
         if dist.is_main():
             export_tokenizer(model, folder)
-    write_report(config.report, config.run.path, outcome, best["step"])
+    store_details(config.report, config.run.path, outcome, best["step"])
     return outcome, best["step"], best
 
 
@@ -285,6 +285,7 @@ def _summarise(
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)
+    write_page(config.report, folder, training.done)
     require_success(outcome)
     if dist.is_main():
         log_to_file(render(summary))

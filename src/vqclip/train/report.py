@@ -9,6 +9,7 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import VqclipError
 from vqclip.evaluation import DetailsConfig, EvaluationOutcome, write_evaluations
+from vqclip.report import write_report
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ class ReportConfig(Config):
     """Numbers of images in the details of an evaluation: hits and misses, code maps, accuracy against bits."""
 
 
-def write_report(config: ReportConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
-    """Write the report of an evaluation on rank 0; a failure is a warning and does not end the run.
+def store_details(config: ReportConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
+    """Store an evaluation on rank 0, for the page; a failure is a warning and does not end the run.
 
     Args:
         config: settings; None: nothing is written.
@@ -36,3 +37,24 @@ def write_report(config: ReportConfig | None, run: Path, outcome: EvaluationOutc
             write_evaluations(run, step, outcome.results)
     except (VqclipError, OSError) as error:
         logger.warning("report: cannot be written after step %d; the run continues without it: %s", step, error)
+
+
+def write_page(config: ReportConfig | None, run: Path, step: int) -> None:
+    """Write ``report.html`` on rank 0; a failure is a warning and does not end the run.
+
+    Args:
+        config: settings; None: nothing is written.
+        run: the run's folder.
+        step: steps of training done.
+    """
+    if config is None or not dist.is_main():
+        return
+    try:
+        write_report(run)
+    except Exception as error:  # of any kind: a page is never worth a run
+        logger.warning(
+            "report.html: cannot be written after step %d; the run continues without it: %s: %s",
+            step,
+            type(error).__name__,
+            error,
+        )

@@ -15,6 +15,7 @@ from vqclip.data import Coverage, mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_results
 from vqclip.model import CLIP
+from vqclip.report import REPORT_FILE
 from vqclip.tokenizer.card import card
 from vqclip.towers import CaptionLengths
 
@@ -119,6 +120,9 @@ def render(summary: RunSummary) -> str:
         f"  checkpoint  {summary.checkpoint}",
         f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
     ]
+    page = Path(summary.folder) / REPORT_FILE
+    if page.is_file():
+        lines.append(f"  report      {page}   (figures, curves and codes; open it in a browser)")
     verdict = summary.health.get("verdict", "")
     if verdict.startswith(("DEAD", "COLLAPSED", "DIVERGED")):
         lines += ["", f"This run is {verdict}"]

@@ -13,7 +13,7 @@ from vqclip.report.sheets import draw_sheets
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
-from vqclip.train.report import write_report
+from vqclip.train.report import store_details, write_page
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,10 @@ def evaluate(training: Training) -> EvaluationOutcome:
     for result in outcome.results:
         if result.details is not None:
             training.records.add_images(training.done, functools.partial(draw_sheets, result.name, result.details))
-    write_report(training.config.report, training.config.run.path, outcome, training.done)
+    report, folder = training.config.report, training.config.run.path
+    store_details(report, folder, outcome, training.done)
+    if not is_last:  # after the last step, the page is written with the summary
+        write_page(report, folder, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 

@@ -1,0 +1,168 @@
+"""Comparison of several runs: differences of their settings, figures, verdicts, and curves in one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vqclip.errors import ConfigError
+from vqclip.evaluation import MODES
+from vqclip.evaluation.tables import figure_title
+from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
+from vqclip.report.evaluations import Task, newest_tasks
+from vqclip.report.model_words import describe_state
+from vqclip.report.run_files import RunFiles
+from vqclip.report.verdict import Verdict, judge
+
+MAX_RUNS = 8
+"""Runs in a comparison: as many as there are colours."""
+MAX_DIFFERENCES = 60
+IGNORED = ("run.name", "run.folder")
+"""Settings that differ between runs without meaning anything."""
+CURVES = (
+    ("Loss", "loss/total", "", False),
+    ("Learning rate", "lr", "", False),
+    ("Gradient norm", "grad_norm", "", True),
+    ("Throughput", "images_per_second", "images/s", False),
+    ("Image codes in use", "image/usage", PERCENT, False),
+    ("Text codes in use", "text/usage", PERCENT, False),
+    ("Bits used by an image token", "image/bits_used", "bits", False),
+    ("Bits used by a text token", "text/bits_used", "bits", False),
+)
+"""Title, metric, unit, and whether the scale is logarithmic."""
+
+
+@dataclass
+class ComparedRun:
+    """One run of a comparison."""
+
+    files: RunFiles
+    label: str
+    step: int
+    """Of its newest evaluation."""
+    tasks: dict[str, Task]
+    verdict: Verdict
+    state: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs between the runs."""
+
+    path: str
+    values: list[str]
+    """As text, one for each run."""
+
+
+def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
+    """Judge every run.
+
+    Raises:
+        ConfigError: there are more than `MAX_RUNS`.
+    """
+    if len(runs) > MAX_RUNS:
+        raise ConfigError(f"got {len(runs)} runs; a page compares at most {MAX_RUNS}")
+    labels = _labels(runs)
+    compared = []
+    for run, label in zip(runs, labels, strict=True):
+        step, tasks = newest_tasks(run)
+        verdict = judge(run, [row for task in tasks for row in task.rows])
+        compared.append(
+            ComparedRun(run, label, step, {task.name: task for task in tasks}, verdict, describe_state(run))
+        )
+    return compared
+
+
+def differences(runs: Sequence[RunFiles]) -> list[Difference]:
+    """Return the settings that are not equal in all runs, in the order of their first appearance."""
+    flat = [dict(_flatten(run.config)) for run in runs]
+    paths = dict.fromkeys(path for each in flat for path in each if path not in IGNORED)
+    found = []
+    for path in paths:
+        values = [str(each[path])[:200] if path in each else "–" for each in flat]
+        if len(set(values)) > 1:
+            found.append(Difference(path, values))
+    return found
+
+
+def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, str, list[tuple[float | None, Any]], float | None]]:
+    """Return task, figure, rate and interval of each run (codes only where there are codes), and chance."""
+    keys = dict.fromkeys((task.name, row.figure) for run in runs for task in run.tasks.values() for row in task.rows)
+    rows = []
+    for name, figure in list(keys)[:100]:
+        tasks = [run.tasks.get(name) for run in runs]
+        chances = [task.chance[figure] for task in tasks if task is not None and figure in task.chance]
+        rows.append(
+            (name, figure_title(figure), [_rate(task, figure) for task in tasks], chances[0] if chances else None)
+        )
+    return rows
+
+
+def comparison_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """Return the curves of all runs, a figure for each metric."""
+    charts = [
+        line_chart(
+            title,
+            [Curve(run.label, *run.files.curves.get(name)) for run in runs],
+            unit=unit,
+            logarithmic=logarithmic,
+            floor=0.0 if unit == PERCENT else None,
+        )
+        for title, name, unit, logarithmic in CURVES
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """Return accuracy against bits of all runs: the first figure of each task, prefixes of the codes included."""
+    charts = []
+    for name in list(dict.fromkeys(name for run in runs for name in run.tasks))[:12]:
+        rows = next(run.tasks[name].rows for run in runs if name in run.tasks)
+        if not rows:
+            continue
+        curves = [Curve(run.label, *_bits(run.tasks.get(name), rows[0].figure)) for run in runs]
+        title = f"{name}: {rows[0].title} against bits"
+        charts.append(line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0))
+    return [chart for chart in charts if chart is not None]
+
+
+def _bits(task: Task | None, figure: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Return bits, rates and intervals of a task: of each prefix of its codes, or of all codes alone."""
+    if task is None:
+        return [], [], [], []
+    bits = task.details.bits if task.details is not None else None
+    points = [point for point in bits.points if figure in point.figures] if bits is not None else []
+    if points:
+        rates = [point.figures[figure] for point in points]
+        ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
+        return [point.bits_per_image for point in points], rates, [low for low, _ in ends], [high for _, high in ends]
+    rate, _ = _rate(task, figure)
+    used = task.usage.get("image")
+    size = used.get("bits_per_sample") if isinstance(used, dict) else None
+    if rate is None or not isinstance(size, (int, float)):
+        return [], [], [], []
+    return [float(size)], [rate], [], []
+
+
+def _rate(task: Task | None, figure: str) -> tuple[float | None, Any]:
+    """Return rate and interval of the mode that is nearest to use: codes only, else quantized, else continuous."""
+    for mode in reversed(MODES):
+        if task is not None and figure in task.rates.get(mode, {}):
+            return task.rates[mode][figure], task.intervals.get(mode, {}).get(figure)
+    return None, None
+
+
+def _labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Return names that differ: of equal names the folder is added."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in zip(names, runs, strict=True)]
+
+
+def _flatten(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return dotted paths and values of nested mappings and lists; a list of plain values stays whole."""
+    if isinstance(tree, dict) and tree:
+        return [pair for key, value in tree.items() for pair in _flatten(value, f"{path}.{key}" if path else key)]
+    if isinstance(tree, list) and any(isinstance(each, (dict, list)) for each in tree):
+        return [pair for number, value in enumerate(tree) for pair in _flatten(value, f"{path}[{number}]")]
+    return [(path, tree)]

@@ -1,0 +1,102 @@
+"""Details of an evaluation as figures and images: hits and misses, classes, code maps, galleries, bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Details
+from vqclip.evaluation.tables import figure_title
+from vqclip.report.charts import PERCENT, Chart, Curve, line_chart, table_chart
+from vqclip.report.code_maps import find_grid
+from vqclip.report.images import map_uri
+from vqclip.report.run_charts import MAX_CURVES
+
+MAX_MAPS = 8
+"""Images with code maps."""
+MAX_MAP_TOKENS = 4096
+"""Tokens of an image with code maps."""
+SHOWN_CLASSES = 12
+"""Classes that are shown at once; the others are folded away."""
+
+
+@dataclass(frozen=True)
+class TaskDetails:
+    """What a page shows of the details of one task."""
+
+    details: Details
+    maps: list[tuple[Any, list[Markup]]]
+    """Image, and the address of a map for each codebook."""
+    has_grid: bool
+    """Whether the maps show where a code is in the image."""
+    galleries: list[tuple[str, list[Any]]]
+    """Name of a codebook, its codes with patches."""
+    bits: Chart | None
+    confusion: Chart | None
+    worst: list[ClassAccuracy]
+    """All classes, those with the lowest accuracy first."""
+
+
+def show_details(details: Details) -> TaskDetails:
+    """Draw the details of a task; call it within `drawing_settings`."""
+    codes = details.codes
+    return TaskDetails(
+        details,
+        [] if codes is None else _maps(codes),
+        codes is not None and codes.grid is not None,
+        [] if codes is None else _galleries(codes),
+        None if details.bits is None else _bits_chart(details.bits),
+        None if details.confusion is None else _confusion_chart(details.confusion),
+        sorted(details.classes, key=_accuracy),
+    )
+
+
+def _maps(codes: Codes) -> list[tuple[Any, list[Markup]]]:
+    found = []
+    for each in codes.maps[:MAX_MAPS]:
+        tokens = each.ids[:MAX_MAP_TOKENS]
+        rows, columns = codes.grid or find_grid(len(tokens))
+        if rows * columns != len(tokens) or any(len(ids) != len(codes.codebooks) for ids in tokens):
+            continue
+        found.append((each.image, [map_uri([ids[c] for ids in tokens], columns) for c in range(len(codes.codebooks))]))
+    return found
+
+
+def _galleries(codes: Codes) -> list[tuple[str, list[Any]]]:
+    found: dict[int, list[Any]] = {}
+    for gallery in codes.galleries:
+        if gallery.codebook < len(codes.codebooks) and gallery.patches:
+            found.setdefault(gallery.codebook, []).append(gallery)
+    return [(codes.codebooks[number].name, each) for number, each in found.items()]
+
+
+def _bits_chart(bits: Bits) -> Chart | None:
+    """Draw accuracy against bits; figures that not every point has are left out."""
+    if len(bits.points) < 2:
+        return None
+    names = [name for name in bits.points[0].figures if all(name in point.figures for point in bits.points)]
+    x = [point.bits_per_image for point in bits.points]
+    curves = []
+    for name in names[:MAX_CURVES]:
+        y = [point.figures[name] for point in bits.points]
+        ends = [point.intervals.get(name, (rate, rate)) for point, rate in zip(bits.points, y, strict=True)]
+        curves.append(Curve(figure_title(name), x, y, [low for low, _ in ends], [high for _, high in ends]))
+    chart = line_chart("Accuracy against bits", curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
+    return chart
+
+
+def _confusion_chart(confusion: Confusion) -> Chart | None:
+    """Draw the confusion matrix, each row as shares of its class."""
+    size = len(confusion.classes)
+    if size < 2 or len(confusion.counts) != size or any(len(row) != size for row in confusion.counts):
+        return None
+    shares = [[count / max(1, sum(row)) for count in row] for row in confusion.counts]
+    title = "Confusion of all classes" if confusion.complete else f"Confusion of the {size} most confused classes"
+    names = [f"{name} {number}" for number, name in enumerate(confusion.classes, start=1)]
+    return table_chart(title, names, shares, "predicted class, by its number", ("0 % of a class", "100 %"))
+
+
+def _accuracy(each: ClassAccuracy) -> float:
+    return each.accuracy.get("codes_only", each.accuracy.get("quantized", each.accuracy.get("continuous", 0.0)))

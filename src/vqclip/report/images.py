@@ -1,0 +1,51 @@
+"""Images of a page as ``data:`` addresses: thumbnails of stored evaluations, and code maps."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+
+from markupsafe import Markup
+from PIL import Image
+
+from vqclip.report.code_maps import code_colour
+
+MAX_SIDE = 512
+"""Largest side of an image that is shown, in pixels: a small file can hold a huge image."""
+_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg"}
+
+
+def image_uri(content: bytes | None) -> Markup | None:
+    """Return the address of a PNG or JPEG image; None for anything else, and for a large one."""
+    if not content:
+        return None
+    try:
+        with Image.open(io.BytesIO(content), formats=tuple(_TYPES)) as image:
+            kind, size = image.format, image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    if kind is None or max(size) > MAX_SIDE:
+        return None
+    return _address(_TYPES[kind], content)
+
+
+def map_uri(codes: Sequence[int], columns: int) -> Markup:
+    """Return the address of a PNG with a pixel for each token, row by row, in the colour of its code; -1 is empty."""
+    rows = -(-len(codes) // columns)
+    image = Image.new("RGBA", (columns, rows))
+    image.putdata([_pixel(code) for code in codes] + [(0, 0, 0, 0)] * (rows * columns - len(codes)))
+    content = io.BytesIO()
+    image.save(content, format="PNG", compress_level=1)
+    return _address("image/png", content.getvalue())
+
+
+def _address(kind: str, content: bytes) -> Markup:
+    return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
+
+
+def _pixel(code: int) -> tuple[int, int, int, int]:
+    if code < 0:
+        return (0, 0, 0, 0)
+    red, green, blue = bytes.fromhex(code_colour(code)[1:])
+    return (red, green, blue, 255)
