@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
 from tests.report.making import Page, make_run
 from vqclip.cli.report import main
 from vqclip.errors import ConfigError
-from vqclip.report import run_charts, write_report
+from vqclip.report import write_report
 from vqclip.report.run_files import read_run
 
 
@@ -26,19 +25,14 @@ def test_the_page_of_a_run(tmp_path):
     assert "script" not in page.elements
     assert "link" not in page.elements
     # Nothing is fetched: every address is a part of the page, data in it, or the name of a namespace.
-    addresses = [value for name, value in page.attributes if name in ("href", "src", "xlink:href")]
+    addresses = [value for name, value in page.attributes if name in ("href", "src")]
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in addresses)
-    assert "url(http" not in text
-    assert not re.search(r"#0[12]00[0-9a-f]{2}", text)  # every stand-in became a CSS variable
+    assert "url(" not in text
 
 
-def test_the_page_is_reproducible_and_leaves_matplotlib_as_it_was(tmp_path):
-    import matplotlib
-
+def test_the_page_is_reproducible(tmp_path):
     folder = make_run(tmp_path / "run")
-    with matplotlib.rc_context({"font.size": 31.0}):
-        first = write_report(folder, tmp_path / "a.html").read_bytes()
-        assert matplotlib.rcParams["font.size"] == 31.0
+    first = write_report(folder, tmp_path / "a.html").read_bytes()
     assert write_report(folder, tmp_path / "b.html").read_bytes() == first
 
 
@@ -51,10 +45,7 @@ def test_a_missing_part_is_left_out_and_named(tmp_path, name):
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'])
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "events.jsonl", "best.json"])
-def test_damaged_files(tmp_path, monkeypatch, name, content):
-    for chart in ("training_charts", "evaluation_charts", "codebook_charts"):  # matplotlib takes most of the time
-        monkeypatch.setattr(run_charts, chart, lambda run: [])
-    monkeypatch.setattr(run_charts, "figure_chart", lambda task: None)
+def test_damaged_files(tmp_path, name, content):
     folder = make_run(tmp_path / "run")
     (folder / name).write_bytes(content)
     assert "made" in write_report(folder).read_text() or name == "config.yaml"

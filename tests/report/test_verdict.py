@@ -67,10 +67,10 @@ CASES = {
         "is 4.1 now",
     ),
     "bad samples": (
-        lambda step: {"data__replaced": 0.3 * 16 * step, "data__replaced__damaged_image": 0.3 * 16 * step},
+        lambda step: {"data__replaced": 4 * step, "data__replaced__damaged_image": 4 * step},
         "bad",
-        "30 % of the samples were bad",
-        "1,920 × damaged image",
+        "20 % of the samples were bad",
+        "1,600 × damaged image",
     ),
     "waiting": (lambda step: {"data_wait": 0.6}, "good", "Healthy", "60 % of the time"),
 }

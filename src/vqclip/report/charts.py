@@ -1,4 +1,4 @@
-"""Kinds of figures on a page: curves over steps, heat maps of codebooks, rates with intervals."""
+"""Kinds of figures on a page: curves over steps, heat maps of codebooks, tables of colours, rates with intervals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from markupsafe import Markup
 
-from vqclip.report.drawing import FAINT, SERIES, TEXT, draw
+from vqclip.report.plot import WIDTH, Plot, compact, log_ticks, ticks
 
 PERCENT = "%"
+COLOURS = 8
+"""Curves that can be told apart in one figure."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,10 @@ class Curve:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    """Values; those that are not finite leave a gap and are counted below the figure."""
-    low: Sequence[float] | None = None
-    """Lower ends of intervals."""
-    high: Sequence[float] | None = None
+    """Values; those that are not finite are left out and counted below the figure."""
+    low: Sequence[float] = ()
+    """Lower ends of intervals; empty without any."""
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -54,46 +57,43 @@ def line_chart(
 
     Args:
         title: caption.
-        curves: at most eight.
+        curves: at most `COLOURS`; further ones are left out.
         unit: of the values; `PERCENT` shows rates in [0, 1] as percent.
         x_label: unit of the other axis.
         logarithmic: use a logarithmic scale; values that are not positive are left out.
-        marks: draw a mark at each value.
+        marks: draw a dot at each value.
         floor: a value that the axis contains.
     """
     factor = 100.0 if unit == PERCENT else 1.0
-    shown: list[tuple[int, Curve, list[tuple[float, float]]]] = []
-    lost = 0
-    for number, curve in enumerate(curves[: len(SERIES)]):
-        pairs = list(zip(curve.x, curve.y, strict=True))
-        kept = [(x, y * factor) for x, y in pairs if math.isfinite(y) and abs(y) < 1e30 and (y > 0 or not logarithmic)]
-        lost += len(pairs) - len(kept)
+    shown = {}
+    for number, curve in enumerate(curves[:COLOURS]):
+        kept = [(x, y * factor) for x, y in zip(curve.x, curve.y, strict=True) if _is_shown(y, logarithmic)]
         if kept:
-            shown.append((number, curve, kept))
+            shown[number] = kept
     if not shown:
         return None
-
-    def paint(axes):  # type: ignore[no-untyped-def]
-        for number, curve, pairs in shown:
-            x, y = [each for each, _ in pairs], [each for _, each in pairs]
-            lonely = len(pairs) == 1 or marks
-            axes.plot(x, y, color=SERIES[number], marker="o" if lonely else None, markersize=4)
-            if curve.low is not None and curve.high is not None and len(curve.low) == len(pairs):
-                low, high = [each * factor for each in curve.low], [each * factor for each in curve.high]
-                axes.fill_between(x, low, high, color=SERIES[number], alpha=0.18, linewidth=0)
-        if logarithmic:
-            axes.set_yscale("log")
-        elif floor is not None:
-            axes.axhline(floor * factor, color="none")
-        _finish(axes, x_label, logarithmic)
-
-    values = [y for _, _, pairs in shown for _, y in pairs]
-    description = f"{title}: from {compact(min(values))} to {compact(max(values))}{f' {unit}' if unit else ''}"
-    legend = [(number, curve.label) for number, curve, _ in shown] if len(curves) > 1 else []
-    note = (
-        f"{lost:,} values are not finite{' or not positive' if logarithmic else ''} and are left out." if lost else ""
-    )
-    return Chart(title, draw(paint, description), unit, legend, note)
+    xs = [x for points in shown.values() for x, _ in points]
+    ys = [y for points in shown.values() for _, y in points]
+    bands = {number: _band(curves[number], factor) for number in shown if not logarithmic}
+    ys += [end for band in bands.values() for _, *ends in band for end in ends]
+    low, high = min(ys), max(ys)
+    if floor is not None and not logarithmic:
+        low, high = min(low, floor * factor), max(high, floor * factor)
+    plot = Plot((min(xs), max(xs)), (low, high), logarithmic=logarithmic)
+    plot.x_axis(ticks(min(xs), max(xs), whole=True), x_label)
+    plot.y_axis(log_ticks(low, high) if logarithmic else ticks(low, high, 4))
+    for number, points in shown.items():
+        if bands.get(number):
+            plot.band(bands[number], number)
+        plot.line(points, number)
+        if marks or len(points) == 1:
+            plot.dots(points, number)
+    lost = sum(not _is_shown(y, logarithmic) for curve in curves[:COLOURS] for y in curve.y)
+    reason = "are not finite or not positive" if logarithmic else "are not finite"
+    note = f"{lost:,} values {reason} and are left out." if lost else ""
+    legend = [(number, curves[number].label) for number in shown] if len(curves) > 1 else []
+    description = f"{title}: from {compact(min(ys))} to {compact(max(ys))}{f' {unit}' if unit else ''}"
+    return Chart(title, plot.svg(description), unit, legend, note)
 
 
 def heat_map(
@@ -110,29 +110,13 @@ def heat_map(
     """
     if not rows or not steps:
         return None
-    import numpy as np
-
-    table = np.clip(np.asarray(values, dtype=np.float64), 0.0, 1.0)
-    last = steps[-1] if steps[-1] > steps[0] else steps[0] + 1
     height = min(420.0, max(150.0, 60.0 + 11.0 * len(rows)))
-
-    def paint(axes):  # type: ignore[no-untyped-def]
-        axes.imshow(
-            table,
-            cmap="cividis",
-            vmin=0,
-            vmax=1,
-            aspect="auto",
-            interpolation="none",
-            extent=(steps[0], last, len(rows), 0),
-        )
-        axes.grid(False)
-        every = max(1, math.ceil(len(rows) / 16))
-        axes.set_yticks([number + 0.5 for number in range(0, len(rows), every)], [_cut(each) for each in rows[::every]])
-        axes.tick_params(length=0)
-        _finish(axes, "step", True)
-
-    return Chart(title, draw(paint, f"{title}, by step", height=height), scale=scale)
+    plot = Plot((steps[0], steps[-1]), (len(rows), 0.0), height=height)
+    plot.colours(np.asarray(values, dtype=np.float64))
+    plot.x_axis(ticks(steps[0], steps[-1], whole=True), "step")
+    every = math.ceil(len(rows) / 16)
+    plot.row_names(rows[::every], [number + 0.5 for number in range(0, len(rows), every)], 7)
+    return Chart(title, plot.svg(f"{title}, by step"), scale=scale)
 
 
 def table_chart(
@@ -147,29 +131,20 @@ def table_chart(
         x_label: label of the columns.
         scale: labels of 0 and 1.
     """
-    import numpy as np
-
     size = len(names)
-    side = max(150.0, min(13.0 * size, 400.0))
-
-    def paint(axes):  # type: ignore[no-untyped-def]
-        extent = (0.5, size + 0.5, size + 0.5, 0.5)
-        table = np.asarray(values, dtype=np.float64)
-        axes.imshow(table, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation="none", extent=extent)
-        axes.grid(False)
-        axes.set_yticks(range(1, size + 1), [_cut(name, 26) for name in names], fontsize=9)
-        _finish(axes, x_label, True)
-        axes.margins(x=0)
-
-    return Chart(title, draw(paint, title, width=480, height=side + 44, margins=(170, 14, 36, 6)), scale=scale)
+    height = 46 + max(150.0, 15.0 * size)
+    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=480, height=height, margins=(170, 14, 38, 8))
+    plot.colours(np.asarray(values, dtype=np.float64))
+    plot.x_axis(ticks(1, size, 10, whole=True), x_label)
+    plot.row_names(names, range(1, size + 1), 25)
+    return Chart(title, plot.svg(title), scale=scale)
 
 
-def rate_chart(
-    title: str,
-    rows: Sequence[tuple[str, Sequence[float | None], Sequence[tuple[float, float] | None], float | None]],
-    labels: Sequence[str],
-) -> Chart | None:
-    """Draw rates in [0, 1] as dots with 95 % intervals, and chance as a line across the row.
+Row = tuple[str, Sequence[float | None], Sequence[tuple[float, float] | None], float | None]
+
+
+def rate_chart(title: str, rows: Sequence[Row], labels: Sequence[str]) -> Chart | None:
+    """Draw rates in [0, 1] as dots with 95 % intervals, and chance as a dotted line across the row.
 
     Args:
         title: caption.
@@ -178,59 +153,28 @@ def rate_chart(
     """
     if not rows:
         return None
-    height = 44.0 + 13.0 * len(rows) * max(2, len(labels))
-
-    def paint(axes):  # type: ignore[no-untyped-def]
-        for place, (_, rates, intervals, chance) in enumerate(rows):
-            if chance is not None:
-                axes.plot([100 * chance] * 2, [place - 0.42, place + 0.42], color=FAINT, linewidth=1.2, linestyle=":")
-            for number, (rate, interval) in enumerate(zip(rates, intervals, strict=True)):
-                y = place + (number - (len(labels) - 1) / 2) * 0.28
-                if interval is not None:
-                    axes.plot(
-                        [100 * interval[0], 100 * interval[1]], [y, y], color=SERIES[number], linewidth=2.2, alpha=0.5
-                    )
-                if rate is not None:
-                    axes.plot([100 * rate], [y], color=SERIES[number], marker="o", markersize=4.5, linestyle="none")
-        axes.set_yticks(range(len(rows)), [_cut(row[0], 24) for row in rows])
-        axes.set_ylim(len(rows) - 0.45, -0.55)
-        axes.set_xlim(-1.5, 101.5)
-        axes.tick_params(length=0)
-        axes.yaxis.set_tick_params(labelcolor=TEXT)
-        _finish(axes, "% of the queries or images", True, limits=False)
-
-    chart = draw(paint, title, height=height, margins=(142, 16, 36, 4))
-    return Chart(title, chart, PERCENT, [*enumerate(labels)])
+    height = 46.0 + 13.0 * len(rows) * max(2, len(labels))
+    plot = Plot((0.0, 100.0), (len(rows) - 0.5, -0.5), width=WIDTH, height=height, margins=(150, 18, 38, 4))
+    plot.x_axis([0, 25, 50, 75, 100], "% of the queries or images")
+    plot.row_names([row[0] for row in rows], range(len(rows)), 24)
+    for place, (_, rates, intervals, chance) in enumerate(rows):
+        if chance is not None:
+            plot.line([(100 * chance, place - 0.42), (100 * chance, place + 0.42)], 7, "chance")
+        for number, (rate, interval) in enumerate(zip(rates, intervals, strict=True)):
+            y = place + (number - (len(labels) - 1) / 2) * 0.28
+            if interval is not None:
+                plot.line([(100 * interval[0], y), (100 * interval[1], y)], number, "interval")
+            if rate is not None:
+                plot.dots([(100 * rate, y)], number)
+    return Chart(title, plot.svg(title), PERCENT, [*enumerate(labels)])
 
 
-def compact(value: float) -> str:
-    """Format a number for an axis: ``0.25``, ``1,500``, ``20k``, ``1.5M``."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if unit == "k" else size
-            return f"{value / scale:.4g}{unit}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _is_shown(value: float, logarithmic: bool) -> bool:
+    return math.isfinite(value) and abs(value) < 1e30 and (value > 1e-30 or not logarithmic)
 
 
-def _finish(axes, x_label: str, keeps_rows: bool, limits: bool = True) -> None:  # type: ignore[no-untyped-def]
-    """Set few ticks with short labels, which cost most of the time of a small figure."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=limits, min_n_ticks=1))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    if not keeps_rows:
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-    if axes.get_yscale() == "log":
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
-        axes.yaxis.set_minor_locator(NullLocator())
-    if not keeps_rows or axes.get_yscale() == "log":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    axes.tick_params(length=0, pad=5)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    axes.set_xlabel(x_label, fontsize=10)
-    axes.margins(x=0.02)
-
-
-def _cut(text: str, most: int = 8) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _band(curve: Curve, factor: float) -> list[tuple[float, float, float]]:
+    """Return place and ends of the intervals of a curve; none if a value has none."""
+    if len(curve.low) != len(curve.y) or len(curve.high) != len(curve.y):
+        return []
+    return [(x, low * factor, high * factor) for x, low, high in zip(curve.x, curve.low, curve.high, strict=True)]

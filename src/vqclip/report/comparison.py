@@ -20,6 +20,8 @@ MAX_RUNS = 8
 MAX_DIFFERENCES = 60
 IGNORED = ("run.name", "run.folder")
 """Settings that differ between runs without meaning anything."""
+TELLING = {"kind", "path", "name", "levels", "bits", "codebooks", "codebook_size", "depth", "dim", "split"}
+"""Settings that are shown of sections of different kinds."""
 CURVES = (
     ("Loss", "loss/total", "", False),
     ("Learning rate", "lr", "", False),
@@ -40,7 +42,7 @@ class ComparedRun:
     files: RunFiles
     label: str
     step: int
-    """Of its newest evaluation."""
+    """Step of its newest evaluation."""
     tasks: dict[str, Task]
     verdict: Verdict
     state: str
@@ -52,7 +54,7 @@ class Difference:
 
     path: str
     values: list[str]
-    """As text, one for each run."""
+    """Values as text, one for each run."""
 
 
 def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
@@ -77,7 +79,10 @@ def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
 def differences(runs: Sequence[RunFiles]) -> list[Difference]:
     """Return the settings that are not equal in all runs, in the order of their first appearance."""
     flat = [dict(_flatten(run.config)) for run in runs]
-    paths = dict.fromkeys(path for each in flat for path in each if path not in IGNORED)
+    paths = [path for path in dict.fromkeys(path for each in flat for path in each) if path not in IGNORED]
+    kinds = [path for path in paths if path.endswith(".kind") and len({each.get(path) for each in flat}) > 1]
+    sections = tuple(path.removesuffix("kind") for path in kinds)  # of other settings, most of which mean little
+    paths = [path for path in paths if not path.startswith(sections) or path.rpartition(".")[2] in TELLING]
     found = []
     for path in paths:
         values = [str(each[path])[:200] if path in each else "–" for each in flat]
@@ -122,6 +127,8 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         if not rows:
             continue
         curves = [Curve(run.label, *_bits(run.tasks.get(name), rows[0].figure)) for run in runs]
+        if len({bits for curve in curves for bits in curve.x}) < 2:
+            continue
         title = f"{name}: {rows[0].title} against bits"
         charts.append(line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0))
     return [chart for chart in charts if chart is not None]

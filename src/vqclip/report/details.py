@@ -24,7 +24,7 @@ SHOWN_CLASSES = 12
 
 @dataclass(frozen=True)
 class TaskDetails:
-    """What a page shows of the details of one task."""
+    """Parts of a page about one task."""
 
     details: Details
     maps: list[tuple[Any, list[Markup]]]
@@ -40,7 +40,7 @@ class TaskDetails:
 
 
 def show_details(details: Details) -> TaskDetails:
-    """Draw the details of a task; call it within `drawing_settings`."""
+    """Draw the details of a task."""
     codes = details.codes
     return TaskDetails(
         details,

@@ -35,6 +35,11 @@ def map_uri(codes: Sequence[int], columns: int) -> Markup:
     rows = -(-len(codes) // columns)
     image = Image.new("RGBA", (columns, rows))
     image.putdata([_pixel(code) for code in codes] + [(0, 0, 0, 0)] * (rows * columns - len(codes)))
+    return png_uri(image)
+
+
+def png_uri(image: Image.Image) -> Markup:
+    """Return the address of an image as PNG."""
     content = io.BytesIO()
     image.save(content, format="PNG", compress_level=1)
     return _address("image/png", content.getvalue())

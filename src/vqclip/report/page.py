@@ -13,12 +13,11 @@ from vqclip.errors import printable
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
-from vqclip.report.charts import compact
 from vqclip.report.details import SHOWN_CLASSES, show_details
-from vqclip.report.drawing import drawing_settings
 from vqclip.report.evaluations import newest_tasks
 from vqclip.report.images import image_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
+from vqclip.report.plot import compact
 from vqclip.report.run_files import RunFiles, number_at, read_run
 from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
 
@@ -59,8 +58,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
         OSError: the page cannot be written.
     """
     runs = comparison.compare([read_run(folder) for folder in folders])
-    with drawing_settings():
-        charts, bits = comparison.comparison_charts(runs), comparison.bits_charts(runs)
+    charts, bits = comparison.comparison_charts(runs), comparison.bits_charts(runs)
     command = shlex.join(["vqclip", "report", *map(str, folders), "--output", str(output)])
     text = render(
         "comparison.html",
@@ -80,14 +78,13 @@ def render_run(run: RunFiles) -> str:
     """Return the page of a run as HTML."""
     step, tasks = newest_tasks(run)
     verdict = judge(run, [row for task in tasks for row in task.rows])
-    with drawing_settings():
-        charts = {
-            "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
-            "training": run_charts.training_charts(run),
-            "evaluations": run_charts.evaluation_charts(run),
-            "codebooks": run_charts.codebook_charts(run),
-        }
-        details = [(task, show_details(task.details)) for task in tasks if task.details is not None]
+    charts = {
+        "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
+        "training": run_charts.training_charts(run),
+        "evaluations": run_charts.evaluation_charts(run),
+        "codebooks": run_charts.codebook_charts(run),
+    }
+    details = [(task, show_details(task.details)) for task in tasks if task.details is not None]
     return render(
         "run.html",
         run=run,

@@ -165,7 +165,7 @@ def _check_collapse(run: RunFiles) -> Iterator[Finding]:
         possible = lost[0]["usage_if_uniform"] * lost[0]["codes"]
         text = (
             f"{spread} of {lost[0]['codes']:,} codes in use over the newest {lost[0]['tokens']:,.0f} tokens; "
-            f"evenly used codes would be {possible:,.0f}. Collapsed: {_names(lost)}."
+            f"evenly used codes would be {possible:,.0f}.{_name_some(lost, every)}"
         )
         whole = "codebook has" if len(every) == 1 else f"{len(lost)} of {len(every)} codebooks have"
         title = f"Collapsed since step {since:,}: {'the ' if len(every) == 1 else ''}{modality} {whole} few codes left"
@@ -200,7 +200,8 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
     if not math.isfinite(replaced) or replaced < 1:
         return
     shown = run.done * run.batch_size
-    share = replaced / shown if shown else math.nan
+    read = shown + replaced  # a substitute may be bad and be replaced, too
+    share = replaced / read if shown else math.nan
     kinds = {
         name.removeprefix("data/replaced/").replace("_", " "): count
         for name, count in run.curves.latest.items()
@@ -209,7 +210,7 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
     named = ", ".join(
         f"{count:,.0f} × {kind[:80]}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])[:8]
     )
-    text = f"{replaced:,.0f} of {shown:,} samples shown could not be used and were replaced by others: {named}."
+    text = f"{replaced:,.0f} of {read:,.0f} samples read could not be used and were replaced by others: {named}."
     advice = "`vqclip data check` names every bad sample and its reason; mend or remove them. Some are listed below."
     if share >= FEW_BAD:
         level: Level = "bad" if share >= MANY_BAD else "warn"
@@ -305,6 +306,11 @@ def _chance(run: RunFiles) -> float | None:
 
 def _loss_name(run: RunFiles) -> str:
     return f"loss/{text_at(run.config, 'loss.kind') or 'total'}"
+
+
+def _name_some(codebooks: list[dict[str, Any]], every: list[dict[str, Any]]) -> str:
+    """Return the names of some of all codebooks as a sentence; empty for all of them."""
+    return "" if len(codebooks) == len(every) else f" They are {_names(codebooks)}."
 
 
 def _names(codebooks: list[dict[str, Any]]) -> str:
