@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from vqclip.tokenizer import ImageTokenizer
 
 _BATCH = 256
 
+FiguresOf = Callable[[list[int], Mapping[str, Tensor]], Mapping[str, tuple[dict[str, float], dict[str, Interval]]]]
+"""m rows and labels with embeddings ``(m, E)`` of these rows → labels with figures and intervals."""
+
 
 def accuracy_by_bits(
     tokenizer: ImageTokenizer,
     codes: SomeCodes,
-    rows: Sequence[int],
-    figures: Callable[[Tensor], tuple[dict[str, float], dict[str, Interval]]],
+    rows: list[int],
+    whole: Tensor,
+    figures: FiguresOf,
 ) -> Bits | None:
     """Return figures for the prefixes of the images' ids that `Prefix.shorter` chooses; texts keep all of their ids.
 
@@ -30,26 +34,34 @@ def accuracy_by_bits(
         tokenizer: in evaluation mode.
         codes: contains the ids of ``rows``.
         rows: rows of the images.
-        figures: function of their embeddings ``(m, E)`` that returns figures and intervals.
+        whole: ``(m, E)``, their embeddings with all ids.
+        figures: function that returns the figures of embeddings.
 
     Returns:
         None if there is only one prefix, all of the ids.
     """
-    whole = tokenizer.quantizer.extent
-    prefixes = whole.shorter()
+    extent = tokenizer.quantizer.extent
+    prefixes = {_label(prefix, extent): prefix for prefix in extent.shorter()}
     if len(prefixes) < 2 or not rows:
         return None
-    ids, points = codes.of(rows), []
-    for prefix in prefixes:
-        with torch.no_grad():
-            parts = [
-                tokenizer.embed(tokenizer.truncate(part.to(tokenizer.device), *prefix)) for part in ids.split(_BATCH)
-            ]
-        rates, intervals = figures(torch.cat(parts))
-        sizes = [tokenizer.codebook_sizes[column] for column in tokenizer.quantizer.columns(*prefix)]
-        bits = tokenizer.num_tokens * math.fsum(map(math.log2, sizes))
-        points.append(BitsPoint(label=_label(prefix, whole), bits_per_image=bits, figures=rates, intervals=intervals))
+    ids = codes.of(rows).to(tokenizer.device)
+    with torch.no_grad():
+        embeddings = {
+            label: torch.cat([tokenizer.embed(tokenizer.truncate(part, *prefix)) for part in ids.split(_BATCH)])
+            for label, prefix in prefixes.items()
+            if prefix != extent
+        }
+    found = figures(rows, embeddings | {_label(extent, extent): whole})
+    points = [
+        BitsPoint(label=label, bits_per_image=_bits(tokenizer, prefixes[label]), figures=rates, intervals=intervals)
+        for label, (rates, intervals) in found.items()
+    ]
     return Bits(images=len(rows), points=tuple(sorted(points, key=lambda point: point.bits_per_image)))
+
+
+def _bits(tokenizer: ImageTokenizer, prefix: Prefix) -> float:
+    columns = tokenizer.quantizer.columns(*prefix)
+    return tokenizer.num_tokens * math.fsum(math.log2(tokenizer.codebook_sizes[column]) for column in columns)
 
 
 def _label(prefix: Prefix, whole: Prefix) -> str:

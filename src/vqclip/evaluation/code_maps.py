@@ -102,9 +102,9 @@ def show_codes(
     if grid is not None and config.gallery_codes:
         ids = codes.of(rows)
         for codebook in range(min(len(names), config.gallery_codebooks)):
-            for code, count, places in shared_codes(ids[..., codebook], config.gallery_codes):
+            for code, count, places in shared_codes(ids[..., codebook], config.gallery_codes, config.gallery_patches):
                 cut = [_cut(reader.pixels(int(indices[rows[row]])), grid, token) for row, token in places]
-                patches = [patch(each, config.thumbnail) for each in cut[: config.gallery_patches] if each is not None]
+                patches = [patch(each, config.thumbnail) for each in cut if each is not None]
                 kept = tuple(each for each in patches if each is not None)
                 galleries.append(Gallery(codebook=codebook, code=code, images=count, patches=kept))
     return Codes(
@@ -131,28 +131,36 @@ def token_grid(tokenizer: ImageTokenizer) -> tuple[int, int] | None:
     return (side, side) if tokenizer.reduce is None and side * side == tokenizer.num_tokens else None
 
 
-def shared_codes(ids: Tensor, some: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+class SharedCode(NamedTuple):
+    """A code of one codebook, and where it occurs."""
+
+    code: int
+    images: int
+    """Number of images that contain it."""
+    places: list[tuple[int, int]]
+    """Place of an image among those that were looked at, and of the first token with the code in it."""
+
+
+def shared_codes(ids: Tensor, some: int, patches: int) -> list[SharedCode]:
     """Return the codes of one codebook that occur in the most images, at least two; of equal ones the most used.
 
     Args:
         ids: ``(m, N)`` int64, -1 where absent.
         some: number of codes.
-
-    Returns:
-        Code, number of images that contain it, and for each of them its place and the place of the first token.
+        patches: number of places of each.
     """
     codes, which = ids.unique(return_inverse=True)
     contains = torch.zeros(len(ids), len(codes), dtype=torch.bool).scatter_(1, which, True)
     images, uses = contains.sum(0), which.flatten().bincount(minlength=len(codes))
-    order = sorted(range(len(codes)), key=lambda code: (-int(images[code]), -int(uses[code])))
-    return [
-        (
-            int(codes[code]),
-            int(images[code]),
-            [(row, int((which[row] == code).nonzero()[0])) for row in contains[:, code].nonzero()[:, 0].tolist()],
-        )
-        for code in [code for code in order if codes[code] >= 0 and images[code] > 1][:some]
-    ]
+    order = (images * (1 + ids.numel()) + uses).argsort(stable=True, descending=True)
+    order = order[(codes[order] >= 0) & (images[order] > 1)][:some]
+    found = []
+    for code in order.tolist():
+        rows = contains[:, code].nonzero()[:patches, 0]
+        tokens = (which[rows] == code).to(torch.uint8).argmax(dim=1)  # the first of several
+        places = list(zip(rows.tolist(), tokens.tolist(), strict=True))
+        found.append(SharedCode(int(codes[code]), int(images[code]), places))
+    return found
 
 
 def _cut(pixels: Tensor | None, grid: tuple[int, int], token: int) -> Tensor | None:

@@ -57,9 +57,9 @@ class DetailsConfig(Config):
     """Patches of a code."""
     gallery_codebooks: int = Field(2, ge=1, le=MAX_CODEBOOKS)
     """Codebooks with such galleries: the first ones."""
-    gallery_images: int = Field(32, ge=2, le=512)
+    gallery_images: int = Field(24, ge=2, le=512)
     """Images, evenly spread over the set, that patches are cut from."""
-    bits_images: int = Field(256, ge=0, le=100_000)
+    bits_images: int = Field(96, ge=0, le=100_000)
     """Images, evenly spread over the set, for the accuracy at fewer bits."""
     thumbnail: int = Field(64, ge=16, le=MAX_THUMBNAIL)
     """Side of a thumbnail in pixels."""

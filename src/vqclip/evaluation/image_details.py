@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from vqclip.evaluation.bits import accuracy_by_bits
+from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
 from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
-from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, Interval, ShownImage
+from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, ShownImage
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.thumbnails import ImageReader
@@ -51,16 +49,13 @@ class ImageDetails:
         args = self.config, self._reader, self._images.indices, self.image
         return show_codes(self._tokenizer, self._codes, rows, *args)
 
-    def bits(self, figures: Callable[[list[int], Tensor], tuple[dict[str, float], dict[str, Interval]]]) -> Bits | None:
-        """Return the accuracy against bits; None without codes, and if they cannot be split.
-
-        Args:
-            figures: function of m rows and their embeddings ``(m, E)`` that returns figures and intervals.
-        """
-        rows = spread(len(self._texts), self.config.bits_images)
+    def bits(self, figures: FiguresOf) -> Bits | None:
+        """Return the accuracy against bits; None without codes, and if they cannot be split."""
         if self._codes is None:
             return None
-        return accuracy_by_bits(self._tokenizer, self._codes, rows, lambda embeddings: figures(rows, embeddings))
+        rows = spread(len(self._texts), self.config.bits_images)
+        whole = self._images.encoded.embeddings["codes_only"][rows]
+        return accuracy_by_bits(self._tokenizer, self._codes, rows, whole, figures)
 
 
 def make_details(

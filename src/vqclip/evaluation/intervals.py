@@ -108,21 +108,22 @@ def class_mean_intervals(hits: Tensor, labels: Tensor, images: Tensor | None = N
         labels: ``(n,)`` int64, at least one.
         images: ``(n,)`` int64, the image of each hit; None: each has its own.
     """
-    order = labels.argsort(stable=True).numpy()
+    order = labels.argsort(stable=True)
     sizes = labels.unique(return_counts=True)[1].numpy()
-    starts = np.cumsum(sizes) - sizes
-    drawn_image, count = order, len(labels)
+    starts, count = np.cumsum(sizes) - sizes, len(labels)
+    distinct, which = hits[:, order].unique(dim=0, return_inverse=True)  # quantized and codes only are often equal
+    sorted_hits = distinct.float().numpy()
     if images is not None:
-        which = images.unique(return_inverse=True)[1].numpy()
-        drawn_image, count = which[order], 1 + int(which.max())
+        drawn_image = images.unique(return_inverse=True)[1][order].numpy()
+        count = 1 + int(drawn_image.max())
 
     def statistic(drawn: np.ndarray) -> np.ndarray:
-        drawn = drawn[:, drawn_image]
+        # If each hit has its own image, draws are of places in the order of the classes.
+        drawn = (drawn if images is None else drawn[:, drawn_image]).astype(np.float32)
         sizes = np.add.reduceat(drawn, starts, axis=1)
-        means = [
-            (np.add.reduceat(drawn * each, starts, axis=1) / np.maximum(sizes, 1)).sum(1) / (sizes > 0).sum(1)
-            for each in hits.numpy()[:, order]
-        ]
-        return np.stack(means, axis=1)
+        present = (sizes > 0).sum(1)
+        sums = [np.add.reduceat(drawn * each, starts, axis=1) for each in sorted_hits]
+        return np.stack([(each / np.maximum(sizes, 1)).sum(1) / present for each in sums], axis=1)
 
-    return bootstrap(count, statistic)
+    found = bootstrap(count, statistic)
+    return [found[number] for number in which.tolist()]

@@ -185,8 +185,11 @@ def hit_chance(above: Tensor, right: Tensor, wrong: Tensor, k: int) -> Tensor:
         float64, shaped like the arguments.
     """
     above, right, wrong = above.double(), right.double(), wrong.double()
-    missed = torch.ones_like(above)
+    missed, tied = (above >= k).double(), wrong > 0
+    above, right, wrong = above[tied], right[tied], wrong[tied]
+    none = torch.ones_like(above)
     for place in range(k):
         share = (wrong - place).clamp(min=0) / (right + wrong - place).clamp(min=1)
-        missed = torch.where(place < k - above, missed * share, missed)
+        none = torch.where(place < k - above, none * share, none)
+    missed[tied] = none
     return 1 - missed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -53,11 +54,10 @@ class RetrievalConfig(ImagesConfig):
         counts = torch.tensor([len(one) for one in captions])
 
         modes, notes = common_modes(image, text)
+        with_wrong = () if encoder.details is None else ("codes_only",)
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
             ranks = {
-                mode: both_ranks(
-                    image.embeddings[mode], text.embeddings[mode], counts, with_wrong=encoder.details is not None
-                )
+                mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts, with_wrong=mode in with_wrong)
                 for mode in modes
             }
         return Result(
@@ -142,10 +142,13 @@ def _details(
             return details
         targets, ends = text.embeddings["codes_only"], counts.cumsum(0)
 
-        def figures(some: list[int], embeddings: Tensor) -> tuple[dict[str, float], dict[str, Interval]]:
+        def figures(
+            some: list[int], embeddings: Mapping[str, Tensor]
+        ) -> dict[str, tuple[dict[str, float], dict[str, Interval]]]:
             own = [place for row in some for place in range(int(ends[row] - counts[row]), int(ends[row]))]
-            both = both_ranks(embeddings, targets[own], counts[some])
-            return _recalls(both), _intervals({"": both}, counts[some])[""]
+            both = {label: both_ranks(each, targets[own], counts[some]) for label, each in embeddings.items()}
+            intervals = _intervals(both, counts[some])
+            return {label: (_recalls(found), intervals[label]) for label, found in both.items()}
 
         examples = _examples(maker, images, text, counts, ranks["codes_only"])
         return details.model_copy(update={"examples": examples, "bits": maker.bits(figures)})
@@ -153,7 +156,7 @@ def _details(
     return make_details(model.image, encoder, images, lambda: [each[0] for each in images.annotations], make)
 
 
-def _intervals(ranks: dict[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
+def _intervals(ranks: Mapping[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
     to_text = torch.cat([each.to_text.hits(_DEPTHS) for each in ranks.values()])
     to_image = torch.cat([each.to_image.hits(_DEPTHS) for each in ranks.values()])
     k = len(_DEPTHS)

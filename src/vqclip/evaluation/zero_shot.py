@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -143,10 +143,16 @@ def _details(
             text_of_query=lambda row, right: names[right],
         )  # fmt: skip
 
-        def figures(some: list[int], embeddings: Tensor) -> tuple[dict[str, float], dict[str, Interval]]:
+        def figures(
+            some: list[int], embeddings: Mapping[str, Tensor]
+        ) -> dict[str, tuple[dict[str, float], dict[str, Interval]]]:
             own = labels[some]
-            hits = rank(embeddings, classes, own.to(rows.device), each).hits(DEPTHS)
-            return class_figures(hits, own), class_intervals(CLASS_FIGURES, {"": hits}, own)[""]
+            hits = {
+                label: rank(each_image, classes, own.to(rows.device), each).hits(DEPTHS)
+                for label, each_image in embeddings.items()
+            }
+            intervals = class_intervals(CLASS_FIGURES, hits, own)
+            return {label: (class_figures(found, own), intervals[label]) for label, found in hits.items()}
 
         return details.model_copy(update={"examples": (examples,), "bits": maker.bits(figures)})
 
