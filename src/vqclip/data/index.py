@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -21,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from vqclip.data.arrays import load_arrays, save_arrays
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
-from vqclip.io.atomic import write_file
 from vqclip.io.cache import cache_folder
 
 __all__ = ["KINDS", "ShardIndex", "load_index", "remove_index"]
@@ -37,6 +36,7 @@ KINDS = ("image", "txt", "json", "cls")
 _COLUMNS = {"jpg": 0, "jpeg": 0, "png": 0, "webp": 0, "txt": 1, "json": 2, "cls": 3}
 """Extension → column. Members with other extensions are never read."""
 _VERSION = 1
+_FACTS = ("length", "modified_ns", "sha256")
 _KEY = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$", re.DOTALL)
 
 
@@ -192,59 +192,31 @@ def _cache_file(path: Shard, cache: Path | None) -> Path:
     return (cache or cache_folder()) / "index" / f"{key[:24]}.npz"
 
 
+def _versions(path: Shard) -> dict[str, object]:
+    return {"version": _VERSION, "path": str(path)}
+
+
 def _write(cached: Path, index: ShardIndex) -> None:
-    facts = {
-        "version": _VERSION,
-        "path": str(index.path),
-        "length": index.length,
-        "modified_ns": index.modified_ns,
-        "sha256": index.sha256,
-    }
-    arrays: dict[str, Any] = {
-        "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        "offsets": index.offsets,
-        "sizes": index.sizes,
-        "keys": np.frombuffer(index.keys, np.uint8),
-        "key_ends": index.key_ends,
-    }
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_file(cached, lambda file: np.savez(file, **arrays))
-    except OSError as error:
-        raise DataError(
-            f"{cached.parent}: the index of {index.path} cannot be written ({error.strerror}); "
-            "set VQCLIP_CACHE to a folder with room"
-        ) from None
+    facts = {name: getattr(index, name) for name in _FACTS}
+    keys = np.frombuffer(index.keys, np.uint8)
+    arrays = {"offsets": index.offsets, "sizes": index.sizes, "keys": keys, "key_ends": index.key_ends}
+    save_arrays(cached, _versions(index.path) | facts, arrays, str(index.path))
 
 
 def _read(cached: Path, path: Shard) -> ShardIndex | None:
     """Return the stored index; None if it is missing, damaged or of another version."""
-    try:
-        with np.load(cached, allow_pickle=False) as arrays:
-            facts = json.loads(arrays["facts"].tobytes())
-            if facts["version"] != _VERSION or facts["path"] != str(path):
-                return None
-            index = ShardIndex(
-                path=path,
-                length=facts["length"],
-                modified_ns=facts["modified_ns"],
-                sha256=facts["sha256"],
-                offsets=arrays["offsets"],
-                sizes=arrays["sizes"],
-                keys=arrays["keys"].tobytes(),
-                key_ends=arrays["key_ends"],
-            )
+
+    def make(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> ShardIndex:
+        fields: dict[str, Any] = {**arrays, **{name: facts[name] for name in _FACTS}, "keys": arrays["keys"].tobytes()}
+        index = ShardIndex(path, **fields)
         _require_consistent(index)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
-        logger.warning("%s: damaged index of %s is made again (%s)", cached, path, error)
-        return None
-    return index
+        return index
+
+    return load_arrays(cached, _versions(path), str(path), make)
 
 
 def _require_consistent(index: ShardIndex) -> None:
-    """Check an untrusted index: shapes, types (numpy returns bytes for a member that is not an array), and ranges."""
+    """Check an untrusted index: shapes, types and ranges."""
     samples = len(index.key_ends)
     table = (samples, len(KINDS))
     arrays: list[tuple[Any, tuple[int, ...]]] = [
@@ -253,7 +225,7 @@ def _require_consistent(index: ShardIndex) -> None:
         (index.key_ends, (samples,)),
     ]
     for array, shape in arrays:
-        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.int64:
+        if array.shape != shape or array.dtype != np.int64:
             raise ValueError("it contains other arrays than expected")
     inside = (index.offsets >= -1).all() and (index.sizes >= 0).all()
     inside &= (index.offsets <= index.length).all() and (index.sizes <= index.length - index.offsets).all()

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from vqclip.data.arrays import load_arrays, save_arrays
 from vqclip.data.remote import display_url, local_path, protocol_of
-from vqclip.data.sources.file_table import FileTable, checksum, load_arrays, save_arrays
+from vqclip.data.sources.file_table import FileTable, checksum, versions
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.errors import DataError
 from vqclip.io.files import open_regular
@@ -70,7 +71,8 @@ class FilePart:
             DataError: a file is written to while it is read, or the cache cannot be written.
         """
         paths = checksum(self.table.paths.span(self.start, self.stop), self.second.encode())
-        found = self._read(paths)
+        facts = {**versions(self.name), "paths": paths}
+        found = load_arrays(self.file, facts, self.name, lambda _, arrays: PartIndex(**arrays))
         fresh = found is not None and self.file in _checked
         _checked.discard(self.file)
         if fresh and found is not None:
@@ -79,15 +81,9 @@ class FilePart:
         changed = index.update(self)
         if changed or found is None:
             arrays = {"sizes": index.sizes, "modified_ns": index.modified_ns, "digests": index.digests}
-            save_arrays(self.file, self.name, {"paths": paths}, arrays)
+            save_arrays(self.file, facts, arrays, self.name)
             logger.info("indexed %s: %d image files of samples %d to %d", self.name, changed, self.start, self.stop - 1)
         return index
-
-    def _read(self, paths: str) -> PartIndex | None:
-        stored = load_arrays(self.file, self.name)
-        if stored is None or stored[0].get("paths") != paths:
-            return None
-        return PartIndex(**stored[1])
 
     def files(self, index: int) -> list[str]:
         """Return the files of a row: the image, and that of the captions if there is one.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.errors import DataError
-from vqclip.io.atomic import write_file
+from vqclip.data.arrays import load_arrays, save_arrays
 
-__all__ = ["FileTable", "TableBuilder", "Texts", "checksum", "input_state", "load_arrays", "load_table", "save_arrays"]
+__all__ = ["FileTable", "TableBuilder", "Texts", "checksum", "input_state", "load_table", "versions"]
 
-logger = logging.getLogger("vqclip.data")
 
-_VERSION = 2
+def versions(name: str) -> dict[str, object]:
+    """Return the facts by which a stored table or index of image files is known; see `vqclip.data.arrays`."""
+    return {"version": 2, "name": name}
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,9 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
     Raises:
         DataError: from `make`, or the cache cannot be written.
     """
-    stored = load_arrays(file, name)
-    if stored is not None:
-        table = _table(*stored)
-        if all(input_state(path) == state for path, state in table.inputs.items()):
-            return table
+    stored = load_arrays(file, versions(name), name, _table)
+    if stored is not None and all(input_state(path) == state for path, state in stored.inputs.items()):
+        return stored
     table = make()
     facts = {
         "classnames": table.classnames,
@@ -164,7 +160,7 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
         "facts": table.facts,
         "inputs": table.inputs,
     }
-    save_arrays(file, name, facts, dict(_arrays(table)))
+    save_arrays(file, versions(name) | facts, dict(_arrays(table)), name)
     return table
 
 
@@ -186,43 +182,6 @@ def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> FileTable:
         facts=dict(facts["facts"]),
         inputs=dict(facts["inputs"]),
     )
-
-
-def save_arrays(file: Path, name: str, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays and JSON-able facts to a file of the cache; raises DataError if it cannot be written."""
-    body = np.frombuffer(
-        json.dumps({"version": _VERSION, "name": name, "arrays": sorted(arrays), **facts}).encode(), np.uint8
-    )
-    content: dict[str, Any] = {"facts": body, **arrays}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, lambda stream: np.savez(stream, **content))
-    except OSError as error:
-        raise DataError(
-            f"{file.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
-            "with room"
-        ) from None
-
-
-def load_arrays(file: Path, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """Return what `save_arrays` has written under this name; None if it is missing, damaged or of another version.
-
-    Every array has a checksum in the file, and the facts name all arrays, so what is returned is what was written.
-    """
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            facts = json.loads(stored["facts"].tobytes())
-            if facts["version"] != _VERSION or facts["name"] != name:
-                return None
-            arrays = {key: stored[key] for key in stored.files if key != "facts"}
-        if sorted(arrays) != facts["arrays"] or not all(isinstance(each, np.ndarray) for each in arrays.values()):
-            raise ValueError("it contains other arrays than were written")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
-        logger.warning("%s: damaged index of %s is made again (%s)", file, name, error)
-        return None
-    return facts, arrays
 
 
 def checksum(*parts: bytes) -> str:
