@@ -19,8 +19,8 @@ from torch import Tensor
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.data import ClassShards, EvalSet, decode_image, mask_credentials
-from vqclip.data.images import ImageFiles, ImageSource, open_images
+from vqclip.data import EvalSet, decode_image, mask_credentials
+from vqclip.data.images import ImageSource, open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, printable
@@ -137,7 +137,7 @@ def _images(
 
 def _name(source: ImageSource, index: int, caption: str) -> str:
     place = source.place(index)
-    return place if isinstance(source, ImageFiles) else f"{place}: {caption}"  # a file's caption is from its name
+    return place if getattr(source.config, "captions", None) == "names" else f"{place}: {caption}"
 
 
 def _build(options: argparse.Namespace) -> None:
@@ -147,7 +147,7 @@ def _build(options: argparse.Namespace) -> None:
     origin = Origin(
         tokenizer=_local(options.tokenizer),
         pictures=_local(path),
-        split=source.config.split if isinstance(source, ClassShards) else None,
+        split=getattr(source.config, "split", None),
         fingerprint=source.fingerprint,
     )
     index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)

@@ -33,7 +33,10 @@ def open_indexed(index: CodeIndex, images: str) -> ImageSource:
     """
     source = open_images(images, index.origin.split)
     if source.fingerprint != index.origin.fingerprint:
-        raise DataError(f"{images}: the index was built from other data; expected the same images, or a rebuilt index")
+        raise DataError(
+            f"{images}: the index was built from other data, or by an older version; expected the same images, or a "
+            "rebuilt index"
+        )
     last = len(index) - 1 if index.places is None else int(index.places.max()) if len(index) else -1
     if last >= len(source):
         raise CheckpointError(

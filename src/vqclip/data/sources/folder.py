@@ -22,7 +22,7 @@ from vqclip.io.walk import walk_files
 
 __all__ = ["FolderConfig"]
 
-Captions = Literal["classes", "txt", "txt_lines", "json", "metadata"]
+Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.jsonl", "captions.json")
 """Files with the captions of a folder."""
 
@@ -40,7 +40,8 @@ class FolderConfig(FileSourceConfig):
     captions: Captions | None = None
     """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image, in
     subfolders too (img2dataset's `files`), as for `shards`. metadata: a metadata.csv, metadata.jsonl or captions.json
-    in the folder, as Hugging Face's imagefolder has it. null: found out where it is plain."""
+    in the folder, as Hugging Face's imagefolder has it. names: the name of each image's file without its ending, with
+    "_" and "-" read as blanks. null: found out where it is plain."""
     json_keys: tuple[str, ...] = ("caption",)
     """Keys of the .json with a caption or a list of captions."""
     file_key: str = "file_name"
@@ -104,7 +105,7 @@ class FolderConfig(FileSourceConfig):
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in it or below it")
         for path in images:
-            builder.add(path)
+            builder.add(path, [_caption_of(path)] if mode == "names" else ())
         return builder.finish(facts={"captions": mode})
 
 
@@ -127,6 +128,11 @@ def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions
             f"{', '.join(METADATA)}, or a subfolder for each class{hint}"
         )
     return "classes"
+
+
+def _caption_of(path: str) -> str:
+    stem = os.path.splitext(os.path.basename(path))[0]
+    return stem.replace("_", " ").replace("-", " ").strip() or stem
 
 
 def _is_image(name: str) -> bool:
