@@ -39,7 +39,7 @@ SHARES = {
     "evaluate retrieval": "--bad-fraction",
 }
 TEXTS = {
-    "tokenize": ("--tokenizer", "--data", "--out", "--json-key"),
+    "tokenize": ("--tokenizer", "--data", "--out"),
     "export": ("--out", "--data"),
     "search build": ("--tokenizer", "--images", "--out"),
     "search query": ("--tokenizer", "--images", "--index", "--image", "--html"),
@@ -99,11 +99,11 @@ def test_data_of_tokenize(monkeypatch, tmp_path):
     shards = caption_shards(tmp_path / "s", (1, 1))
     (tmp_path / "a.csv").touch()
     for given, expected in (
-        (f"{shards}/00000.tar {shards}/00001.tar --json-key a --json-key b c --captions json", "shards"),
+        (f"{shards}/00000.tar {shards}/00001.tar json_keys=[a,b,c] captions=json", "shards"),
         ("s3://bucket/folder", "shards"),
-        (f"{class_folder(tmp_path / 'c')} --split train", "classes"),
+        (f"{class_folder(tmp_path / 'c')} split=train", "classes"),
         (f"{tmp_path}/a.csv captions=text image=file", "csv"),
-        ("anything --kind tsv", "tsv"),
+        ("anything kind=tsv", "tsv"),
     ):
         assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", *given.split()]) == 130
         assert built.call_args.args[0].data.kind == expected

@@ -58,7 +58,7 @@ def test_whole_sets_by_one_process_two_and_a_killed_job(real_data: Path, tmp_pat
     else:
         folder = real_data / "cls_eurosat"
         source = ClassShardsConfig(path=folder, split=where)
-        options = ["--kind", "classes", "--data", str(folder), "--split", where]
+        options = ["--data", str(folder), "kind=classes", f"split={where}"]
     options += ["--tokenizer", tokenizer, "--device", "cpu", "--tolerance", "0", "--workers", "1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 

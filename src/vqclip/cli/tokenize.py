@@ -12,7 +12,6 @@ from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
-from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
@@ -23,8 +22,7 @@ __all__ = ["main"]
 _EXAMPLES = """\
 examples:
   vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
-  vqclip tokenize --tokenizer runs/eurosat/tokenizer --kind classes --data /datasets/cls_eurosat --split train \\
-    --out tokens/eurosat
+  vqclip tokenize --tokenizer runs/eurosat/tokenizer --data /datasets/cls_eurosat split=train --out tokens/eurosat
   torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
 
 Run the same command again to continue after a stop. docs/reuse.md describes the files that it writes.
@@ -65,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         metavar="PATTERN",
         help="data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option; and key=value "
-        "of its configuration in data.sources, such as captions=text",
+        "of its configuration in data.sources, such as captions=text, json_keys=[long,short] or split=train",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
@@ -75,14 +73,6 @@ def _parser() -> argparse.ArgumentParser:
         default="wds",
         help="format of the token shards: WebDataset tars or Parquet (%(default)s)",
     )
-    add(
-        "--kind",
-        type=types.text,
-        help="kind of the data, such as shards, classes, csv or folder (docs/data.md lists all); default: found out "
-        "from the path, shards at URLs",
-    )
-    add("--split", help=f"for --kind classes: {SPLIT_HELP}")
-    types.add_captions(parser)
     add(
         "--batch-size",
         type=types.batch_size,
@@ -138,15 +128,7 @@ def _data(options: argparse.Namespace) -> SourceConfigBase:
     paths, overrides = types.paths_and_overrides(options.data)
     if not paths:
         raise ConfigError(f"--data: got {' '.join(options.data)!r}; expected a path before it")
-    named = options.kind or any(each.startswith("kind=") for each in overrides)
-    at_urls = not named and protocol_of(paths[0]) not in (None, "file")
-    data = parse_source(
-        paths,
-        overrides,
-        kind="shards" if at_urls else options.kind,
-        captions=options.captions,
-        json_keys=options.json_key,
-        split=options.split,
-    )
+    at_urls = protocol_of(paths[0]) not in (None, "file")
+    data = parse_source(paths, overrides, kind="shards" if at_urls else None)
     data.require_no_weight("vqclip tokenize")
     return data
