@@ -1,5 +1,7 @@
 """Shards to tensors: images a second and core, vqclip's loader against open_clip's WebDataset pipeline.
 
+Prints rates and ratios, after about 5 minutes on two CPU cores.
+
     python benchmarks/data.py --shards DATA/captions_pomological/train --peer-python PEER/bin/python
 
 Both read the same shards with the same random crop, output size, vocabulary and batch size, in one process with one
@@ -38,6 +40,7 @@ def main() -> None:
     if options.side:
         serve({"ours": ours, "uint8": ours_in_bytes, "peer": peer}[options.side](options), options)
         return
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     for size in options.size:
         compare(options, size)
 
@@ -58,12 +61,14 @@ def parse() -> argparse.Namespace:
 
 def compare(options: argparse.Namespace, size: int) -> None:
     """Alternates rounds of all sides and prints medians and the ratio."""
+    from tqdm import tqdm
+
     sides = {"ours": sys.executable, "uint8": sys.executable}
     if options.peer_python:
         sides["peer"] = options.peer_python
     children = {side: start(options, side, python, size) for side, python in sides.items()}
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(options.rounds + 1):
+    for number in tqdm(range(options.rounds + 1), desc=f"{size} px", disable=None):
         for side, child in children.items():
             rate = ask(child)
             if number:  # the first round warms caches up

@@ -1,5 +1,7 @@
 """Training with stored features of frozen towers beside the same training with towers that run in every step.
 
+Prints a table, after about 10 minutes on two CPU cores.
+
     pip install 'vqclip[small-towers]'
     OMP_NUM_THREADS=1 python benchmarks/feature_cache.py --shards data/captions_noto_emoji/train
 
@@ -141,6 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         return child(options.child, Path(options.folder), options.steps)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         rounds, starts = measure(options, Path(folder))
         size = sum(path.stat().st_size for path in (Path(folder) / "features").rglob("*") if path.is_file())

@@ -1,5 +1,7 @@
 """Time of the guards: the training loop with all of them and without, in turns.
 
+Prints tables, after about 15 minutes on two CPU cores.
+
     OMP_NUM_THREADS=1 python benchmarks/guards.py
 
 The method, and the model, are those of `benchmarks/training.py`, row `fsq`. `fsq` has the guards as they come: the look
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 
 import training
 from vqclip.scenes import make_scenes
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="rounds of each, without the warm-up")
     parser.add_argument("--steps", type=int, default=1, help="steps of a round")
     options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     options.rows = (training.FSQ, training.UNGUARDED)
     rounds = training.measure(options, make_scenes().train)
     training.report(rounds)

@@ -1,5 +1,7 @@
 """Ids that rounding decides: how many of a million differ between batch sizes, threads, kernels and runtimes.
 
+Prints a table row by row: about half a minute on two CPU cores for 1,000 images.
+
     python benchmarks/ids.py --tokenizer runs/eurosat/tokenizer --modality image --data DATA/cls_eurosat --split test
 
 Compares each way of encoding with batches of 64 in torch, one thread, oneDNN on. --precision fp64 does it in float64.
@@ -8,6 +10,7 @@ Compares each way of encoding with batches of 64 in torch, one thread, oneDNN on
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use only so many samples, evenly spread")
     parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
     options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if options.precision == "fp64":
         tokenizer.double()

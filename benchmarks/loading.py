@@ -1,5 +1,7 @@
 """Time and memory of loading a tokenizer: whole processes, beside one that only imports torch.
 
+Prints a table, after about 4 minutes on two CPU cores.
+
     OMP_NUM_THREADS=1 python benchmarks/loading.py
     OMP_NUM_THREADS=1 python benchmarks/loading.py --tokenizer runs/base/tokenizer --rounds 20
 
@@ -19,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 TORCH = "import torch"
 READ = """
@@ -90,10 +94,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/base.yaml"), help="without --tokenizer")
     parser.add_argument("--rounds", type=int, default=10, help="without the first")
     options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     with tempfile.TemporaryDirectory() as aside:
         folder = str(options.tokenizer) if options.tokenizer else make_folder(options.config, Path(aside) / "tokenizer")
         programs = rows(folder)
-        rounds = [{name: cost(program) for name, program in programs.items()} for _ in range(options.rounds + 1)][1:]
+        rounds = [
+            {name: cost(program) for name, program in programs.items()}
+            for _ in tqdm(range(options.rounds + 1), disable=None)
+        ][1:]
         size = (Path(folder) / "model.safetensors").stat().st_size / 2**20
     print(
         f"{options.tokenizer or options.config}: {size:,.1f} MiB of weights; {options.rounds} rounds, median (range)\n"

@@ -1,5 +1,7 @@
 """Time, peak memory and traffic of the losses beside open_clip's, forward and backward.
 
+Prints a table row by row: about half an hour on two CPU cores.
+
     OMP_NUM_THREADS=1 python benchmarks/losses.py
     OMP_NUM_THREADS=1 python benchmarks/losses.py --losses softmax --sizes 2048 --ranks 1 2 --json losses.json
 
@@ -29,6 +31,7 @@ import multiprocessing as mp
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,6 +259,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row; one from 16,384 on")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     print(f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds")
     print(f"(one from 16,384 on); {machine()}\n")
     print(

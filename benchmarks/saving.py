@@ -1,5 +1,7 @@
 """Pause of training by a checkpoint: saved in the background, and saved in the loop.
 
+Prints a table, after about 2 minutes on two CPU cores.
+
     OMP_NUM_THREADS=1 python benchmarks/saving.py
     OMP_NUM_THREADS=1 python benchmarks/saving.py --config configs/base.yaml --rounds 5
 
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to save; by default a temporary folder")
     options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     keep_freed_memory()
     step = training_step(load_config(TrainConfig, options.config, []))
     size = sum(tensor.nbytes for tensor in step.model.state_dict().values())
@@ -55,7 +60,7 @@ def main() -> None:
         }
         pauses: dict[str, list[float]] = {name: [] for name in ways}
         wholes: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(options.rounds + 1):
+        for number in tqdm(range(options.rounds + 1), desc="rounds", disable=None):
             for name, checkpointer in ways.items():
                 begun = time.perf_counter()
                 checkpointer.save(number, {"replaced": {}, "caption_lengths": {}})

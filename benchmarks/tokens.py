@@ -1,5 +1,7 @@
 """Shards to ids: samples a second and core, `vqclip tokenize` against a plain loop over open_clip's own pipeline.
 
+Prints rates and ratios, after about 1 minute on two CPU cores for 400 pairs.
+
     python benchmarks/tokens.py --tokenizer runs/captions/tokenizer --shards DATA/captions_noto_emoji/val \\
         --peer-python PEER/bin/python
 
@@ -27,17 +29,20 @@ from typing import Any
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.side:
         serve(SIDES[options.side](options))
         return
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     sides = dict.fromkeys(("ours", "nothing"), sys.executable)
     if options.peer_python:
         sides["peer"] = options.peer_python
     children = {side: start(options, side, python) for side, python in sides.items()}
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(options.rounds + 1):
+    for number in tqdm(range(options.rounds + 1), desc="rounds", disable=None):
         for side, child in children.items():
             rate = ask(child)
             if number:  # the first round warms caches up, and indexes

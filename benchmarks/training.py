@@ -1,5 +1,7 @@
 """Speed of `vqclip.train` beside open_clip's training entry, `open_clip_train.main`, on equal towers and shards.
 
+Prints tables, after about 5 minutes on two CPU cores.
+
     python -m venv peer && peer/bin/pip install open_clip_torch webdataset==0.2.86 tensorboard
     OMP_NUM_THREADS=1 python benchmarks/training.py --peer-python peer/bin/python
 
@@ -306,6 +308,7 @@ def main() -> None:
 
     from vqclip.scenes import make_scenes
 
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     rounds = measure(args, make_scenes().train)
     results = report(rounds)
     if args.json:

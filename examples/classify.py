@@ -1,5 +1,7 @@
 """Classifiers on the ids of images alone, beside the tokenizer's zero-shot classification.
 
+Prints a table, after about 2 minutes on two CPU cores.
+
     python examples/classify.py runs/eurosat/tokenizer data/cls_eurosat
 
 - *zero-shot, codes only*: the class with the nearest prompts, `embed(ids)` on both sides. Nothing is trained.
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import vqclip
 from vqclip.data import ClassShards, ClassShardsConfig, EvalSet
@@ -50,7 +53,8 @@ class Tokens(NamedTuple):
 def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, turns: int = 1) -> Tokens:
     """Encode images to ids; with ``turns`` also each image's quarter turns, after all upright images."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
-    ids = [tokenizer.encode(batch.images.rot90(turn, (2, 3))) for turn in range(turns) for batch in batches]
+    todo = tqdm([(turn, batch) for turn in range(turns) for batch in batches], desc="encode", disable=None)
+    ids = [tokenizer.encode(batch.images.rot90(turn, (2, 3))) for turn, batch in todo]
     return Tokens(torch.cat(ids), torch.cat([batch.labels for batch in batches]).repeat(turns))
 
 
@@ -105,7 +109,7 @@ def choose_penalty(inputs: Tensor, labels: Tensor, classes: int, seed: int) -> f
             answers[fold == held] = predict(inputs[fold == held])
         return int((answers == labels).sum())
 
-    return max(PENALTIES, key=lambda penalty: (right(penalty), penalty))
+    return max(tqdm(PENALTIES, desc="linear probe", disable=None), key=lambda penalty: (right(penalty), penalty))
 
 
 class TransformerClassifier(nn.Module):
@@ -150,7 +154,7 @@ def fit_transformer(
     model = TransformerClassifier(tokenizer, classes, from_codebooks)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=max(2, steps), pct_start=0.1)
-    for _ in range(steps):
+    for _ in tqdm(range(steps), desc="transformer", disable=None):
         some = torch.randint(len(train.labels), (128,))
         loss = F.cross_entropy(model(train.ids[some]), train.labels[some], label_smoothing=0.1)
         optimizer.zero_grad()
@@ -186,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="number of images to use from each split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")

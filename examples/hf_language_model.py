@@ -1,5 +1,7 @@
 """Image ids in a causal language model of Hugging Face's transformers: train briefly, and generate from captions.
 
+Prints losses and cosines, after about 1 minute on two CPU cores.
+
     pip install 'vqclip[examples]'
     python examples/hf_language_model.py runs/captions/tokenizer data/captions_noto_emoji
 
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vqclip
@@ -85,7 +88,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     model.train()
     losses = []
-    for _ in range(steps):
+    for _ in tqdm(range(steps), desc="training", disable=None):
         some = torch.randint(len(ids), (BATCH,), generator=draws)
         asked, mask = prompts([captions[number] for number in some.tolist()], vocabulary)
         images = vocabulary.to_vocabulary(ids[some], "image")
@@ -134,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=4, help="images to generate, of captions of the val split")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
 
     image = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")

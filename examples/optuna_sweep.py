@@ -1,5 +1,7 @@
 """Search learning rate and codebooks with Optuna; trials that fall behind the median are stopped.
 
+Prints each of the 12 trials when it ends: about 8 minutes on two CPU cores.
+
     python examples/optuna_sweep.py configs/base.yaml --trials 12 --steps 240 train.batch_size=64
 
 Every trial is a run in `runs/<name>-<number>`, trained in this process. Its value is a metric of an evaluation
@@ -50,6 +52,13 @@ def draw_overrides(trial) -> list[str]:
     return [f"optim.lr={lr!r}", f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}"]
 
 
+def print_trial(_, trial) -> None:
+    """Print a trial when it ends."""
+    value = "none" if trial.value is None else f"{trial.value:.4f}"
+    steps = trial.user_attrs["steps"]
+    print(f"{trial.number} {trial.state.name.lower()} after {steps}: {value} {trial.params}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the trials, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=60, help="steps between two evaluations")
     parser.add_argument("--seed", type=int, default=0, help="of the sampler and of the runs")
     options = parser.parse_intermixed_args(arguments)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     import optuna  # pip install 'vqclip[examples]'
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -82,10 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sampler=optuna.samplers.TPESampler(seed=options.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    study.optimize(objective, n_trials=options.trials)
-    for trial in study.trials:
-        value = "none" if trial.value is None else f"{trial.value:.4f}"
-        print(f"{trial.number} {trial.state.name.lower()} after {trial.user_attrs['steps']}: {value} {trial.params}")
+    study.optimize(objective, n_trials=options.trials, callbacks=[print_trial])
     finished = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
     if finished:
         print(f"best: {study.best_trial.number} {study.best_value:.4f}")

@@ -1,5 +1,7 @@
 """Three language models of image ids with several codebooks, at equal training time: which one describes images best?
 
+Prints a line for each model: about 3 minutes on two CPU cores for each seed.
+
     python examples/several_codebooks.py runs/captions/tokenizer data/captions_noto_emoji
     python examples/several_codebooks.py runs/base/tokenizer
 
@@ -202,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args(arguments)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     torch.set_num_threads(1)
 
     splits = []
@@ -226,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kind in options.kinds:
         how, found = Training(options.seconds, options.batch or BATCH[kind], options.lr), []
         for seed in range(options.seed, options.seed + options.seeds):
+            print(f"training: {kind}, seed {seed}, {options.seconds:g} s of processor time", file=sys.stderr)
             torch.manual_seed(seed)  # first weights, dropout
             model = LanguageModel(kind, sizes, tokens, val.texts.shape[1], options.width, options.layers)
             found.append(train(model, pairs, held, val, how, seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -47,6 +48,15 @@ def captions(tmp_path_factory):
     return folder
 
 
+QUICK = ("search_faiss", "search_lancedb")
+"""Examples of a few seconds."""
+
+
+def introduction(docstring):
+    """What a program says at its start: what it does, and how long it takes."""
+    return docstring.partition("\n\n    ")[0]
+
+
 def load(name):
     """An example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
@@ -61,9 +71,11 @@ def example(capsys):
     """Run one: the lines that it prints."""
 
     def run(name, *arguments):
-        main = load(name).main if isinstance(name, str) else name
-        main([str(each) for each in arguments])
-        return capsys.readouterr().out.splitlines()
+        module = load(name) if isinstance(name, str) else None
+        (module.main if module else name)([str(each) for each in arguments])
+        said = capsys.readouterr()
+        assert module is None or name in QUICK or said.err.startswith(introduction(module.__doc__))
+        return said.out.splitlines()
 
     return run
 
@@ -246,6 +258,22 @@ def test_help_says_how_it_is_called(name, capsys):
         load(name).main(["--help"])
     assert ended.value.code == 0
     assert f"python examples/{name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(path for path in EXAMPLES.glob("*.py") if path.stem not in QUICK),
+        *(EXAMPLES.parent / "benchmarks").glob("*.py"),
+    ],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_long_programs_say_what_they_do_and_how_long_it_takes(path):
+    source = path.read_text(encoding="utf-8")
+    said = introduction(ast.get_docstring(ast.parse(source)))
+    assert re.search(r"about (?:half an?|\d+) (?:seconds|minutes?|hours?) on two CPU cores\b.*\.$", said)
+    assert 'print(__doc__.partition("\\n\\n    ")[0], file=sys.stderr)' in source
+    assert "description=__doc__" in source
 
 
 def test_missing_data_is_told_in_a_line(tokenizer, tmp_path, monkeypatch):
