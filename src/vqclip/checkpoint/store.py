@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
 from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
-from vqclip.checkpoint.plain import check_plain
 from vqclip.errors import CheckpointError
 from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.io.tensors import open_tensors, read_shapes, save_tensors
@@ -113,7 +112,6 @@ def save(
     """
     assert step >= 0, step
     assert keep_last >= 1, keep_last
-    check_plain(dict(state), "state")
 
     def fill(aside: Path) -> None:
         (aside / _MODEL).mkdir()

@@ -96,9 +96,12 @@ def write_plain(path: Path, value: object) -> None:
     """Write a JSON file without a checksum, for `read_plain`.
 
     Raises:
-        CheckpointError: it would be too large to be read.
+        CheckpointError: it contains other values than JSON has, or would be too large to be read.
     """
-    data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    try:
+        data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be stored: {error}") from error
     if len(data) > MAX_PLAIN_BYTES:
         raise CheckpointError(f"{path}: would have {len(data)} bytes; at most {MAX_PLAIN_BYTES} are read back")
     path.write_bytes(data)
