@@ -32,9 +32,10 @@ from vqclip.export.open_clip import export_towers
 from vqclip.export.program import AnyTokenizer
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
+from vqclip.io.files import expand_home
 from vqclip.runlog.console import print_output
 from vqclip.tokenizer import ImageTokenizer
-from vqclip.tokenizer.folder import CONFIG_FILE, expand_home
+from vqclip.tokenizer.folder import CONFIG_FILE
 from vqclip.tokenizer.loading import load_tokenizer
 
 _RANDOM_INPUTS = 64

@@ -6,10 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import shutil
 import time
-import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +15,8 @@ from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.errors import DataError
-from vqclip.io.cache import cache_folder
+from vqclip.io.cache import cache_folder, make_once
 from vqclip.io.digest import digest_file
-from vqclip.io.files import sync, sync_folder
 from vqclip.scenes.shards import write_captioned, write_labelled
 from vqclip.scenes.splits import VERSION, class_names, labelled_samples, train_samples, val_samples
 
@@ -71,8 +67,7 @@ def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = No
 
     The same configuration gives the same scenes and captions everywhere, and the same bytes with the same Pillow.
     It is drawn in a temporary folder and renamed when it is complete, so an interrupted run leaves no partial data set.
-    If several processes draw at the same time, the first to finish wins; in a multi-process job one rank should call
-    this first to save work.
+    Other processes wait for the one that draws it.
 
     Args:
         root: cache folder; the data set gets a folder in it. Default `cache_folder()`.
@@ -84,8 +79,10 @@ def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = No
     config = config or ScenesConfig()
     cache = Path(root) if root is not None else cache_folder()
     final = cache / folder_name(config)
-    if not final.exists():
-        _draw_and_rename(final, config)
+    try:
+        make_once(final, lambda aside: _draw(aside, config))
+    except OSError as error:
+        raise DataError(f"{final.parent}: cannot be written ({error}); set VQCLIP_CACHE to another folder") from error
     _check(final, config)
     return ScenesPaths.under(final)
 
@@ -95,38 +92,16 @@ def folder_name(config: ScenesConfig) -> str:
     return f"scenes-v{VERSION}-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:10]}"
 
 
-def _draw_and_rename(final: Path, config: ScenesConfig) -> None:
-    # Not `io.atomic.replace_folder`, which allows only one writer.
-    temporary = final.with_name(f".{final.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        _remove_abandoned(final)
-    except OSError as error:
-        raise DataError(f"{final.parent}: cannot be written ({error}); set VQCLIP_CACHE to another folder") from error
-    try:
-        start = time.monotonic()
-        total = config.train + config.val + config.test + config.heldout
-        logger.info("drawing %d images into %s (once)", total, final)
-        _draw(ScenesPaths.under(temporary), config)
-        _write_stamp(temporary, config)
-        for path in temporary.rglob("*"):
-            sync_folder(path) if path.is_dir() else sync(path)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if not final.exists():  # otherwise another process was first, and drew the same
-                raise
-        logger.info("drew %d images in %.1f s", total, time.monotonic() - start)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _draw(paths: ScenesPaths, config: ScenesConfig) -> None:
-    seed, size, shard = config.seed, config.image_size, config.shard_size
+def _draw(folder: Path, config: ScenesConfig) -> None:
+    start, total = time.monotonic(), config.train + config.val + config.test + config.heldout
+    logger.info("drawing %d images into %s (once)", total, folder.parent)
+    paths, seed, size, shard = ScenesPaths.under(folder), config.seed, config.image_size, config.shard_size
     write_captioned(paths.train, train_samples(seed, config.train, size), shard)
     write_captioned(paths.val, val_samples(seed, config.val, size), shard)
-    for folder, split, count in ((paths.test, "test", config.test), (paths.heldout, "heldout", config.heldout)):
-        write_labelled(folder, labelled_samples(seed, split, count, size), class_names(split), shard)
+    for part, split, count in ((paths.test, "test", config.test), (paths.heldout, "heldout", config.heldout)):
+        write_labelled(part, labelled_samples(seed, split, count, size), class_names(split), shard)
+    _write_stamp(folder, config)
+    logger.info("drew %d images in %.1f s", total, time.monotonic() - start)
 
 
 def _write_stamp(folder: Path, config: ScenesConfig) -> None:
@@ -153,10 +128,3 @@ def _check(folder: Path, config: ScenesConfig) -> None:
                 raise DataError(f"{path}: has {size} bytes, expected {facts['bytes']}; {remedy}")
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}: a drawn data set that is not complete ({error!r}); {remedy}") from error
-
-
-def _remove_abandoned(final: Path, after_s: float = 24 * 3600) -> None:
-    """Remove the folders of killed processes: those that are older than a day, which no process is still drawing."""
-    for folder in final.parent.glob(f".{final.name}.*.tmp"):
-        if time.time() - folder.stat().st_mtime > after_s:
-            shutil.rmtree(folder, ignore_errors=True)

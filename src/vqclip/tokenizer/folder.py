@@ -12,7 +12,6 @@ library or fetches weights, and no file is opened that the configuration names.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -176,11 +175,6 @@ class TokenizerFolder:
             names, shapes = list(file.keys()), read_shapes(file, expected)
         strays = [f"unexpected {name}" for name in names if not name.startswith(prefixes) and name not in others]
         _require_no_problems(self.path / WEIGHTS_FILE, strays + shape_differences(expected, shapes))
-
-
-def expand_home(folder: str | Path) -> Path:
-    """Return a path with ``~`` and ``~user`` expanded; unchanged if there is no such user."""
-    return Path(os.path.expanduser(folder))
 
 
 def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = ()) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from vqclip.errors import CheckpointError
 from vqclip.io.atomic import write_text
+from vqclip.io.files import expand_home
 from vqclip.tokenizer.card import card as plain_card
-from vqclip.tokenizer.folder import CARD_FILE, FILES, TokenizerFolder, expand_home
+from vqclip.tokenizer.folder import CARD_FILE, FILES, TokenizerFolder
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.io.atomic import replace_folder, restore_folder
 from vqclip.io.digest import FileDigest, digest_file
+from vqclip.io.files import expand_home
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
-from vqclip.tokenizer.folder import CONFIG_FILE, FILES, PROCESSOR_FILE, VERSIONS, WEIGHTS_FILE, expand_home
+from vqclip.tokenizer.folder import CONFIG_FILE, FILES, PROCESSOR_FILE, VERSIONS, WEIGHTS_FILE
 from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES, MODEL_TYPES
 
 PROCESSOR_CLASS = "VqclipImageProcessor"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.io.tensors import first_names
 from vqclip.towers.base import Tower
 from vqclip.towers.depth import block_names
 
@@ -78,7 +79,7 @@ def _adapted_layers(tower: nn.Module, targets: tuple[str, ...] | None) -> list[s
         if not found:
             raise ConfigError(
                 f"tower.train.lora: the blocks of this tower have no linear layer that can be adapted "
-                f"(layers: {_first(block_names(tower))}); expected a transformer; use train: {{last: 2}}"
+                f"(layers: {first_names(block_names(tower))}); expected a transformer; use train: {{last: 2}}"
             )
         return found
     for pattern in targets:
@@ -89,7 +90,7 @@ def _adapted_layers(tower: nn.Module, targets: tuple[str, ...] | None) -> list[s
         if not matching:
             raise ConfigError(
                 f"tower.train.lora.targets: got {pattern!r}, which is in the name of no linear layer outside of "
-                f"nn.MultiheadAttention; expected a part of {_first(possible) or 'none: this tower has none'}"
+                f"nn.MultiheadAttention; expected a part of {first_names(possible) or 'none: this tower has none'}"
             )
     return [name for name in possible if any(re.search(pattern, name) for pattern in targets)]
 
@@ -108,10 +109,6 @@ def _require_gradients(tower: Tower) -> None:
     if unused := [name for name, each in zip(adapters, gradients, strict=True) if each is None]:
         layers = dict.fromkeys(name.partition(".lora_")[0] for name in unused)
         raise ConfigError(
-            f"tower.train.lora.targets: adapters of {_first(list(layers))} do not affect the features; expected names "
+            f"tower.train.lora.targets: adapters of {first_names(layers)} do not affect the features; expected names "
             "of layers whose own forward is called"
         )
-
-
-def _first(names: list[str], shown: int = 6) -> str:
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")

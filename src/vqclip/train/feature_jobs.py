@@ -1,26 +1,70 @@
-"""Compute the features of a rank's shards: blocks of samples -> network -> stored dtype -> shard."""
+"""Compute the features of a rank's shards: blocks of samples -> network -> stored dtype -> shard.
+
+Blocks are read, decoded and transformed in the data workers, shard after shard.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from vqclip.data.features import FeatureFolder, ShardContent
+from vqclip.data.features import FeatureFolder, FeatureSettings, ShardContent
 from vqclip.data.features.folder import BadFeatures
 from vqclip.data.loader import LoaderOptions
 from vqclip.data.samples import SampleMaker
+from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.workers import ordered_map
-from vqclip.errors import ConfigError, NonFiniteError
+from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.nn.precision import Precision, autocast
 from vqclip.towers.frozen import chunk_size
-from vqclip.train.feature_blocks import Block, Blocks
 from vqclip.train.feature_makers import FeatureMaker
 
 _CAPTION_CHUNKS = 16
 """Chunks of captions between two heartbeats."""
+
+
+@dataclass
+class _Block:
+    """Some consecutive samples of one shard."""
+
+    shard: int
+    size: int
+    """Samples, bad ones included."""
+    is_last: bool
+    """True for the last block of its shard."""
+    inputs: list[Tensor | tuple[str, ...]] = field(default_factory=list)
+    """Views ``(n, 3, S, S)`` uint8 or captions of each sample; empty for a bad one."""
+    bad: list[BadFeatures] = field(default_factory=list)
+
+
+class _Blocks:
+    """Blocks of some shards, by number; workers get a copy of it."""
+
+    def __init__(self, samples: SampleMaker, settings: FeatureSettings, shards: Sequence[int], size: int):
+        self._samples, self._settings = samples, settings
+        self._slices = ShardSlices([len(settings.shard_range(n)) for n in range(settings.shards)], shards, size)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def __call__(self, number: int) -> _Block:
+        """Return a block; a bad sample is part of it, and storage that cannot be read an error."""
+        shard, ids = self._slices[number]
+        block = _Block(shard, len(ids), ids.stop == self._settings.shard_range(shard).stop)
+        read = self._samples.make_views if self._settings.modality == "image" else self._samples.read_captions
+        for sample_id in ids:
+            try:
+                block.inputs.append(read(sample_id))
+            except StorageError:
+                raise  # it may be gone in the next run
+            except DataError as error:
+                block.inputs.append(())
+                block.bad.append(BadFeatures(sample_id=sample_id, kind=error.kind, reason=str(error)))
+        return block
 
 
 class FeatureJob:
@@ -53,27 +97,23 @@ class FeatureJob:
             ConfigError: features are too large for the stored dtype.
             DataError: the samples cannot be read.
         """
-        blocks = Blocks(self.samples, self._folder.settings, shards, chunk_size(self.maker.device))
-        options = self._options
+        size, options = chunk_size(self.maker.device), self._options
+        blocks = _Blocks(self.samples, self._folder.settings, shards, size)
         made = ordered_map(blocks, range(len(blocks)), options.workers, options.prefetch, timeout_s=options.timeout_s)
+        tokenize = self.maker.tokenize
+        prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
+        rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
         shard: _ShardInWork | None = None
         with contextlib.closing(made):  # type: ignore[type-var]
             for block in made:
-                shard = shard or self._begin()
-                for _ in shard.add(block):
+                shard = shard or _ShardInWork(lambda rows: self._compute(prepare(rows)), rows_at_once)
+                shard.add(block)
+                for _ in shard.compute(all_rows=block.is_last):
                     yield 0
                 if block.is_last:
-                    for _ in shard.finish():
-                        yield 0
                     self._write(block.shard, shard)
                     shard = None
                 yield block.size
-
-    def _begin(self) -> _ShardInWork:
-        size, tokenize = chunk_size(self.maker.device), self.maker.tokenize
-        if tokenize is None:
-            return _ImageShard(self._compute, size)
-        return _TextShard(lambda captions: self._compute(tokenize(captions)), _CAPTION_CHUNKS * size)
 
     @torch.no_grad()
     def _compute(self, inputs: Tensor) -> Tensor:
@@ -107,54 +147,34 @@ class FeatureJob:
 
 
 class _ShardInWork:
-    """Rows and entries of a shard that is being computed."""
+    """Rows and entries of a shard that is being computed; equal captions are computed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: Callable[[list[Tensor | str]], Tensor], size: int):
+        self._compute, self._size = compute, size
         self.entries: list[list[int]] = []
         self.rows: list[Tensor] = []
         self.bad: list[BadFeatures] = []
-
-    def add(self, block: Block) -> Iterator[None]:
-        """Add a block of samples, with a pause after each chunk that is computed."""
-        self.bad += block.bad
-        yield from ()
-
-    def finish(self) -> Iterator[None]:
-        """Compute what is left, with a pause now and then."""
-        yield from ()
-
-
-class _ImageShard(_ShardInWork):
-    def __init__(self, compute: Callable[[Tensor], Tensor], size: int):
-        super().__init__()
-        self._compute, self._size, self._count = compute, size, 0
-
-    def add(self, block: Block) -> Iterator[None]:
-        yield from super().add(block)
-        for views in block.inputs:
-            self.entries.append(list(range(self._count, self._count + len(views))))
-            self._count += len(views)
-        if good := [views for views in block.inputs if isinstance(views, Tensor) and len(views)]:
-            for chunk in torch.cat(good).split(self._size):
-                self.rows.append(self._compute(chunk))
-                yield
-
-
-class _TextShard(_ShardInWork):
-    """Equal captions are computed once."""
-
-    def __init__(self, compute: Callable[[list[str]], Tensor], size: int):
-        super().__init__()
-        self._compute, self._size = compute, size
+        self._waiting: list[Tensor | str] = []
+        self._count = 0
         self._row_of: dict[str, int] = {}
 
-    def add(self, block: Block) -> Iterator[None]:
-        yield from super().add(block)
-        for captions in block.inputs:
-            self.entries.append([self._row_of.setdefault(str(each), len(self._row_of)) for each in captions])
+    def add(self, block: _Block) -> None:
+        """Add a block of samples."""
+        self.bad += block.bad
+        self.entries += [[self._row(each) for each in inputs] for inputs in block.inputs]
 
-    def finish(self) -> Iterator[None]:
-        captions = list(self._row_of)
-        for start in range(0, len(captions), self._size):
-            self.rows.append(self._compute(captions[start : start + self._size]))
+    def compute(self, all_rows: bool) -> Iterator[None]:
+        """Compute the rows that wait, at least those that fill a part, with a pause after each part."""
+        while len(self._waiting) >= (1 if all_rows else self._size):
+            part, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
+            self.rows.append(self._compute(part))
             yield
+
+    def _row(self, value: Tensor | str) -> int:
+        if isinstance(value, str) and value in self._row_of:
+            return self._row_of[value]
+        self._waiting.append(value)
+        self._count += 1
+        if isinstance(value, str):
+            self._row_of[value] = self._count - 1
+        return self._count - 1

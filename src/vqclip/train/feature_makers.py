@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,16 +54,14 @@ def tower_maker(tokenizer: Tokenizer) -> FeatureMaker:
 
 def tower_origin(tower: nn.Module, config: TowerConfig) -> dict[str, Any]:
     """Return the SHA-256 of the configuration of a tower, but for what trains, and of all its tensors."""
-    digest = hashlib.sha256(f"{type(tower).__name__} {config.model_dump_json(exclude={'train'})}".encode())
-    add_tensors(digest, {**dict(tower.named_parameters()), **dict(tower.named_buffers())})
-    return {"tower": digest.hexdigest()}
+    return {"tower": module_digest(tower, f"{type(tower).__name__} {config.model_dump_json(exclude={'train'})}")}
 
 
-def teacher_origin(teacher: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
-    """Return the SHA-256 of all tensors of a teacher of embeddings, and of what else determines its embeddings."""
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    add_tensors(digest, {**dict(teacher.named_parameters()), **dict(teacher.named_buffers())})
-    return {"teacher": digest.hexdigest()}
+def module_digest(module: nn.Module, described: str = "") -> str:
+    """Return the SHA-256 of all tensors of a module, and of what else determines its outputs, in words."""
+    digest = hashlib.sha256(described.encode())
+    add_tensors(digest, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+    return digest.hexdigest()
 
 
 def vocabulary_origin(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import nn
 from vqclip.config import Config
 from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
+from vqclip.io.tensors import first_names
 from vqclip.towers.depth import layers
 
 _SHOWN = 3
@@ -110,12 +111,13 @@ def match_overrides(model: nn.Module, overrides: Sequence[OverrideConfig]) -> di
 
 def _describe_mismatch(pattern: str, names: Sequence[str], matching: Sequence[str], trained: Sequence[str]) -> str:
     if trained:
-        return f"only parameters of an earlier override ({_first(trained)}); the first match counts: reorder them"
+        earlier = first_names(trained, _SHOWN)
+        return f"only parameters of an earlier override ({earlier}); the first match counts: reorder them"
     if matching:
-        return f"only frozen parameters ({_first(matching)}); expected parameters that train"
+        return f"only frozen parameters ({first_names(matching, _SHOWN)}); expected parameters that train"
     sections = dict.fromkeys(f"{name[:end]}.*" for name in names for end, each in enumerate(name) if each == ".")
     close = difflib.get_close_matches(pattern, [*sections, *names], n=_SHOWN)
-    return f"no parameter; expected names such as {_first(names)}{did_you_mean(close)}"
+    return f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
 
 
 def require_decayed(overrides: Sequence[OverrideConfig], decays: Mapping[str, OverrideConfig]) -> None:
@@ -135,7 +137,3 @@ def require_decayed(overrides: Sequence[OverrideConfig], decays: Mapping[str, Ov
                 f"optim.overrides[{number}].weight_decay: got {override.weight_decay:g} for {override.pattern!r}, "
                 "which matches only parameters without weight decay (biases, norms, embeddings, scalars); expected null"
             )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -56,7 +56,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         CheckpointError: checkpoints exist but none is usable, or the newest belongs to another run.
         ConfigError: ``allow`` contains an unknown name.
     """
-    step, read = checkpointer.step, []
+    step, read = checkpointer.step, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
 
     def restore() -> dict[str, Any] | None:
         if checkpoint.checkpoints(checkpointer.folder):
@@ -66,14 +66,13 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
             checkpointer.frozen.write()
             return None
         saved, state, optimizer, tensors = found
-        read.append((optimizer, tensors))
+        read.append((optimizer.tensors, tensors))
         checkpoint.set_aside_newer(checkpointer.folder, saved.step)
         return {
             "path": str(saved.path),
             "step": saved.step,
             "state": state.model_dump(),
-            "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
-            "tensors": _outline(tensors),
+            "optimizer": [optimizer.kind, optimizer.groups],
         }
 
     restored = dist.run_on_main(restore)
@@ -81,16 +80,12 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
     done, state = restored["step"], RunState.model_validate(restored["state"])
-    if read:
-        ((optimizer, tensors),) = read
-    else:
-        kind, groups, outline = restored["optimizer"]
-        optimizer, tensors = OptimizerState(kind, groups, _empty(outline)), _empty(restored["tensors"])
+    slots, tensors = read.pop() if read else ({}, {})
     broadcast_module(step.model)
-    for tensor in (*optimizer.tensors.values(), *tensors.values()):
-        dist.broadcast_(tensor)
+    slots, tensors = _broadcast(slots), _broadcast(tensors)
     if not dist.is_main():
-        checkpoint.restore_optimizer(step.optimizer, optimizer)
+        kind, groups = restored["optimizer"]
+        checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, slots))
         _restore_state(step, state, tensors)
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
@@ -109,19 +104,16 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
     """
     step, read = checkpointer.step, dict[str, Tensor]()
 
-    def load() -> dict[str, Any]:
+    def load() -> None:
         saved = checkpoint.load(checkpointer.path(done))
         load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
         if step.ema is not None:
             read.update(read_averages(saved, step.model))
             step.ema.load(read)
-        return _outline(read)
 
-    outline = dist.run_on_main(load)
+    dist.run_on_main(load)
     broadcast_module(step.model)
-    tensors = read if dist.is_main() else _empty(outline)
-    for tensor in tensors.values():
-        dist.broadcast_(tensor)
+    tensors = _broadcast(read)
     if step.ema is not None and not dist.is_main():
         step.ema.load(tensors)
 
@@ -165,16 +157,17 @@ def _most_numbers(step: TrainStep) -> int:
     return windows + sum(parameter.numel() for parameter in step.model.parameters())
 
 
-def _outline(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-
-
-def _empty(outline: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocate tensors for what rank 0 has read."""
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        for name, (shape, dtype) in outline.items()
-    }
+def _broadcast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's tensors on every rank. A collective."""
+    outline = dist.broadcast_json({name: [list(each.shape), str(each.dtype)] for name, each in tensors.items()})
+    if not dist.is_main():
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            for name, (shape, dtype) in outline.items()
+        }
+    for tensor in tensors.values():
+        dist.broadcast_(tensor)
+    return tensors
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:

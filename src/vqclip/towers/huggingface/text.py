@@ -12,13 +12,13 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names
+from vqclip.towers.base import freeze_unused
 from vqclip.towers.huggingface.folder import VOCABULARY_FILE, EncoderFolder, find_folder
 from vqclip.towers.huggingface.network import build_network, network_settings
 from vqclip.towers.huggingface.vocabulary import FastVocabulary
 from vqclip.towers.packages import unpack_minilm
 from vqclip.towers.text import TextTower, attendable
 from vqclip.towers.training import TowerConfig, set_training
-from vqclip.towers.unused import freeze_unused
 from vqclip.towers.vocabulary import MAX_CONTEXT
 
 _DEFAULT_CONTEXT = 77

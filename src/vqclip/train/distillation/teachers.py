@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.io.tensors import checksums, first_names, nonfinite_names
+from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.hub import find_folder
@@ -42,11 +41,6 @@ class TeacherTower(NamedTuple):
 
     tower: ImageTower | TextTower
     config: TowerConfig
-
-
-def digest(module: nn.Module) -> str:
-    """Return a checksum of all weights of a teacher, which ties a run to them."""
-    return hashlib.sha256(json.dumps(sorted(checksums(module.state_dict()).items())).encode()).hexdigest()
 
 
 def freeze(module: nn.Module) -> nn.Module:

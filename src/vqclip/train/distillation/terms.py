@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,11 +34,10 @@ from vqclip.train.distillation.teachers import (
     TeacherTower,
     build_embedding_teacher,
     build_tower,
-    digest,
     freeze,
     tower_features,
 )
-from vqclip.train.feature_makers import FeatureMaker, teacher_origin, tower_origin, vocabulary_origin
+from vqclip.train.feature_makers import FeatureMaker, module_digest, tower_origin, vocabulary_origin
 
 
 class Samples(Protocol):
@@ -76,8 +76,10 @@ class _EmbeddingTerm:
         with torch.no_grad():
             width = teacher.of_images(torch.zeros(1, 3, size, size, device=self.scale.device)).shape[-1]
 
+        found = module_digest(teacher, json.dumps(teacher.describe(), sort_keys=True))
+
         def maker(modality: Modality, embed: Callable[[Tensor], Tensor], **others: Any) -> FeatureMaker:
-            origin = teacher_origin(teacher, teacher.describe()) | ({"image_size": size} if modality == "image" else {})
+            origin = {"teacher": found} | ({"image_size": size} if modality == "image" else {})
             what = f"teacher of {name} ({modality}s)"
             return FeatureMaker(
                 modality, what, lambda rows: embed(rows)[:, None], 1, width, self.scale.device, origin, **others
@@ -265,7 +267,7 @@ def _embedding_term(
     if key not in loaded:
         teacher = build_embedding_teacher(config.teacher)
         freeze(teacher)
-        loaded[key] = teacher, digest(teacher)  # before its dtype changes
+        loaded[key] = teacher, module_digest(teacher)  # before its dtype changes
     teacher, found = loaded[key]
     teacher.to(model.logit_scale.device, model.logit_scale.dtype)
     return _EmbeddingTerm(config, teacher, DistillationLoss(config.impl), teacher.scale.detach().clone(), found)
@@ -291,7 +293,7 @@ def _feature_term(config: FeatureDistillationConfig, model: CLIP, seed: int) -> 
             "many: another image_size or patch size of model.image.tower, or kind: embeddings"
         )
     comparison = FeatureComparison(student.width, teacher.width, seed).to(model.logit_scale.device)
-    found = digest(teacher)
+    found = module_digest(teacher)
     teacher.to(model.logit_scale.device, model.logit_scale.dtype)
     return _FeatureTerm(config, modality, built, comparison, found)
 
