@@ -14,14 +14,12 @@ from pydantic import Field
 
 from vqclip.losses.contrastive import ContrastiveConfig, ContrastiveLoss
 from vqclip.losses.distillation import DistillationLoss
-from vqclip.losses.features import Positives, pair_keys
+from vqclip.losses.features import Loss, Positives, pair_keys
 from vqclip.losses.sigmoid import SigmoidConfig, SigmoidLoss
 from vqclip.losses.total import weighted_total
 
 LossConfig = Annotated[ContrastiveConfig | SigmoidConfig, Field(discriminator="kind")]
 """Configuration of any contrastive loss, chosen by ``kind``."""
-Loss = ContrastiveLoss | SigmoidLoss
-"""Any contrastive loss."""
 
 __all__ = [
     "ContrastiveConfig",

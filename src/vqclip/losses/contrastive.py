@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from vqclip import dist
-from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.losses.features import (
-    Implementation,
-    Positives,
-    check_implementation,
-    check_keys,
-    check_scalars,
-    false_negatives,
-    gather_features,
-    to_full_precision,
-)
+from vqclip.losses.features import Implementation, Loss, PairLossConfig, Positives
 from vqclip.losses.tiled import tiled_loss
-from vqclip.nn.precision import full_precision
 
 
-class ContrastiveLoss(nn.Module):
-    """Symmetric cross-entropy of every image over all texts and of every text over all images.
-
-    Every rank returns the same value; see `vqclip.dist` for the scale of its gradients.
+class ContrastiveLoss(Loss):
+    """Symmetric cross-entropy of every image over all texts and of every text over all images: their mean.
 
     Args:
-        impl: ``tiled``: memory grows with the batch; ``ring``: like ``tiled``, without all texts on every rank;
-            ``gather``: the readable reference, which gathers all features with their gradients and computes one
-            ``(G, G)`` matrix of logits.
+        impl: see `Loss`.
         label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner, plus ε / G for each of the G (Szegedy et al.
             2016, https://arxiv.org/abs/1512.00567).
-        positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
+        positives: see `Loss`.
 
     Raises:
         ConfigError: unknown implementation, or label smoothing together with positives.
@@ -49,55 +34,27 @@ class ContrastiveLoss(nn.Module):
     def __init__(
         self, impl: Implementation = "tiled", label_smoothing: float = 0.0, positives: Positives | None = None
     ):
-        super().__init__()
-        check_implementation(impl)
+        super().__init__(impl, positives)
         _check_smoothing(label_smoothing, positives is not None)
-        self.impl, self.label_smoothing, self.positives = impl, label_smoothing, positives
-
-    def forward(
-        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
-    ) -> Tensor:
-        """Return the mean loss over the global batch. A collective; with ``gather`` its backward is one too.
-
-        Args:
-            image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
-            text: ``(B, E)``; row i is the text of image i.
-            scale: () positive factor of the logits.
-            bias: must be None: a softmax does not change with a constant.
-            keys: ``(B,)`` int64; pairs with equal keys are left out of each other's sums. All ranks pass keys, or none.
-
-        Returns:
-            () float32, or float64 for float64 features.
-
-        Raises:
-            ShapeError: the features do not pair up.
-            ConfigError: a bias was given, or keys with label smoothing.
-        """
-        if bias is not None:
-            raise ConfigError(
-                "the softmax loss takes no bias; set model.temperature.bias to null, or loss.kind to sigmoid"
-            )
-        check_keys(self.positives, keys)
-        _check_smoothing(self.label_smoothing, keys is not None)
-        image, text = to_full_precision(image, text, keys)
-        check_scalars(scale=scale)
-        with full_precision(image.device):
-            if self.impl == "gather":
-                return self._reference_loss(image, text, scale, keys)
-            loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys)
-            return (
-                loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
-            )
+        self.label_smoothing = label_smoothing
 
     def chance(self, batch_size: int) -> float:
         """Return the loss of a global batch with equal logits and without keys: ``log G``."""
         return math.log(batch_size)
 
-    def _reference_loss(self, image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None) -> Tensor:
-        images, texts = gather_features(image, text)
-        logits = scale.to(images.dtype) * images @ texts.T
-        if keys is not None:
-            logits = logits.masked_fill(false_negatives(keys), -torch.inf)
+    def _check(self, bias: Tensor | None, keys: Tensor | None) -> None:
+        if bias is not None:  # a softmax does not change with a constant
+            raise ConfigError(
+                "the softmax loss takes no bias; set model.temperature.bias to null, or loss.kind to sigmoid"
+            )
+        _check_smoothing(self.label_smoothing, keys is not None)
+
+    def _tiled(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None) -> Tensor:
+        loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys)
+        return loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
+
+    def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
+        logits = logits if left_out is None else logits.masked_fill(left_out, -torch.inf)
         targets = torch.arange(len(logits), device=logits.device)
         by_row, by_column = (
             F.cross_entropy(scores, targets, label_smoothing=self.label_smoothing) for scores in (logits, logits.T)
@@ -123,20 +80,13 @@ def _check_smoothing(label_smoothing: float, has_keys: bool) -> None:
         )
 
 
-class ContrastiveConfig(Config):
+class ContrastiveConfig(PairLossConfig):
     """CLIP's softmax loss."""
 
     kind: Literal["contrastive"] = "contrastive"
     """The softmax loss."""
-    impl: Implementation = "tiled"
-    """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
-    on every rank; gather: memory grows with the square of the batch."""
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Part of the target that is spread evenly over all texts (images) of the global batch."""
-    positives: Positives | None = None
-    """Pairs of equal samples (sample_id) or equal texts (caption) are not negatives of each other; null: all are."""
-    needs_bias: ClassVar[bool] = False
-    """Whether the model must have `temperature.bias`."""
 
     @model_validator(mode="after")
     def _smoothing_fits(self) -> ContrastiveConfig:

@@ -1,14 +1,17 @@
-"""Checks and the gathering of features, for all losses."""
+"""Base of the contrastive losses; checks and the gathering of features, for all losses."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqclip import dist
+from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.precision import full_precision
 
 Implementation = Literal["tiled", "ring", "gather"]
 """``tiled``: logits in tiles, gradients computed in forward; memory grows with the batch.
@@ -58,16 +61,6 @@ def _mix_bits(x: Tensor) -> Tensor:
     return (x ^ (x >> 32)) * _MULTIPLIER
 
 
-def check_keys(positives: Positives | None, keys: Tensor | None) -> None:
-    """Check that keys were passed if the configuration needs them.
-
-    Raises:
-        ConfigError: they are missing.
-    """
-    if positives is not None and keys is None:
-        raise ConfigError(f"loss.positives: got {positives!r}, but no keys were passed; expected those of pair_keys()")
-
-
 def to_full_precision(image: Tensor, text: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Check both ``(B, E)`` features and return them in fp32 (fp64 for fp64).
 
@@ -97,14 +90,96 @@ def check_scalars(**numbers: Tensor) -> None:
             raise ShapeError(f"{name}: got shape {tuple(number.shape)}, expected (): pass {name}.squeeze()")
 
 
-def false_negatives(keys: Tensor) -> Tensor:
-    """Return ``(G, G)`` bool, True for two different pairs with equal keys. A collective."""
-    keys = dist.all_gather(keys)
-    same = keys[:, None] == keys
-    return same.fill_diagonal_(False)
-
-
 def gather_features(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """Gather both ``(B, E)`` features of all ranks, ``(G, E)`` each, with their gradients. A collective."""
     image, text = dist.all_gather(torch.stack([image, text], dim=1)).unbind(1)  # one collective for both
     return image, text
+
+
+class Loss(nn.Module, ABC):
+    """Contrastive loss over the global batch.
+
+    Every rank returns the same value; see `vqclip.dist` for the scale of its gradients.
+
+    Args:
+        impl: ``tiled``: memory grows with the batch; ``ring``: like ``tiled``, without all texts on every rank;
+            ``gather``: the readable reference, which gathers all features with their gradients and computes one
+            ``(G, G)`` matrix of logits.
+        positives: how the ``keys`` of `forward` are computed; see `vqclip.losses.features.pair_keys`.
+
+    Raises:
+        ConfigError: unknown implementation.
+    """
+
+    name: str
+
+    def __init__(self, impl: Implementation = "tiled", positives: Positives | None = None):
+        super().__init__()
+        check_implementation(impl)
+        self.impl, self.positives = impl, positives
+
+    def forward(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of the global batch. A collective; with ``gather`` its backward is one too.
+
+        Args:
+            image: this rank's ``(B, E)`` unit-norm features; B may differ between ranks and be 0.
+            text: ``(B, E)``; row i is the text of image i.
+            scale: () positive factor of the logits.
+            bias: () added to the logits of the sigmoid loss; None for the softmax loss.
+            keys: ``(B,)`` int64; the image of one pair and the text of another with an equal key are left out. All
+                ranks pass keys, or none.
+
+        Returns:
+            () float32, or float64 for float64 features.
+
+        Raises:
+            ShapeError: the features do not pair up.
+            ConfigError: a bias too many or too few, or keys that are missing or do not fit the settings.
+        """
+        if self.positives is not None and keys is None:
+            raise ConfigError(
+                f"loss.positives: got {self.positives!r}, but no keys were passed; expected those of pair_keys()"
+            )
+        self._check(bias, keys)
+        image, text = to_full_precision(image, text, keys)
+        check_scalars(scale=scale, **({} if bias is None else {"bias": bias}))
+        with full_precision(image.device):
+            if self.impl != "gather":
+                return self._tiled(image, text, scale, bias, keys)
+            images, texts = gather_features(image, text)
+            logits = scale.to(images.dtype) * images @ texts.T
+            if keys is None:
+                return self._of_logits(logits, bias, None)
+            keys = dist.all_gather(keys)
+            return self._of_logits(logits, bias, (keys[:, None] == keys).fill_diagonal_(False))
+
+    @abstractmethod
+    def chance(self, batch_size: int) -> float:
+        """Return the lowest loss of a global batch with equal logits and without keys."""
+
+    @abstractmethod
+    def _check(self, bias: Tensor | None, keys: Tensor | None) -> None:
+        """Raise ConfigError for arguments that the loss does not have."""
+
+    @abstractmethod
+    def _tiled(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
+        """Return the loss of ``(G, G)`` logits without bias, of which some, bool, are not negatives."""
+
+
+class PairLossConfig(Config):
+    """Common keys of the contrastive losses."""
+
+    impl: Implementation = "tiled"
+    """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
+    on every rank; gather: memory grows with the square of the batch."""
+    positives: Positives | None = None
+    """Pairs of equal samples (sample_id) or equal texts (caption) are not negatives of each other; null: all are."""
+    needs_bias: ClassVar[bool] = False
+    """Whether the model must have `temperature.bias`."""

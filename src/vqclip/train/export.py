@@ -53,23 +53,20 @@ def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
 
 
-def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CLIP, Weights]:
-    """Load the model of one checkpoint in evaluation mode, after verifying its checksums; say which weights it has.
+def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CLIP, bool]:
+    """Load the model of one checkpoint in evaluation mode, after verifying its checksums.
 
     Args:
         path: folder of the checkpoint.
         weights: ``averaged``: the moving averages where the checkpoint has them (`train.ema`), and the current weights
             elsewhere; ``current``: those of the step alone.
 
+    Returns:
+        The model, and whether the checkpoint has moving averages.
+
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    model, has_averages = _load_verified(path, weights)
-    return model, "averaged" if has_averages and weights == "averaged" else "current"
-
-
-def _load_verified(path: Path, weights: Weights) -> tuple[CLIP, bool]:
-    """Load the model of a checkpoint, verified once; also return whether the checkpoint has moving averages."""
     saved = checkpoint.load(path)
     model = CLIP.from_pretrained(saved.model_folder)
     averages = read_averages(saved, model)
@@ -104,7 +101,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weig
     require_replaceable(out, CONFIG_FILE)
     if out.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
-    model, has_averages = _load_verified(found[step], weights)
+    model, has_averages = load_checkpoint_model(found[step], weights)
     of_current = weights == "current" and has_averages
     figures = _recorded_figures(run, step, of_current) or "No evaluation was recorded after this step."
     kind = ", without its moving average" if of_current else ""

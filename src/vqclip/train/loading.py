@@ -65,8 +65,8 @@ def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
             f"{path}: no model here; expected {CONFIG_FILE}, tokenizer/, model/ or checkpoints/ in it, "
             f"got: {', '.join(sorted(each.name for each in path.iterdir())[:8]) or 'an empty folder'}"
         )
-    model, found = load_checkpoint_model(newest, weights)
-    return LoadedModel(model, str(newest / "model"), found)
+    model, has_averages = load_checkpoint_model(newest, weights)
+    return LoadedModel(model, str(newest / "model"), "current" if weights == "current" or not has_averages else weights)
 
 
 def _find_checkpoint(path: Path) -> Path | None:
