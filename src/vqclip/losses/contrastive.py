@@ -49,7 +49,9 @@ class ContrastiveLoss(Loss):
             )
         _check_smoothing(self.label_smoothing, keys is not None)
 
-    def _tiled(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None) -> Tensor:
+    def _compute_tiled(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+    ) -> Tensor:
         loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys)
         return loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
 

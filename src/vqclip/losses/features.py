@@ -147,7 +147,7 @@ class Loss(nn.Module, ABC):
         check_scalars(scale=scale, **({} if bias is None else {"bias": bias}))
         with full_precision(image.device):
             if self.impl != "gather":
-                return self._tiled(image, text, scale, bias, keys)
+                return self._compute_tiled(image, text, scale, bias, keys)
             images, texts = gather_features(image, text)
             logits = scale.to(images.dtype) * images @ texts.T
             if keys is None:
@@ -164,7 +164,7 @@ class Loss(nn.Module, ABC):
         """Raise ConfigError for arguments that the loss does not have."""
 
     @abstractmethod
-    def _tiled(
+    def _compute_tiled(
         self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
     ) -> Tensor: ...
 

@@ -30,7 +30,9 @@ class SigmoidLoss(Loss):
         if bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
 
-    def _tiled(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None) -> Tensor:
+    def _compute_tiled(
+        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+    ) -> Tensor:
         return tiled_loss("sigmoid", self.impl, image, text, scale, bias, keys)
 
     def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
