@@ -7,7 +7,7 @@ import pytest
 from tests.report.making import Page, make_run
 from vqclip.cli.report import main
 from vqclip.errors import ConfigError
-from vqclip.report import write_report
+from vqclip.report import write_comparison, write_report
 from vqclip.report.run_files import read_run
 
 
@@ -77,3 +77,31 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
 def test_commands_are_quoted_for_a_shell(tmp_path):
     folder = make_run(tmp_path / "a $(b)'c")
     assert "'\"'\"'c'" in Page(write_report(folder).read_text()).text
+
+
+def test_a_comparison(tmp_path, capsys):
+    first = make_run(tmp_path / "first")
+    second = make_run(tmp_path / "second", lambda step: {"grad_norm": 0.0})
+    text = (
+        (second / "config.yaml").read_text().replace("name: made", "name: dead").replace("warmup_steps: 5", "lr: 1.0")
+    )
+    (second / "config.yaml").write_text(text)
+    assert main([str(first), str(second)]) == 2
+    assert "--output: missing" in capsys.readouterr().err
+    output = tmp_path / "both.html"
+    assert main([str(first), str(second), "--output", str(output)]) == 0
+    found = Page(output.read_text()).text
+    assert "Healthy" in found
+    assert "Dead since step 20" in found
+    assert "optim.lr – 1.0" in found
+    assert "data.sources" not in found  # equal in both
+    assert "80.0" in found
+    assert main([*[str(first)] * 9, "--output", str(output)]) == 2
+    assert "at most 8" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_have_their_folders_in_a_comparison(tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("first", "second")]
+    found = Page(write_comparison(folders, tmp_path / "both.html").read_text()).text
+    assert f"made ({folders[0]}), made ({folders[1]})" in found
+    assert "The configurations are equal" in found

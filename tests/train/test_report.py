@@ -7,7 +7,7 @@ import pytest
 from tests.data.making import caption_shards
 from tests.training import run_tree
 from vqclip.evaluation import read_evaluation, stored_files
-from vqclip.train import Callback, run
+from vqclip.train import Callback, report, run
 
 PAIRS = [{"kind": "retrieval", "name": "pairs"}]
 
@@ -23,20 +23,27 @@ def tree(tmp_path, monkeypatch):
 
 class ReadReport(Callback):
     def __init__(self):
-        self.found = []
+        self.found, self.pages = [], []
 
     def on_step_end(self, training):
         self.found.append([read_evaluation(path).step for path in stored_files(training.config.run.path)])
+        page = training.config.run.path / "report.html"
+        self.pages.append(page.exists() and "step 2 of 4" in page.read_text())
 
 
 def test_every_evaluation_writes_its_report(tree, tmp_path):
     seen = ReadReport()
     result = run(tree, [seen])
     assert seen.found == [[], [2], [2], [2]]
+    assert seen.pages == [False, True, True, True]
     (path,) = stored_files(tmp_path / "tiny")
     found = read_evaluation(path)
     assert (found.step, found.result) == (4, result.results[0])
     assert found.result.details.examples[0].misses
+    page = (tmp_path / "tiny" / "report.html").read_text()
+    assert "step 4 of 4" in page
+    assert "finished" in page
+    assert "report.html" in str(result)
 
 
 def test_a_report_that_cannot_be_written_ends_no_run(tree, tmp_path, caplog):
@@ -53,3 +60,15 @@ def test_null_writes_none(tree, tmp_path):
     result = run({**tree, "report": None})
     assert result.results[0].details is None
     assert not (tmp_path / "tiny" / "report").exists()
+    assert not (tmp_path / "tiny" / "report.html").exists()
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypatch):
+    def fail(run):
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr(report, "write_report", fail)
+    with caplog.at_level(logging.WARNING):
+        assert run(tree).finished
+    (first, _) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]
+    assert first.endswith("after step 2; the run continues without it: ZeroDivisionError: by design")

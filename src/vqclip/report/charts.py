@@ -67,7 +67,9 @@ def line_chart(
     factor = 100.0 if unit == PERCENT else 1.0
     shown = {}
     for number, curve in enumerate(curves[:COLOURS]):
-        kept = [(x, y * factor) for x, y in zip(curve.x, curve.y, strict=True) if _is_shown(y, logarithmic)]
+        kept = [
+            (x, y * factor) for x, y in zip(curve.x, curve.y, strict=True) if _is_shown(y, logarithmic) and x < 1e15
+        ]
         if kept:
             shown[number] = kept
     if not shown:

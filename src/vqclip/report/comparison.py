@@ -12,7 +12,7 @@ from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
 from vqclip.report.evaluations import Task, newest_tasks
 from vqclip.report.model_words import describe_state
-from vqclip.report.run_files import RunFiles
+from vqclip.report.run_files import RunFiles, number_at
 from vqclip.report.verdict import Verdict, judge
 
 MAX_RUNS = 8
@@ -145,11 +145,8 @@ def _bits(task: Task | None, figure: str) -> tuple[list[float], list[float], lis
         ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
         return [point.bits_per_image for point in points], rates, [low for low, _ in ends], [high for _, high in ends]
     rate, _ = _rate(task, figure)
-    used = task.usage.get("image")
-    size = used.get("bits_per_sample") if isinstance(used, dict) else None
-    if rate is None or not isinstance(size, (int, float)):
-        return [], [], [], []
-    return [float(size)], [rate], [], []
+    size = number_at(task.usage, "image.bits_per_sample")
+    return ([], [], [], []) if rate is None or size is None else ([size], [rate], [], [])
 
 
 def _rate(task: Task | None, figure: str) -> tuple[float | None, Any]:

@@ -19,13 +19,13 @@ LAST_LINES = 20
 """Lines at its end that are read of it."""
 SMALL_BYTES = 2 << 20
 """Size up to which every line is read."""
-MAX_LINE = 1 << 20
+MAX_LINE = 1 << 18
 """Longer lines count as damaged."""
-MAX_NAMES = 10_000
-"""Metrics that are read; further ones are left out."""
+MAX_NAMES = 3000
+"""Metrics of a line; one with more counts as damaged."""
 MAX_SCAN = 1 << 30
 """Bytes at the end of the file that are searched for evaluations."""
-MAX_EVALUATIONS = 1000
+MAX_EVALUATIONS = 300
 """Evaluations that are read: the newest."""
 
 _CHUNK = 4 << 20

@@ -96,6 +96,8 @@ def describe_state(run: RunFiles) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in two units: ``1 h 20 min``."""
+    if not seconds < 1e12:
+        return "an unknown time"
     seconds = round(seconds)
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:

@@ -6,10 +6,12 @@ import functools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
+from markupsafe import Markup
 
 import vqclip
-from vqclip.errors import printable
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
@@ -19,18 +21,14 @@ from vqclip.report.images import image_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
 from vqclip.report.plot import compact
 from vqclip.report.run_files import RunFiles, number_at, read_run
+from vqclip.report.text import plain
 from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
-MAX_TEXT = 2000
-"""Characters of a text from the run's files; the rest is cut."""
 
 
-def write_report(folder: Path, output: Path | None = None) -> Path:
+def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
     """Write the page of one run, and return its path.
 
     Args:
@@ -41,12 +39,12 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         ConfigError: it is not the folder of a run.
         OSError: the page cannot be written.
     """
-    path = folder / REPORT_FILE if output is None else output
-    write_text(path, render_run(read_run(folder)))
+    path = Path(folder) / REPORT_FILE if output is None else Path(output)
+    write_text(path, render_run(read_run(Path(folder))))
     return path
 
 
-def write_comparison(folders: Sequence[Path], output: Path) -> Path:
+def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
     """Write a page that compares several runs, and return its path.
 
     Args:
@@ -57,7 +55,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
         ConfigError: a folder is not that of a run, or there are too many.
         OSError: the page cannot be written.
     """
-    runs = comparison.compare([read_run(folder) for folder in folders])
+    runs = comparison.compare([read_run(Path(folder)) for folder in folders])
     charts, bits = comparison.comparison_charts(runs), comparison.bits_charts(runs)
     command = shlex.join(["vqclip", "report", *map(str, folders), "--output", str(output)])
     text = render(
@@ -70,8 +68,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
         bits=bits,
         command=command,
     )
-    write_text(output, text)
-    return output
+    write_text(Path(output), text)
+    return Path(output)
 
 
 def render_run(run: RunFiles) -> str:
@@ -108,8 +106,6 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader("vqclip.report"),
         autoescape=True,
@@ -124,20 +120,15 @@ def _environment() -> Environment:
         "percent": _percent,
         "compact": compact,
         "commas": "{:,.0f}".format,
-        "plain": _plain,
+        "plain": plain,
         "title": figure_title,
     }
     return environment
 
 
 def _finalize(value: Any) -> Any:
-    """Make invisible characters of a text visible, and cut a long one; markup of our own stays."""
-    return _plain(value) if type(value) is str else value
-
-
-def _plain(text: Any, most: int = MAX_TEXT) -> str:
-    text = str(text)
-    return printable(text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)")
+    """Make invisible characters of a text visible, and cut a long one; numbers and markup of our own stay."""
+    return value if value is None or isinstance(value, (Markup, Undefined, int, float)) else plain(value)
 
 
 def _percent(rate: float | None) -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from vqclip.report.images import png_uri
+from vqclip.report.text import plain
 
 WIDTH, HEIGHT = 350, 215
 """Size in CSS pixels: about that at which a page shows it, so that its text is as large as the page's."""
@@ -85,7 +86,7 @@ class Plot:
                 self.left - 7,
                 self.y(place) + 4,
                 shown,
-                name[:300],
+                name,
             )
 
     def line(self, points: Iterable[tuple[float, float]], colour: int, style: str = "line") -> None:
@@ -119,7 +120,7 @@ class Plot:
     def svg(self, description: str) -> Markup:
         """Return the figure, with a text for those who cannot see it."""
         head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">').format(
-            self.width, self.height, description
+            self.width, self.height, plain(description, 300)
         )
         return head + Markup("").join(self._parts) + Markup("</svg>")
 
@@ -128,12 +129,13 @@ class Plot:
 
     def _add(self, template: str, *values: object) -> None:
         """Add an element; values are escaped."""
-        self._parts.append(Markup(template).format(*values))
+        fit = [plain(each, 300) if type(each) is str else each for each in values]
+        self._parts.append(Markup(template).format(*fit))
 
 
 def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
     """Return at most ``most`` round numbers between two others."""
-    if not high > low:
+    if not (high - low) / most > 0:
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / most))
     steps = (step * factor for factor in (1, 2, 2.5, 5, 10, 20, 25, 50))

@@ -29,6 +29,8 @@ UNUSED = 0.05
 """Share of the codes that evenly used codes would show, below which a codebook is hardly used."""
 LONG_WAIT = 0.3
 """Share of the time spent waiting for data that is worth a warning."""
+MAX_CODEBOOKS = 1000
+"""Codebooks of a page; of more, none is shown."""
 _RECENT = 5
 """Reports whose median is the newest loss."""
 _ENOUGH = 10
@@ -279,7 +281,7 @@ def newest_codebooks(run: RunFiles, modality: str) -> list[dict[str, Any]]:
     size = codebook_size(value_at(run.config, f"model.{modality}.quantizer"))
     needed = {f"{modality}/usage_if_uniform", f"{modality}/tokens"}
     values = next((each for each in reversed(run.curves.steps.values()) if needed <= each.keys()), None)
-    if values is None or size is None:
+    if values is None or size is None or sum(name.endswith("/usage") for name in values) > MAX_CODEBOOKS:
         return []
     try:
         found = read_codebooks(modality, values, [size])

@@ -1,0 +1,255 @@
+"""Folders of runs made to break the page, or the browser that shows it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.report.making import CONFIG, Page, line, make_run, write_lines
+from vqclip.evaluation import Details, Result
+from vqclip.evaluation.details import (
+    Bits,
+    BitsPoint,
+    Candidate,
+    ClassAccuracy,
+    Codebook,
+    CodeMap,
+    Codes,
+    Confused,
+    Confusion,
+    Example,
+    Examples,
+    Gallery,
+    ShownImage,
+)
+from vqclip.evaluation.stored import StoredEvaluation
+from vqclip.report import write_comparison, write_report
+from vqclip.report.images import image_uri
+
+EVIL = "\"'><script>x0x()</script><img src=http://x0x.org onerror=x0x()>]]></style></title><!--\u202e{{ 7 * 7 }}\x1b[2J"
+ELEMENTS = """html head meta title style body main header footer section nav figure figcaption details summary p h1 h2
+h3 h4 ul ol li b i small span br a div pre code table thead tbody tr th td img svg path text circle image"""
+ATTRIBUTES = """lang charset http-equiv content name class id href src alt title aria-label role viewbox d x y cx cy r
+width height text-anchor preserveaspectratio rowspan open style"""
+PNG = io.BytesIO()
+Image.new("RGB", (4, 4)).save(PNG, "PNG")
+
+
+def shown(thumbnail: bytes | None = PNG.getvalue()) -> ShownImage:
+    return ShownImage(index=0, name=EVIL, thumbnail=thumbnail, text=EVIL)
+
+
+def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
+    """Details with hostile texts in every place."""
+    found = (
+        Candidate(text=EVIL, image=shown(thumbnail), score=0.5, right=True),
+        Candidate(text=EVIL, image=None, score=0.1, right=False),
+    )
+    example = Example(image=shown(thumbnail), text=EVIL, score=0.5, rank=3, candidates=9, found=found)
+    codes = Codes(
+        codebooks=(Codebook(name=EVIL, size=64), Codebook(name="codebook 2", size=64)),
+        all_codebooks=2,
+        grid=(2, 2),
+        maps=(CodeMap(image=shown(thumbnail), ids=((1, 2), (3, 4), (5, -1), (7, 8))),),
+        looked_at=9,
+        galleries=(Gallery(codebook=0, code=3, images=4, patches=(PNG.getvalue(), b"<svg onload=x0x()>")),),
+    )
+    points = [BitsPoint(label=EVIL, bits_per_image=bits, figures={"i2t_r1": 0.5}, intervals={}) for bits in (8.0, 16.0)]
+    return Details(
+        samples=9,
+        intervals={"codes_only": {"i2t_r1": (0.4, 0.6)}},
+        examples=tuple(
+            Examples(direction=way, hits=(example,), misses=(example,)) for way in ("image_to_text", "text_to_image")
+        ),
+        classes=(ClassAccuracy(name=EVIL, images=3, accuracy={"codes_only": 0.5}),),
+        confusion=Confusion(
+            classes=(EVIL, "b"),
+            counts=((1, 2), (0, 3)),
+            complete=True,
+            largest=(Confused(right=EVIL, predicted=EVIL, images=2),),
+        ),
+        codes=codes,
+        bits=Bits(images=9, points=tuple(points)),
+    )
+
+
+def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> None:
+    """Store an evaluation as training does."""
+    rates = {mode: {"i2t_r1": 0.5, EVIL: 0.25} for mode in ("continuous", "quantized", "codes_only")}
+    result = Result(name, "retrieval", rates, {"i2t_r1": 0.1}, 9, None, 9, {}, [EVIL], found)
+    (folder / "report").mkdir(exist_ok=True)
+    (folder / "report" / "00-x.json").write_text(StoredEvaluation(step=step, result=result).model_dump_json())
+
+
+def require_harmless(text: str) -> Page:
+    """Parse a page; no hostile text has become an element, an attribute or an address."""
+    page = Page(text)
+    assert set(page.elements) <= set(ELEMENTS.split())
+    assert {name for name, _ in page.attributes} <= set(ATTRIBUTES.split())
+    for name, value in page.attributes:
+        if name in ("href", "src"):
+            assert re.fullmatch(r"#[a-z]+|data:image/(png|jpeg);base64,[A-Za-z0-9+/]+=*", value or "")
+        if name not in ("alt", "title", "aria-label"):
+            assert "x0x" not in (value or "")
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+    return page
+
+
+def hostile_run(folder: Path) -> Path:
+    """A run with hostile texts in every file."""
+    make_run(
+        folder, lambda step: {f"loss__{EVIL}": 1.0, f"image__{EVIL}__usage": 0.5, f"image__{EVIL}__perplexity": 2.0}
+    )
+    quoted = json.dumps(EVIL)
+    tree = CONFIG.replace("name: made", f"name: {quoted}").replace("split: train", f"split: {quoted}, path: {quoted}")
+    (folder / "config.yaml").write_text(tree.replace("kind: convolutional", f"kind: {quoted}, name: {quoted}"))
+    summary = {
+        "name": EVIL,
+        "coverage": EVIL,
+        "processes": 2,
+        "results": [],
+        "captions": {"shown": 9, "cut": 9, "told": EVIL},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "best.json").write_text(json.dumps({"step": {EVIL: EVIL}, "figure": EVIL}))
+    (folder / "stopped.json").write_text(json.dumps({"step": 3, "reason": EVIL}))
+    bad = {"kind": EVIL, "reason": EVIL, "sample_id": 3}
+    write_lines(folder / "bad_samples.jsonl", [{"step": 3, **bad}, {"step": 4, "kind": [EVIL], "reason": {EVIL: 1}}])
+    event = {"event": "nonfinite", "reason": EVIL, "applied": EVIL}
+    write_lines(folder / "events.jsonl", [{"step": 3, **event}, {"step": 4, "event": {EVIL: EVIL}, "reason": None}])
+    store(folder, details())
+    return folder
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    folder = hostile_run(tmp_path / "run")
+    text = write_report(folder).read_text()
+    page = require_harmless(text)
+    assert page.text.count("<script>x0x()</script>") > 20
+    assert "{{ 7 * 7 }}" in page.text  # no template in a text is run
+    assert page.elements.count("img") >= 8
+    compared = write_comparison([folder, make_run(tmp_path / "other")], tmp_path / "both.html").read_text()
+    assert require_harmless(compared).text.count("x0x()") > 4
+
+
+def test_the_policy_forbids_scripts_and_fetching(tmp_path):
+    page = Page(write_report(make_run(tmp_path / "run")).read_text())
+    (policy,) = [value for name, value in page.attributes if name == "content" and "default-src" in (value or "")]
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def test_what_is_no_small_image_is_not_shown():
+    assert image_uri(PNG.getvalue()).startswith("data:image/png;base64,")
+    large = io.BytesIO()
+    Image.new("1", (6000, 6000)).save(large, "PNG")
+    assert large.tell() < 10_000
+    gif = io.BytesIO()
+    Image.new("P", (4, 4)).save(gif, "GIF")
+    for content in (
+        None,
+        b"",
+        b"<svg onload=x0x()>",
+        b"\x89PNG\r\n\x1a\n",
+        large.getvalue(),
+        gif.getvalue(),
+        b"\xff\xd8\xff",
+    ):
+        assert image_uri(content) is None
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b'{"step": 1, "result": {"name": "x"}}',
+        b'{"step": -1}',
+        b'{"step": 1e999}',
+        b"{" * 100_000,
+    ],
+)
+def test_forged_evaluations_are_left_out_and_named(tmp_path, forged):
+    folder = make_run(tmp_path / "run")
+    (folder / "report").mkdir()
+    (folder / "report" / "00-x.json").write_bytes(forged)
+    page = require_harmless(write_report(folder).read_text())
+    assert "report/00-x.json: cannot be read" in page.text
+
+
+def test_forged_values_in_stored_evaluations(tmp_path):
+    folder = make_run(tmp_path / "run")
+    found = details(thumbnail=b"<svg onload=x0x()>")
+    codes = found.codes.model_copy(update={"grid": (5, 7)})
+    bits = found.bits.model_copy(
+        update={"points": tuple(p.model_copy(update={"bits_per_image": 1e300}) for p in found.bits.points)}
+    )
+    confusion = found.confusion.model_copy(update={"counts": ((1,), (2, 3, 4))})
+    store(folder, found.model_copy(update={"codes": codes, "bits": bits, "confusion": confusion}))
+    assert "no image" in require_harmless(write_report(folder).read_text()).text
+
+
+def test_texts_of_a_megabyte_are_cut(tmp_path):
+    folder = make_run(tmp_path / "run")
+    many = "x" * 10**6
+    (folder / "summary.json").write_text(json.dumps({"coverage": many, "results": [{"name": many, "notes": [many]}]}))
+    (folder / "best.json").write_text(json.dumps({"step": [many], "figure": many}))
+    write_lines(folder / "events.jsonl", [{"step": 3, "event": many[: 10**5], "reason": many[: 10**5]}])
+    assert len(write_report(folder).read_text()) < 300_000
+
+
+NUMBERS: list[Any] = ["NaN", "Infinity", "-Infinity", 1e308, -1e308, 10**400, True, None, [], {}, "x", -0.0, 5e-324]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_numbers_of_any_kind(tmp_path, number):
+    folder = make_run(tmp_path / "run", steps=100)
+    names = [name for name in line(0) if name != "step"]
+    write_lines(folder / "metrics.jsonl", [{"step": step} | dict.fromkeys(names, number) for step in (1, 2, 2**52)])
+    summary = dict.fromkeys(
+        ("processes", "replaced", "speed", "step", "results", "tokens", "captions", "health"), number
+    )
+    nested = {
+        "speed": {"images_per_second": number},
+        "tokens": {"image": number},
+        "captions": {"shown": number, "cut": number},
+    }
+    for body in (
+        summary,
+        nested,
+        {"results": [{"name": "a", "figures": {"continuous": {"b": number}}, "samples": number}]},
+    ):
+        (folder / "summary.json").write_text(json.dumps(body))
+        require_harmless(write_report(folder).read_text())
+
+
+def test_a_million_lines_of_metrics(tmp_path):
+    folder = make_run(tmp_path / "run", steps=100)
+    text = '{"step": %d, "loss/total": 1.5, "eval/a/continuous/b": 0.5}\n'
+    (folder / "metrics.jsonl").write_text("".join(text % step for step in range(10**6)))
+    start = time.process_time()
+    text = write_report(folder).read_text()
+    assert time.process_time() - start < 5
+    assert len(text) < 300_000
+    assert "step 999,999" in text
+
+
+def test_pipes_and_folders_in_place_of_files(tmp_path):
+    import os
+
+    folder = make_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "config.yaml"):
+        (folder / name).unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    (folder / "config.yaml").mkdir()
+    text = Page(write_report(folder).read_text()).text
+    assert "metrics.jsonl: cannot be read (not a regular file)" in text
+    assert "config.yaml: cannot be read" in text
