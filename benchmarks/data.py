@@ -134,13 +134,11 @@ def ours(options: argparse.Namespace) -> Callable[[], Iterator[tuple]]:
 
 
 def ours_in_bytes(options: argparse.Namespace) -> Callable[[], Iterator[tuple]]:
-    import open_clip
-
     from vqclip.data import CaptionShardsConfig, DataConfig
+    from vqclip.towers import BPE
 
     config = DataConfig(sources=(CaptionShardsConfig(path=str(options.shards)),), workers=0)
-    tokenize = open_clip.get_tokenizer("ViT-B-32")
-    data = config.build(options.size[0], tokenize, options.batch, seed=0)
+    data = config.build(options.size[0], BPE(77).with_lengths, options.batch, seed=0)
     next_step = 0
 
     def one_pass() -> Iterator[tuple]:

@@ -1,6 +1,6 @@
 """Training with stored features of frozen towers beside the same training with towers that run in every step.
 
-Prints a table, after about 10 minutes on two CPU cores.
+Prints a table, after about 7 minutes on two CPU cores.
 
     pip install 'vqclip[small-towers]'
     OMP_NUM_THREADS=1 python benchmarks/feature_cache.py --shards data/captions_noto_emoji/train

@@ -269,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(trained.ids)} training pairs, {sum(each.numel() for each in model.parameters()):,} weights")
     train(model, streams, words.encode(trained.captions), options.updates, options.seed)
 
+    print(f"captioning and drawing {len(held.ids)} held-out pairs", file=sys.stderr)
     captions = words.decode(write_captions(model, codes.to_vocabulary(held.ids)))
     images = draw_images(model, words.encode(held.captions), codes)
     for true, written in list(zip(held.captions, captions, strict=True))[:8]:
