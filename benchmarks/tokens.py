@@ -123,10 +123,10 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
 
     def make_options(out: Path) -> job.Options:
         return job.Options(
-            options.tokenizer,
-            source,
-            out,
-            options.modality,
+            tokenizer=options.tokenizer,
+            data=source,
+            out=out,
+            modality=options.modality,
             batch_size=options.batch,
             device="cpu",
         )

@@ -49,7 +49,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def options(out: Path, **changes: Any) -> Options:
-    return Options(out, shard_size=SHARD, **changes)
+    return Options(out=out, shard_size=SHARD, **{"workers": 0, **changes})
 
 
 def assert_same_samples(first: Source, second: Source) -> None:
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> No
 def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     pack(Made(), options(tmp_path / "out"))
     with pytest.raises(ConfigError, match="shard_size: 5 there, 6 now"):
-        pack(Made(), Options(tmp_path / "out", shard_size=6))
+        pack(Made(), Options(out=tmp_path / "out", shard_size=6, workers=0))
     write_tar(tmp_path / "foreign" / "0.tar", caption_members(0, 1))
     with pytest.raises(ConfigError, match=r"contains 0\.tar; expected an empty folder or one that `vqclip data pack`"):
         pack(Made(), options(tmp_path / "foreign"))

@@ -41,7 +41,9 @@ def shards(folder: Path, counts: tuple[int, ...] = COUNTS, damaged: tuple[int, .
 
 def run(tokenizer: str, data: Path | Any, out: Path, **changes: Any) -> WorkResult:
     source = CaptionShardsConfig(path=str(data)) if isinstance(data, Path) else data
-    return tokenize(Options(tokenizer, source, out, **{"batch_size": BATCH, "device": "cpu", **changes}))
+    return tokenize(
+        Options(tokenizer=str(tokenizer), data=source, out=out, **{"batch_size": BATCH, "device": "cpu", **changes})
+    )
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -38,7 +38,7 @@ def tokenizer(tmp_path: Path) -> str:
 def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storage: str, workers: int) -> None:
     tokenizer = tokenizer_folder(tmp_path / "tokenizer", text=LFQ_LARGE)
     source = CaptionShardsConfig(path=str(shards(tmp_path / "in")))
-    done = run(tokenizer, source, tmp_path / "out", storage=storage, workers=workers)
+    done = run(tokenizer, source, tmp_path / "out", format=storage, workers=workers)
     assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples) == (len(COUNTS), sum(COUNTS), sum(COUNTS))
 
@@ -136,7 +136,7 @@ def test_batches_have_one_shape(tmp_path: Path, tokenizer: str) -> None:
 
 def tokenize_here(tokenizer: str, source: str, out: str, cache: str, storage: str) -> int:
     os.environ["VQCLIP_CACHE"] = cache
-    return run(tokenizer, Path(source), Path(out), storage=storage).made
+    return run(tokenizer, Path(source), Path(out), format=storage).made
 
 
 @pytest.mark.parametrize("storage", [pytest.param("wds", marks=pytest.mark.slow), "parquet"])
@@ -144,7 +144,7 @@ def test_two_processes_and_a_killed_one_write_the_same(
     tmp_path: Path, tokenizer: str, storage: str, ranks, cache: Path
 ) -> None:
     shards(tmp_path / "in", damaged=(5,))
-    changes = {"storage": storage, "tolerance": 0.1}
+    changes = {"format": storage, "tolerance": 0.1}
     run(tokenizer, tmp_path / "in", tmp_path / "one", **changes)
     expected = hashes(tmp_path / "one")
     assert len(expected) == 2 * len(COUNTS) + 3
@@ -258,11 +258,11 @@ def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: s
 def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokenizer: str, storage: str) -> None:
     shards(tmp_path / "in", (20, 2, 5), damaged=(20, 21))
     write_tar(tmp_path / "in" / "00003.tar", {})
-    done = run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1)
+    done = run(tokenizer, tmp_path / "in", tmp_path / "out", format=storage, tolerance=0.1)
     assert done.manifest is not None
     assert [shard.samples for shard in done.manifest.shards] == [20, 0, 5, 0]
     assert [item.sample_id for item in TokenDataset(tmp_path / "out")] == [*range(20), *range(22, 27)]
-    assert run(tokenizer, tmp_path / "in", tmp_path / "out", storage=storage, tolerance=0.1).found == 4
+    assert run(tokenizer, tmp_path / "in", tmp_path / "out", format=storage, tolerance=0.1).found == 4
 
 
 def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str) -> None:

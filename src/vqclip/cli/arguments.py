@@ -9,7 +9,9 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from vqclip.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WEIGHTS_HELP",
     "add_captions",
+    "add_fields",
     "batch_size",
     "count",
     "device",
@@ -80,6 +83,21 @@ def device(given: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(f"got {given!r}, which cannot be used: {str(error).splitlines()[0]}") from None
     return found
+
+
+def add_fields(parser: argparse.ArgumentParser, schema: type[Config], *names: str) -> None:
+    """Add an option for each of some fields of a configuration, with its choices or bounds, default and docstring."""
+    for name in names:
+        field: Any = schema.model_fields[name]
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
+        bounds = {key: value for each in field.metadata for key in ("ge", "le") if (value := getattr(each, key, None))}
+        number = whole(bounds.get("ge", 0), bounds.get("le", 2**63 - 1)) if field.annotation is int else share
+        help_text = f"{field.description[0].lower()}{field.description[1:].rstrip('.')} (%(default)s)"
+        option = f"--{name.replace('_', '-')}"
+        if choices:
+            parser.add_argument(option, choices=choices, default=field.default, help=help_text)
+        else:
+            parser.add_argument(option, type=number, default=field.default, help=help_text)
 
 
 def add_captions(parser: argparse.ArgumentParser) -> None:

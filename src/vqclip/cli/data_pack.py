@@ -13,13 +13,13 @@ from pathlib import Path
 
 from vqclip.cli import arguments as types
 from vqclip.data import FolderConfig, parse_source
-from vqclip.data.decode import MAX_PIXELS
 from vqclip.data_tools.pack import Options, PackManifest, pack
 from vqclip.errors import ConfigError
 from vqclip.io.files import expand_home
 
 __all__ = ["OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
 
+_FIELDS = ("shard_size", "workers", "bad_fraction", "max_pixels")
 EXAMPLES = """\
 examples:
   vqclip data pack photos.csv shards/photos
@@ -38,14 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("source", type=types.text, metavar="SOURCE", help=SOURCE_HELP)
     add("out", type=types.path, metavar="OUT", help="folder to write to: a new one, or one that was begun")
     add("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
-    add("--shard-size", type=types.whole(1, 1_000_000), default=10_000, help="samples in a shard (%(default)s)")
     add("--split", type=_split, default="train", help="folder of the shards of labelled data (%(default)s)")
-    add(
-        "--workers",
-        type=types.workers,
-        default=1,
-        help="processes that read and verify; any number writes the same bytes (%(default)s)",
-    )
     add(
         "--part",
         type=_part,
@@ -53,14 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="write every N-th shard only, from the I-th on, where N machines share one OUT (1/1)",
     )
-    add(
-        "--bad-fraction",
-        type=types.share,
-        default=0.01,
-        help="largest share of samples that cannot be used and are "
-        "left out; bad_samples.jsonl names them (%(default)s)",
-    )
-    add("--max-pixels", type=types.count, default=MAX_PIXELS, help="larger images cannot be used (%(default)s)")
+    types.add_fields(parser, Options, *_FIELDS)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -69,18 +55,8 @@ def run(options: argparse.Namespace) -> None:
     if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
         raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
     source = config.build()
-    done = pack(
-        source,
-        Options(
-            out=out,
-            shard_size=options.shard_size,
-            split=options.split,
-            workers=options.workers,
-            part=options.part,
-            bad_fraction=options.bad_fraction,
-            max_pixels=options.max_pixels,
-        ),
-    )
+    fields = {name: getattr(options, name) for name in ("split", "part", *_FIELDS)}
+    done = pack(source, Options(out=out, **fields))
     print(done.describe(out, "other parts"), flush=True)
     if done.manifest is not None:
         print(_how_to_read(done.manifest, out, options.split), flush=True)

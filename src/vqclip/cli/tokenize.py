@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import get_args
 
 from vqclip import dist
 from vqclip.cli import arguments as types
@@ -13,12 +12,12 @@ from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
 from vqclip.errors import ConfigError
-from vqclip.nn.precision import Precision
 from vqclip.runlog.console import log_to_stderr
 from vqclip.tokenize_dataset.job import Options, tokenize
 
 __all__ = ["main"]
 
+_FIELDS = ("modality", "format", "batch_size", "workers", "precision", "device", "threads", "tolerance")
 _EXAMPLES = """\
 examples:
   vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
@@ -66,62 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         "of its configuration in data.sources, such as captions=text, json_keys=[long,short] or split=train",
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
-    add("--modality", choices=("image", "text", "both"), default="both", help="what to tokenize (%(default)s)")
-    add(
-        "--format",
-        choices=("wds", "parquet"),
-        default="wds",
-        help="format of the token shards: WebDataset tars or Parquet (%(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=types.batch_size,
-        default=64,
-        help="samples in a batch; the last batch of a shard is padded (%(default)s)",
-    )
-    add(
-        "--workers",
-        type=types.workers,
-        default=0,
-        help="worker processes that decode images, for each process of the job (%(default)s)",
-    )
-    add(
-        "--precision",
-        choices=get_args(Precision),
-        default="fp32",
-        help="fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times "
-        "slower, but batch size, threads and machine change ids about half a billion times less often (%(default)s)",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one (%(default)s)")
-    add(
-        "--threads",
-        type=types.threads,
-        default=1,
-        help="threads of each process on the CPU; more processes are faster than more threads (%(default)s)",
-    )
-    add(
-        "--tolerance",
-        type=types.share,
-        default=0.01,
-        help="largest share of samples that may be unusable; they are left out (%(default)s)",
-    )
+    types.add_fields(parser, Options, *_FIELDS)
     return parser
 
 
 def _options(options: argparse.Namespace) -> Options:
-    return Options(
-        tokenizer=options.tokenizer,
-        data=_data(options),
-        out=options.out.expanduser().absolute(),
-        modality=options.modality,
-        storage=options.format,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        precision=options.precision,
-        device=options.device,
-        threads=options.threads,
-        tolerance=options.tolerance,
-    )
+    out = options.out.expanduser().absolute()
+    fields = {name: getattr(options, name) for name in _FIELDS}
+    return Options(tokenizer=options.tokenizer, data=_data(options), out=out, **fields)
 
 
 def _data(options: argparse.Namespace) -> SourceConfigBase:

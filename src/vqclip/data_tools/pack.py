@@ -18,9 +18,8 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 from pydantic import Field
@@ -49,24 +48,23 @@ _HEADERS = 2048
 """Bytes of a sample in a tar beside its contents."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Config):
     """Options of `vqclip data pack`."""
 
     out: Path
     """Folder to write to."""
-    shard_size: int = 10_000
+    shard_size: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
     """Samples in a shard, unusable ones included."""
     split: str = "train"
     """Folder of the shards of labelled data."""
-    workers: int = 0
-    """Processes that read and verify; 0: this one."""
+    workers: Annotated[int, Field(ge=0, le=512)] = 1
+    """Processes that read and verify; any number writes the same bytes."""
     part: tuple[int, int] = (1, 1)
     """Number of this part of the shards, from 1, and number of parts; machines with one folder take a part each."""
-    bad_fraction: float = 0.01
-    """Largest fraction of samples left out as unusable."""
-    max_pixels: int = MAX_PIXELS
-    """Larger images are unusable."""
+    bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Largest share of samples that cannot be used and are left out; bad_samples.jsonl names them."""
+    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+    """Larger images cannot be used."""
     timeout_s: float = 240.0
     """Longest wait for a worker."""
 

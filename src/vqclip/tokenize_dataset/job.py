@@ -6,14 +6,14 @@ import importlib.metadata
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from vqclip import dist
+from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.libraries import require_pyarrow
@@ -40,8 +40,7 @@ __all__ = ["Options", "tokenize"]
 _MADE_WITH = ("torch", "torchvision", "pillow", "open_clip_torch", "timm")
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Config):
     """Options of `vqclip tokenize`."""
 
     tokenizer: str
@@ -51,21 +50,22 @@ class Options:
     out: Path
     """Folder of the token shards."""
     modality: Literal["image", "text", "both"] = "both"
-    """The tokenizers to use."""
-    storage: Literal["wds", "parquet"] = "wds"
-    """Format of the token shards."""
-    batch_size: int = 64
-    """Samples in a batch."""
-    workers: int = 0
-    """Decoding processes for each process of the job."""
+    """What to tokenize."""
+    format: Literal["wds", "parquet"] = "wds"
+    """Format of the token shards: WebDataset tars or Parquet."""
+    batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
+    """Samples in a batch; the last batch of a shard is padded."""
+    workers: Annotated[int, Field(ge=0, le=512)] = 0
+    """Worker processes that decode images, for each process of the job."""
     precision: Precision = "fp32"
-    """Precision of the tokenizers."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    threads: int = 1
-    """Threads of each process on the CPU."""
-    tolerance: float = 0.01
-    """Largest fraction of samples left out as unusable."""
+    """fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times slower,
+    but batch size, threads and machine change ids about half a billion times less often."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads of each process on the CPU; more processes are faster than more threads."""
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Largest share of samples that may be unusable; they are left out."""
     max_pixels: int = MAX_PIXELS
     """Larger images are unusable."""
     timeout_s: float = 240.0
@@ -80,7 +80,7 @@ def tokenize(options: Options) -> WorkResult[Manifest]:
     Raises:
         VqclipError: for anything a user can correct; the message says how.
     """
-    if options.storage == "parquet":
+    if options.format == "parquet":
         require_pyarrow("; tars (wds) need nothing more")  # now, not after the first shard
     device = dist.choose_device(options.device, "--device")
     torch.set_num_threads(options.threads)
@@ -180,7 +180,7 @@ def _settings(
 ) -> Settings:
     image, text = encoders.image, encoders.text
     return Settings(
-        storage=options.storage,
+        storage=options.format,
         tokenizer=facts,
         image=None if image is None else _layout(image),
         text=None if text is None else _layout(text),
