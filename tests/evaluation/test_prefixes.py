@@ -9,7 +9,7 @@ from tests.evaluation.made import class_shards
 from tests.models import VQ, tiny_model
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import ConfigError
-from vqclip.evaluation import MODES, DetailsConfig, KnnConfig, Prefixes, ZeroShotConfig, evaluate, format_prefixes
+from vqclip.evaluation import MODES, DetailsConfig, KnnConfig, Prefixes, ZeroShotConfig, evaluate
 from vqclip.quantizers import Prefix
 
 RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
@@ -40,19 +40,6 @@ def test_every_prefix_costs_and_finds_its_own(task):
     ]  # fmt: skip
     assert {each.bits_per_text for each in found.prefixes} == {found.usage["text"].bits_per_sample}
     assert found.prefixes[-1].figures == plain.figures["codes_only"]
-    lines = format_prefixes([found]).splitlines()
-    assert lines[0].split() == [
-        "codes",
-        "only,",
-        "%",
-        "stages",
-        "codebooks",
-        "bits/image",
-        "bits/text",
-        "rate",
-        "chance",
-    ]
-    assert lines[2].split()[:5] == ["colours", "top-1", "1", "2", "32"]
 
 
 def test_a_prefix_is_what_its_ids_alone_give(task):

@@ -140,7 +140,8 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(co
     ("arguments", "status", "told"),
     [
         ([], 2, "got no run and no --config"),
-        (["nowhere"], 2, "nowhere: has no config.yaml of a run"),
+        (["nowhere"], 2, "nowhere: no such folder, and so no evaluation"),
+        (["runs"], 2, "runs: has no config.yaml of a run"),
         (["nowhere", "--tasks", "tasks.yaml"], 2, "no such run, checkpoint or tokenizer folder here"),
         (["--config", "none.yaml"], 2, "none.yaml"),
         (["--config", "residual.yaml", "--config", "plain.yaml", "optim.speed=3"], 2, "optim.speed"),
@@ -152,6 +153,8 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(co
         (["runs/residual-seed-0", "runs/residual-seed-0"], 2, "more than once"),
         (["runs/residual-seed-0", "--out", "residual.yaml"], 2, "--out: got the file residual.yaml"),
         (["runs/residual-seed-0", "evaluation[0].speed=3"], 2, "evaluation[0].speed"),
+        (["runs/residual-seed-0", "train.steps=3"], 2, "got 'train.steps=3'; expected evaluation[0].key=value"),
+        (["runs/residual-seed-0", "--tasks", "tasks.yaml", "evaluation[0].speed=3"], 2, "evaluation[0].speed"),
         (["zero-shott", "runs/residual-seed-0"], 2, 'did you mean "zero-shot"?'),
         (["zero-shot", "runs/residual-seed-0"], 2, "--data: missing"),
     ],

@@ -57,19 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = _parser().parse_intermixed_args(given)
             overrides = [each for each in options.runs if _OVERRIDE.match(each)]
             options.runs = [each for each in options.runs if each not in overrides]
-            _require_runs_or_configs(options)
-            tasks = None if options.tasks is None else tasks_of_file("", options.tasks, [])
+            _require_runs_or_configs(options, overrides)
+            tasks = None
+            if options.tasks is not None:
+                tasks = tasks_of_file("", options.tasks, [] if options.config else overrides)
         _require_folder(options.out)
         dist.init(options.device)
         require_device(options.device)
         if options.config:
             log_to_stderr(mask_credentials)
             options.runs = train_seeds(options.config, options.seeds, overrides, owns_process=True)
-            overrides = []  # the runs' configurations have them
+            overrides = []  # the runs' configurations contain them
         found = frontier(
             options.runs,
             tasks,
-            overrides=overrides,
+            overrides=overrides if tasks is None else (),
             prefixes=not options.whole,
             text=options.text,
             weights=options.weights,
@@ -88,14 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dist.shutdown()
 
 
-def _require_runs_or_configs(options: argparse.Namespace) -> None:
-    """Raise ConfigError unless there are either runs or configurations."""
+def _require_runs_or_configs(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Raise ConfigError unless there are either runs or configurations, with overrides that change something."""
     if options.runs and options.config:
         raise ConfigError(f"got --config and the run {options.runs[0]}; expected runs, or configurations to train")
     if options.runs:
         require_task_or_model(options.runs[0])
         if options.seeds is not None:
             raise ConfigError("--seeds: got it without --config; expected it with configurations to train")
+        if others := [each for each in overrides if not each.startswith("evaluation")]:
+            raise ConfigError(f"got {others[0]!r}; expected evaluation[0].key=value, since runs are not trained again")
     elif not options.config:
         raise ConfigError("got no run and no --config; expected the folders of runs, or configurations to train")
 

@@ -11,7 +11,7 @@ from vqclip.evaluation.details import Details, DetailsConfig
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
-from vqclip.evaluation.prefixes import Prefixes, format_prefixes
+from vqclip.evaluation.prefixes import Prefixes
 from vqclip.evaluation.results import PrefixResult, Result, write_csv, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.stored import StoredEvaluation, read_evaluation, stored_files, write_evaluations
@@ -53,7 +53,6 @@ __all__ = [
     "ZeroShotConfig",
     "evaluate",
     "format_line",
-    "format_prefixes",
     "format_results",
     "load_ids",
     "main_figures",

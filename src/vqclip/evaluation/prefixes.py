@@ -12,7 +12,6 @@ from torch import nn
 from vqclip import dist
 from vqclip.evaluation.encode import MODES, Mode
 from vqclip.evaluation.results import PrefixResult, Result
-from vqclip.evaluation.tables import figure_title, percent, table
 from vqclip.model import CLIP
 from vqclip.quantizers import Prefix, Quantizer
 
@@ -88,17 +87,3 @@ class Prefixes:
             return None
         columns = quantizer.columns(*self.modes[modality][mode])
         return usage.tokens_per_sample * math.fsum(math.log2(quantizer.codebook_sizes[column]) for column in columns)
-
-
-def format_prefixes(results: Sequence[Result]) -> str:
-    """Return a table of the codes-only figures of prefixes, in percent, by the bits of an image and of a text."""
-    heads = ("codes only, %", "", "stages", "codebooks", "bits/image", "bits/text", "rate", "chance")
-    rows = [
-        (result.name, figure_title(name), str(each.stages), str(each.codebooks), f"{each.bits_per_image:.0f}")
-        + ("-" if each.bits_per_text is None else f"{each.bits_per_text:.0f}", percent(each.figures[name]))
-        + (f"{100 * chance:.2f}",)
-        for result in results
-        for name, chance in result.chance.items()
-        for each in result.prefixes
-    ]
-    return table(heads, rows, left=2)

@@ -77,7 +77,7 @@ def frontier(
     Args:
         runs: run folders, checkpoints, tokenizer folders or hub names, as for ``vqclip evaluate``.
         tasks: evaluations; None: those of each run's own configuration.
-        overrides: changes of these configurations, such as ``evaluation[0].batch_size=64``.
+        overrides: changes of these configurations, such as ``evaluation[0].batch_size=64``; not with ``tasks``.
         prefixes: False: one point for each group, with all of its ids.
         text: ids of the texts: all of them, or the same share as of the image's ids, rounded up.
         weights: averaged ones (`train.ema`) where there are some, or those of the step.
@@ -86,9 +86,11 @@ def frontier(
 
     Raises:
         CheckpointError: a run has no model.
-        ConfigError: a run without a configuration or without an evaluation, and ``tasks`` is None.
+        ConfigError: a run is named twice, or has no configuration or no evaluation while ``tasks`` is None.
         DataError, NonFiniteError: see `vqclip.evaluation.evaluate`.
     """
+    if tasks is not None and overrides:
+        raise ConfigError(f"overrides: got {overrides[0]!r} with tasks; expected one of the two")
     names = [str(run) for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"got {mask_credentials(twice[0])} more than once; expected different runs")
@@ -114,8 +116,9 @@ def _own_tasks(name: str, overrides: Sequence[str]) -> Sequence[EvaluationConfig
     file = Path(name).expanduser() / "config.yaml"
     shown = mask_credentials(name)
     if not file.is_file():
+        got = "has no config.yaml of a run" if file.parent.is_dir() else "no such folder"
         raise ConfigError(
-            f"{shown}: has no config.yaml of a run, and so no evaluation; expected a run's folder, or tasks "
+            f"{shown}: {got}, and so no evaluation; expected a run's folder, or tasks "
             "(--tasks FILE, or a task before the runs, such as: vqclip frontier zero-shot RUN --data ...)"
         )
     tasks = load_config(TrainConfig, file, overrides).evaluation
