@@ -356,17 +356,6 @@ def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named)
     assert "rank 1 of 2: the process died with exit code 9" in str(failure.value)
 
 
-def test_says_how_many_tiles_it_keeps(caplog):
-    caplog.set_level("INFO")
-    tiles._log_once.cache_clear()
-    loss, numbers = KINDS["contrastive"]
-    with tile_bytes(8 * 41 * 10, 8 * 41 * 20):
-        for _ in range(2):
-            value_and_gradients(loss(), *pairs(41), numbers)
-    said = [record.message for record in caplog.records if record.name == "vqclip.losses.tiles"]
-    assert said == ["41 images × 41 texts in 9 tiles; 3 are kept for the second round, 6 are computed again"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_global_batch_is_refused(kind):
     loss, numbers = KINDS[kind]

@@ -60,7 +60,7 @@ def test_handlers_come_back_after_an_error():
 
 
 def test_other_signals_and_reuse():
-    stop = StopSignals(signals=(signal.SIGUSR1,))
+    stop = StopSignals()
     with stop:
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.requested

@@ -62,7 +62,12 @@ def load(folder):
 
 def test_it_loads_offline_without_the_towers_folders(exported):
     model, folder = exported
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", VOCABULARY]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        VOCABULARY,
+    ]
     text, image = load(folder), vqclip.load_tokenizer(folder, "image")
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(text.encode(CAPTIONS), model.text.encode(CAPTIONS))

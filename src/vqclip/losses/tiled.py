@@ -90,7 +90,6 @@ def _softmax(
             add_logsumexp_(rows_rest[tile.rows], tile.logits, dim=1)
             add_logsumexp_(column[tile.columns], tile.logits, dim=0)
     columns_rest = exchange.collect_logsumexp(of_columns)
-    tiles.log_tiles()
 
     loss = (_softplus(rows_rest - pairs) + _softplus(columns_rest - pairs)).sum() / (2 * exchange.count)
     gradients = FeatureGradients(image, text, exchange, wants_grad)

@@ -15,9 +15,7 @@ Backward contains no collective, so it cannot wait for another rank or interfere
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,8 +27,6 @@ from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.losses.exchange import Block, Exchange
 from vqclip.losses.products import add_product_, product
-
-logger = logging.getLogger(__name__)
 
 TILE_BYTES = 2**22
 """Size of one tile: small enough for a CPU's cache, large enough for fast products."""
@@ -106,19 +102,17 @@ class Tiles:
     ):
         self._images, self._start, self._scale, self._bias, self._keys = image, start, scale, bias, keys
         self._pairs_apart = pairs_apart
-        self._room, self._number, self._columns = kept_bytes, 0, 0
+        self._room = kept_bytes
         self._kept: dict[tuple[int, int], Tile] = {}
 
     def of(self, block: Block) -> Iterator[Tile]:
         """Yield the block's tiles; none for an empty block."""
-        self._columns = max(self._columns, block.columns.stop)
         side = max(1, math.isqrt(TILE_BYTES // block.texts.element_size()))
         sizes = len(self._images), len(block.texts)
         for top, left in itertools.product(*(range(0, size, side) for size in sizes)):
             place = (block.columns.start + left, top)
             tile = self._kept.pop(place, None)
             if tile is None:
-                self._number += 1
                 tile = self._compute(
                     block, slice(top, min(top + side, sizes[0])), slice(left, min(left + side, sizes[1]))
                 )
@@ -126,10 +120,6 @@ class Tiles:
                     self._room -= tile.logits.nbytes
                     self._kept[place] = tile
             yield tile
-
-    def log_tiles(self) -> None:
-        """Log how many tiles of the first round are kept for the second."""
-        _log_once(len(self._images), self._columns, self._number, len(self._kept))
 
     def _compute(self, block: Block, rows: slice, columns: slice) -> Tile:
         logits = product(self._images[rows] * self._scale, block.texts[columns].T)
@@ -183,19 +173,6 @@ def softplus_sum(x: Tensor) -> Tensor:
         some.addcmul_(some, others).add_(others)
         small = small[:half]
     return small.log1p_().sum() + x.clamp(min=0).sum()
-
-
-@functools.lru_cache(maxsize=32)
-def _log_once(images: int, texts: int, made: int, kept: int) -> None:
-    """Log once for every size."""
-    logger.info(
-        "%s images × %s texts in %d tiles; %d are kept for the second round, %d are computed again",
-        f"{images:,}",
-        f"{texts:,}",
-        made,
-        kept,
-        made - kept,
-    )
 
 
 class FeatureGradients:

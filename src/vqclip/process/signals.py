@@ -30,12 +30,10 @@ class StopSignals:
     process forked inside inherits the handlers: see `ignore_stop_signals`.
 
     Args:
-        signals: signals to catch.
         notice: print on stderr that the signal was received; True on one rank only.
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS, notice: bool = True) -> None:
-        self._signals = signals
+    def __init__(self, notice: bool = True) -> None:
         self._notice = notice
         self._before: dict[signal.Signals, Any] = {}
         self._reason: str | None = None
@@ -71,7 +69,7 @@ class StopSignals:
         self._reason = None
         if threading.current_thread() is not threading.main_thread():
             return self
-        for number in self._signals:
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         return self
