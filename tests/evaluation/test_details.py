@@ -171,6 +171,17 @@ def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path, monkeypat
     assert [gallery.patches for gallery in result.details.codes.galleries] == []
 
 
+def test_details_that_cannot_be_made_cost_no_figure(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("vqclip.evaluation.image_details.show_codes", fail)
+    folder = number_shards(tmp_path, [0, 1], 2)
+    (result,) = evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
+    assert (result.details, result.figures["codes_only"]["top1"]) == (None, 1.0)
+    assert "no details for the report, the figures are not affected: the disk is gone" in caplog.text
+
+
 def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):
     model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
     task = ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=20)

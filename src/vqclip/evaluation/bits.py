@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vqclip.evaluation.code_maps import SomeCodes
 from vqclip.evaluation.details import Bits, BitsPoint, Interval
+from vqclip.nn.precision import Precision, autocast
 from vqclip.quantizers import Prefix
 from vqclip.tokenizer import ImageTokenizer
 
@@ -25,6 +26,7 @@ def accuracy_by_bits(
     rows: list[int],
     whole: Tensor,
     figures: FiguresOf,
+    precision: Precision,
 ) -> Bits | None:
     """Return figures for the prefixes of the images' ids that `Prefix.shorter` chooses; texts keep all of their ids.
 
@@ -36,6 +38,7 @@ def accuracy_by_bits(
         rows: rows of the images.
         whole: ``(m, E)``, their embeddings with all ids.
         figures: function that returns the figures of embeddings.
+        precision: of the evaluation; see `Encoder`.
 
     Returns:
         None if there is only one prefix, all of the ids.
@@ -44,14 +47,14 @@ def accuracy_by_bits(
     prefixes = {_label(prefix, extent): prefix for prefix in extent.shorter()}
     if len(prefixes) < 2 or not rows:
         return None
-    ids = codes.of(rows).to(tokenizer.device)
-    with torch.no_grad():
-        embeddings = {
-            label: torch.cat([tokenizer.embed(tokenizer.truncate(part, *prefix)) for part in ids.split(_BATCH)])
-            for label, prefix in prefixes.items()
-            if prefix != extent
-        }
-    found = figures(rows, embeddings | {_label(extent, extent): whole})
+    ids = codes.of(rows).to(tokenizer.device).split(_BATCH)
+    embeddings = {_label(extent, extent): whole}
+    with torch.no_grad(), autocast(tokenizer.device, precision):
+        for label, prefix in prefixes.items():
+            if prefix != extent:
+                parts = [tokenizer.embed(tokenizer.truncate(part, *prefix)) for part in ids]
+                embeddings[label] = torch.cat(parts).to(whole)
+    found = figures(rows, embeddings)
     points = [
         BitsPoint(label=label, bits_per_image=_bits(tokenizer, prefixes[label]), figures=rates, intervals=intervals)
         for label, (rates, intervals) in found.items()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from vqclip.errors import DataError
 from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
 from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
 from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, ShownImage
@@ -13,12 +17,14 @@ from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.tokenizer import ImageTokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class ImageDetails:
     """Maker of the details of n encoded images, on rank 0.
 
     Args:
-        config: numbers of images.
+        encoder: encoder that has encoded the images, with details.
         tokenizer: the tokenizer of the images, in evaluation mode.
         images: the images.
         texts: ``n`` texts, the first caption or the class of each image.
@@ -27,15 +33,16 @@ class ImageDetails:
 
     def __init__(
         self,
-        config: DetailsConfig,
+        encoder: Encoder,
         tokenizer: ImageTokenizer,
         images: EncodedImages[Any],
         texts: Sequence[str],
         codes: SomeCodes | None,
     ):
-        self.config = config
+        assert encoder.details is not None
+        self.config, self._precision = encoder.details, encoder.precision
         self._tokenizer, self._images, self._texts, self._codes = tokenizer, images, texts, codes
-        self._reader = ImageReader(images.source, tokenizer.transform, config.thumbnail)
+        self._reader = ImageReader(images.source, tokenizer.transform, self.config.thumbnail)
 
     def image(self, row: int) -> ShownImage:
         """Describe the image of a row."""
@@ -55,7 +62,7 @@ class ImageDetails:
             return None
         rows = spread(len(self._texts), self.config.bits_images)
         whole = self._images.encoded.embeddings["codes_only"][rows]
-        return accuracy_by_bits(self._tokenizer, self._codes, rows, whole, figures)
+        return accuracy_by_bits(self._tokenizer, self._codes, rows, whole, figures, self._precision)
 
 
 def make_details(
@@ -66,6 +73,8 @@ def make_details(
     make: Callable[[ImageDetails], Details],
 ) -> Details | None:
     """Return the details of a task on rank 0, if the encoder makes them; every rank must call this.
+
+    If they cannot be made, the log says why: an evaluation is worth more than its report.
 
     Args:
         tokenizer: the tokenizer of the images, in evaluation mode.
@@ -82,7 +91,13 @@ def make_details(
         rows = spread(count, _looked_at(config)) + spread(count, config.bits_images)
         codes = gather_codes(images.encoded, rows, tokenizer, encoder.partition)
     with encoder.partition.raise_on_all_ranks():
-        return None if encoder.partition.rank else make(ImageDetails(config, tokenizer, images, texts(), codes))
+        if encoder.partition.rank:
+            return None
+        try:
+            return make(ImageDetails(encoder, tokenizer, images, texts(), codes))
+        except (DataError, ValidationError, OSError) as error:
+            logger.warning("evaluation: no details for the report, the figures are not affected: %s", error)
+            return None
 
 
 def _looked_at(config: DetailsConfig) -> int:
