@@ -65,22 +65,19 @@ def _parser() -> argparse.ArgumentParser:
         default=0.01,
         help="largest share of unusable images; they are left out (0.01)",
     )
-    query = commands.add_parser("query", help="search an index")
-    query.add_argument(
+    index = argparse.ArgumentParser(add_help=False)
+    index.add_argument("--index", type=types.path, required=True, help="folder of the index")
+    index.add_argument(
         "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"
     )
+    query = commands.add_parser("query", help="search an index", parents=[index])
     query.add_argument("--images", type=types.text, help="images that the index was built from; for --html")
-    query.add_argument("--index", type=types.path, required=True, help="folder of the index")
     query.add_argument("text", type=types.text, nargs="?", help="text to search for")
     query.add_argument("--image", type=types.path, help="image to search for instead of a text")
     query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
     query.add_argument("--continuous", action="store_true", help="do not quantize the query")
     query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
-    export = commands.add_parser("export", help="write names, ids and embeddings as Parquet or Arrow")
-    export.add_argument("--index", type=types.path, required=True, help="folder of the index")
-    export.add_argument(
-        "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"
-    )
+    export = commands.add_parser("export", help="write names, ids and embeddings as Parquet or Arrow", parents=[index])
     export.add_argument("--out", type=types.path, required=True, help="file to write: .parquet or .arrow")
     export.add_argument(
         "--dtype", choices=get_args(VectorType), default="float32", help="numbers of a vector (float32)"

@@ -13,24 +13,11 @@ from vqclip.io.atomic import write_file
 from vqclip.io.cache import cache_folder
 from vqclip.io.json_files import add_checksum, read_versioned
 
-__all__ = ["find_record", "load_record"]
+__all__ = ["load_record"]
 
 logger = logging.getLogger("vqclip.data")
 
 _VERSIONS = {"format": "vqclip-facts", "version": 1}
-
-
-def find_record(key: str, cache: Path | None = None) -> dict[str, Any] | None:
-    """Return the facts that are stored under a key; None if they are missing or damaged."""
-    path = _path(key, cache)
-    try:
-        body = read_versioned(path, {**_VERSIONS, "key": key}, "it is made again")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s; it is made again", error)
-        return None
-    return dict(body["facts"])
 
 
 def load_record(
@@ -50,10 +37,16 @@ def load_record(
     Raises:
         DataError: from `make`, or the cache cannot be written.
     """
-    found = find_record(key, cache)
-    if found is not None and is_current(found):
-        return found
-    facts, path = make(), _path(key, cache)
+    path = _path(key, cache)
+    try:
+        found: dict[str, Any] = read_versioned(path, {**_VERSIONS, "key": key}, "it is made again")["facts"]
+        if is_current(found):
+            return found
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s; it is made again", error)
+    facts = make()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, add_checksum({**_VERSIONS, "key": key, "facts": facts}))
