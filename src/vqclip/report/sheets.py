@@ -66,13 +66,14 @@ def _draw_example(sheet: Image.Image, top: int, example: Example) -> None:
 def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
     """Draw a row for each image: the image, and the map of each codebook, one colour a code."""
     shown, pitch = min(len(codes.codebooks), _MAPS), SIDE + _GAP
-    sheet = Image.new("RGB", ((shown + 1) * pitch + _GAP, len(codes.maps) * pitch + _GAP + 2 * _LINE), _PAPER)
+    sheet = Image.new("RGB", ((shown + 1) * pitch + _GAP, len(codes.maps) * pitch + _GAP + _LINE), _PAPER)
     pen = ImageDraw.Draw(sheet)
-    for codebook in range(shown):
-        heads = codes.codebooks[codebook].name.split(" ", 1)
-        _write(pen, (_GAP + (codebook + 1) * pitch, _GAP // 2), heads, _TEXT, SIDE)
+    for column in range(shown):
+        what, _, number = codes.codebooks[column].name.rpartition(" ")
+        _write(pen, (_GAP, _GAP // 2), [what] if column == 0 else [], _TEXT, SIDE)
+        _write(pen, (_GAP + (column + 1) * pitch, _GAP // 2), [number], _TEXT, SIDE)
     for row, each in enumerate(codes.maps):
-        top = _GAP + 2 * _LINE + row * pitch
+        top = _GAP + _LINE + row * pitch
         _paste(sheet, (_GAP, top), each.image)
         for codebook in range(shown):
             sheet.paste(_draw_map(each, codebook, grid), (_GAP + (codebook + 1) * pitch, top))

@@ -67,7 +67,8 @@ def _history(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             parsed = wandb_internal_pb2.Record.FromString(record)
             record = b""
             if parsed.WhichOneof("record_type") == "history":
-                items = [("/".join(item.nested_key), json.loads(item.value_json)) for item in parsed.history.item]
+                scalars = [item for item in parsed.history.item if len(item.nested_key) == 1]  # not parts of images
+                items = [(item.nested_key[0], json.loads(item.value_json)) for item in scalars]
                 yield parsed.history.step.num, {key: value for key, value in items if not key.startswith("_")}
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import shutil
-import time
 
 import pytest
 
@@ -171,28 +169,3 @@ def test_a_tracker_that_cannot_start_ends_a_new_run_but_not_a_resumed_one(tmp_pa
         feed = Feed({"bad": Refusing([], False)}, facts(tmp_path), tmp_path / "metrics.jsonl", 5)
     feed.close(finished=True)
     assert caplog.messages[0].startswith("bad cannot start: ValueError: no login: the run continues without it")
-
-
-def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
-    """The first process is killed; the file ends with its last flush."""
-    with MetricsLog(tmp_path) as log:
-        feed = Feed({"tensorboard": TensorBoardConfig().build()}, facts(tmp_path), log.path, 0)
-        for step in range(1, 6):
-            feed.write(step, log.write(step, {"loss/total": step / 3, "note": "text", "flag": True, "lr": math.nan}))
-            feed.flush(step)
-        feed._trackers["tensorboard"]._board.flush()
-    time.sleep(1.1)  # TensorBoard orders files by the second, then by a number that it compares as text
-    with MetricsLog(tmp_path, start_step=3) as log:
-        feed = Feed({"tensorboard": TensorBoardConfig().build()}, facts(tmp_path), log.path, 3)
-        feed.write(3, log.write(3, {"eval/pairs/codes_only/top1": 0.5}))
-        for step in range(4, 7):
-            feed.write(step, log.write(step, {"loss/total": 10.0 * step}))
-        feed.close(finished=True)
-    found, whole = reading.tensorboard(tmp_path), reading.expected(tmp_path)
-    assert math.isnan(found[3].pop("train/lr"))
-    for rows in (found, whole):
-        for row in rows.values():
-            row.pop("train/lr", None)
-    assert found == reading.rounded(whole)
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert found[3]["eval/pairs/codes_only/top1"] == 0.5

@@ -57,7 +57,7 @@ class Feed:
         try:
             return self._trackers[kind].start(facts, self._resumed)
         except Exception as error:  # another package may raise anything
-            told = f"{kind} cannot start: {type(error).__name__}: {mask_credentials(str(error))}"
+            told = f"{kind} cannot start: {type(error).__name__}: {mask_credentials(str(error)).rstrip('.')}"
             if not self._resumed:
                 raise ConfigError(
                     f"run.trackers: {told}. Correct its settings, or remove it from run.trackers"

@@ -23,7 +23,7 @@ class Trackio(Tracker):
 
     On resume the run in the database is deleted and made again from ``metrics.jsonl``, so it has each step once,
     whatever the killed process left behind. The price: times and images of before the resume are lost, and a resume
-    takes about half a second for every thousand lines.
+    takes a second or two for every thousand lines.
 
     Args:
         config: project.
@@ -35,16 +35,8 @@ class Trackio(Tracker):
 
     def start(self, facts: RunFacts, resumed: int) -> int:
         """Open a new run, and delete the former one, whose id is in ``<run>/trackio.id``."""
-        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-            if os.environ.get(name):
-                raise ConfigError(
-                    f"the environment has {name}, but this tracker writes to this machine only: unset it, and send the "
-                    "project later with `trackio sync`"
-                )
         import trackio
 
-        if resumed and (facts.folder / _ID).exists():
-            self._delete((facts.folder / _ID).read_text().strip())
         with contextlib.redirect_stdout(io.StringIO()):  # it tells its users how to look at the dashboard
             self._run = trackio.init(
                 project=self._config.project,
@@ -55,7 +47,9 @@ class Trackio(Tracker):
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
-        write_text(facts.folder / _ID, f"{self._run.id}\n")
+        if resumed and (facts.folder / _ID).exists():
+            self._delete((facts.folder / _ID).read_text().strip())
+        write_text(facts.folder / _ID, f"{self._run.id}\n")  # before the first row, with which the run begins to exist
         return -1
 
     def _delete(self, run_id: str) -> None:
@@ -101,6 +95,20 @@ class TrackioConfig(TrackerConfigBase):
     """Trackio."""
     project: str = Field("vqclip", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")
     """Project that the run belongs to."""
+
+    def require(self) -> None:
+        """Check that the package is installed, and that it would write to this machine.
+
+        Raises:
+            ConfigError: it is not, or the environment names a server.
+        """
+        super().require()
+        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            if os.environ.get(name):
+                raise ConfigError(
+                    f"run.trackers: trackio: the environment has {name}, but this tracker writes to this machine only: "
+                    "unset it, and send the project later with `trackio sync`"
+                )
 
     def build(self) -> Trackio:
         """Make the tracker."""

@@ -22,7 +22,7 @@ class Wandb(Tracker):
 
     Offline there is one folder, which ``wandb sync`` sends later. On resume it is made again from ``metrics.jsonl``, so
     it has each step once, whatever the killed process left behind. The price: times, figures of the machine and images
-    of before the resume are lost, and a resume takes about a second for every thousand lines. A folder that was sent
+    of before the resume are lost, and a resume takes a second or two for every thousand lines. A folder that was sent
     already stays; the resumed run then gets another id, and is sent as a new run with all steps.
 
     Online the server keeps what it has: the steps up to its last one are not sent again. After a kill, their speeds are
@@ -66,6 +66,7 @@ class Wandb(Tracker):
             mode=config.mode,
             resume=None if offline else "allow",
             config=facts.config,
+            reinit="create_new",  # the program may have a run of its own
             settings=quiet,
         )
         return -1 if offline else int(self._run.starting_step) - 1
