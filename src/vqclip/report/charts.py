@@ -115,7 +115,7 @@ def heat_map(
     height = min(420.0, max(150.0, 60.0 + 11.0 * len(rows)))
     plot = Plot((steps[0], steps[-1]), (len(rows), 0.0), height=height)
     plot.colours(np.asarray(values, dtype=np.float64))
-    plot.x_axis(ticks(steps[0], steps[-1], whole=True), "step")
+    plot.x_axis(ticks(steps[0], steps[-1], whole=True), "step", grid=False)
     every = math.ceil(len(rows) / 16)
     plot.row_names(rows[::every], [number + 0.5 for number in range(0, len(rows), every)], 7)
     return Chart(title, plot.svg(f"{title}, by step"), scale=scale)
@@ -135,10 +135,10 @@ def table_chart(
     """
     size = len(names)
     height = 46 + max(150.0, 15.0 * size)
-    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=480, height=height, margins=(170, 14, 38, 8))
+    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=400, height=height, margins=(160, 14, 38, 8))
     plot.colours(np.asarray(values, dtype=np.float64))
-    plot.x_axis(ticks(1, size, 10, whole=True), x_label)
-    plot.row_names(names, range(1, size + 1), 25)
+    plot.x_axis(ticks(1, size, 10, whole=True), x_label, grid=False)
+    plot.row_names(names, range(1, size + 1), 24)
     return Chart(title, plot.svg(title), scale=scale)
 
 

@@ -63,11 +63,12 @@ class Plot:
         value = math.log(value) if self._logarithmic else value
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
-    def x_axis(self, values: Iterable[float], label: str) -> None:
+    def x_axis(self, values: Iterable[float], label: str, *, grid: bool = True) -> None:
         """Draw grid lines at values, their numbers, and a label."""
         for value in values:
             place = self.x(value)
-            self._add('<path class="grid" d="M{:.1f} {:.1f}V{:.1f}"/>', place, self.top, self.bottom)
+            if grid:
+                self._add('<path class="grid" d="M{:.1f} {:.1f}V{:.1f}"/>', place, self.top, self.bottom)
             self._text(place, self.bottom + 15, compact(value), "middle")
         self._text((self.left + self.right) / 2, self.bottom + 31, label, "middle")
 
