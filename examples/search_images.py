@@ -24,8 +24,9 @@ import vqclip
 from vqclip.data import EvalSet, decode_image
 from vqclip.data.images import ImageSource, open_images
 from vqclip.errors import VqclipError
+from vqclip.report.search_page import search_page
 from vqclip.search import CodeIndex, CodeSearch, SearchResult
-from vqclip.search.page import Hit, page
+from vqclip.search.hits import Hit
 from vqclip.tokenizer import ImageTokenizer
 
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, query in enumerate(options.queries):
         best = hits(index, found, number, source)
         path = options.out / f"{number}.html"
-        path.write_text(page(query, best, f"{len(index)} images, searched by their ids alone"), encoding="utf-8")
+        path.write_text(search_page(query, best, f"{len(index)} images, searched by their ids alone"), encoding="utf-8")
         print(f"{path}: {query!r}: {best[0].name} ({best[0].score:.2f}), {best[-1].name} ({best[-1].score:.2f}) last")
 
 

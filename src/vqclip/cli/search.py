@@ -25,11 +25,11 @@ from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
+from vqclip.report.search_page import search_page
 from vqclip.runlog.console import print_output
 from vqclip.search.arrow import VectorType, export_vectors
 from vqclip.search.hits import find_hits, open_indexed
 from vqclip.search.index import CodeIndex, Origin
-from vqclip.search.page import page
 from vqclip.search.scan import CodeSearch
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
@@ -176,7 +176,7 @@ def _query(options: argparse.Namespace) -> None:
     if options.html is not None:
         notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
         source = open_indexed(index, options.images)
-        _write(options.html, page(str(asked), find_hits(index, found, source, _print_left_out), notes))
+        _write(options.html, search_page(str(asked), find_hits(index, found, source, _print_left_out), notes))
 
 
 def _export(options: argparse.Namespace) -> None:

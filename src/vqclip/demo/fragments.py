@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from vqclip.demo.answers import Answers, CaptionAnswer, ClassScore, ImageAnswer
 from vqclip.errors import printable
 from vqclip.report.code_maps import code_map, find_grid
-from vqclip.search.page import Hit, thumbnail_uri
+from vqclip.search.hits import Hit, thumbnail_uri
 
 _MOST_CELLS = 8192
 """Largest number of cells in code maps; codebooks beyond it are not drawn."""
