@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def encode(image: ImageTokenizer, text: TextTokenizer) -> Pairs:
     pixels = torch.cat([batch.images for batch in batches])
     captions = [captions[0] for batch in batches for captions in batch.captions]
     ids = torch.cat([image.encode(batch.images) for batch in batches])
-    words = text.encode(captions)
+    words = text.encode(text.preprocess.with_lengths(captions)[0])  # some are cut: no warning
     return Pairs(pixels, captions, ids, words, image.embed(ids), text.embed(words))
 
 
@@ -177,14 +178,15 @@ class Canvas:
 def code_map(tokenizer: ImageTokenizer | TextTokenizer, ids: Tensor, columns: int) -> np.ndarray:
     """Return ids ``(N, C)`` as RGB: a square for each token, in it a cell for each codebook, coloured by its vector."""
     books = len(tokenizer.codebook_sizes)
-    side = int(books**0.5)
+    side = math.ceil(books**0.5)
     cells = torch.empty(len(ids), books, 3)
     for book in range(books):
         vectors = tokenizer.codebook(book)
         low, high = vectors.amin(dim=0), vectors.amax(dim=0)
         some = (high > low).nonzero()[:3, 0]  # a product's codebook has zeros in the channels of the others
         cells[:, book] = ((vectors - low) / (high - low))[:, some][ids[:, book]]
-    cells = pad(0.2 + 0.7 * cells, (0, 0, 0, 0, 0, -len(ids) % columns), value=torch.nan)  # NaN is transparent
+    empty = (0, 0, 0, side * side - books, 0, -len(ids) % columns)
+    cells = pad(0.2 + 0.7 * cells, empty, value=torch.nan)  # NaN is transparent
     table = cells.view(-1, columns, side, side, 3).permute(0, 2, 1, 3, 4)
     return table.reshape(-1, columns * side, 3).numpy()
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 
 import pytest
+import torch
 from PIL import Image
 
 from tests.docs.blocks import ROOT, blocks_of
+from tests.models import PRODUCT, tiny_model
+from tests.training import run_tree
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.png"))
@@ -38,3 +43,35 @@ def test_the_table_has_the_figures_of_the_images(path):
     rows = json.loads(Image.open(path).info["Comment"])["figures"]
     assert len(rows) == 3
     assert [row for name, *rates in rows if (row := f"| {name} | {' | '.join(map(str, rates))} |") not in README] == []
+
+
+def draw(run, out, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["readme_images.py", str(run), "--out", str(out), *arguments])
+    runpy.run_path(str(ROOT / "scripts" / "readme_images.py"), run_name="__main__")
+
+
+def test_a_folder_without_a_finished_run_is_named(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^error: .*none: contains no summary.json; .*make train"):
+        draw(tmp_path / "none", tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_same_run_gives_the_same_bytes(tmp_path, monkeypatch):
+    threads = torch.get_num_threads()
+    run, rates = tmp_path / "run", {"top1": 0.5, "t2i_r1": 0.25}
+    tiny_model(PRODUCT, PRODUCT).build().eval().save_pretrained(run / "tokenizer")
+    (run / "config.yaml").write_text(json.dumps(run_tree(tmp_path, tmp_path, run__name="one")))
+    results = [
+        {"name": kind, "kind": kind, "classes": 3, "samples": 4, "chance": rates}
+        | {"figures": {"continuous": rates, "codes_only": rates}}
+        for kind in ("zero_shot", "retrieval")
+    ]
+    (run / "summary.json").write_text(json.dumps({"results": results, "step": 2, "bits_per_sample": {"image": 48.0}}))
+    for out in ("first", "second"):
+        draw(run, tmp_path / out, monkeypatch)
+    torch.set_num_threads(threads)
+    first, second = (sorted((tmp_path / out).iterdir()) for out in ("first", "second"))
+    assert [path.name for path in first] == [path.name for path in IMAGES]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    rows = json.loads(Image.open(first[-1]).info["Comment"])["figures"]
+    assert rows == [["zero_shot, 3 classes", 50.0, 50.0, 50.0], ["captions to 4 images", 25.0, 25.0, 25.0]]
