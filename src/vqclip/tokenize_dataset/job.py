@@ -50,7 +50,7 @@ class Options(Config):
     out: Path
     """Folder of the token shards."""
     modality: Literal["image", "text", "both"] = "both"
-    """What to tokenize."""
+    """Data to tokenize."""
     format: Literal["wds", "parquet"] = "wds"
     """Format of the token shards: WebDataset tars or Parquet."""
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
