@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vqclip.errors import CheckpointError
 from vqclip.io.digest import FileDigest, digest_file, verify_file
-from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
+from vqclip.io.json_files import Strict, add_checksum, read_checked
 
 MANIFEST = "manifest.json"
 VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
@@ -34,8 +34,10 @@ def verify(folder: Path) -> int:
     Raises:
         CheckpointError: a file is missing, added, of another size, or differs in a bit; the message names it.
     """
-    step, expected = _read_manifest(folder)
-    found = _files(folder)
+    manifest = read_checked(
+        folder / MANIFEST, _Manifest, VERSIONS, "use the vqclip that wrote it", ": not a complete checkpoint"
+    )
+    expected, found = manifest.files, _files(folder)
     missing, added = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or added:
         raise CheckpointError(
@@ -43,18 +45,7 @@ def verify(folder: Path) -> int:
         )
     for name, facts in expected.items():
         verify_file(found[name], facts, MANIFEST)
-    return step
-
-
-def _read_manifest(folder: Path) -> tuple[int, dict[str, FileDigest]]:
-    """The step, and what each file should be by its relative name."""
-    path = folder / MANIFEST
-    try:
-        body = read_versioned(path, VERSIONS, "use the vqclip that wrote it")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): not a complete checkpoint") from error
-    manifest = validate(path, _Manifest, body)
-    return manifest.step, manifest.files
+    return manifest.step
 
 
 def _files(folder: Path) -> dict[str, Path]:

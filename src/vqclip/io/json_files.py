@@ -92,6 +92,20 @@ def read_versioned(path: Path, versions: Mapping[str, object], remedy: str) -> d
     return {key: value for key, value in verify_checksum(path, body, data).items() if key not in versions}
 
 
+def read_checked(
+    path: Path, schema: type[SchemaT], versions: Mapping[str, object], remedy: str, hint: str = ""
+) -> SchemaT:
+    """Read a file as `read_versioned` does, and check it against a schema; ``hint`` ends the error for no such file.
+
+    Raises:
+        CheckpointError: it cannot be read, is of another version or damaged, or does not fit the schema.
+    """
+    try:
+        return validate(path, schema, read_versioned(path, versions, remedy))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}){hint}") from error
+
+
 def write_plain(path: Path, value: object) -> None:
     """Write a JSON file without a checksum, for `read_plain`.
 

