@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from vqclip.cli import arguments as types
 from vqclip.config import did_you_mean
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.evaluation.images import ImagesConfig
 from vqclip.io.json_files import problem_message
 
 __all__ = ["TASKS", "add_model_options", "option_error", "require_device", "require_task_or_model", "task_parser"]
@@ -158,15 +159,8 @@ def _add_choice_data(parser: argparse.ArgumentParser, task: str) -> None:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--batch-size",
-        type=types.batch_size,
-        default=256,
-        help="images or texts at once; changes no figure (%(default)s)",
-    )
-    add("--workers", type=types.workers, default=0, help="worker processes that decode images (%(default)s)")
-    add(
+    types.add_fields(parser, ImagesConfig, "batch_size", "workers")
+    parser.add_argument(
         "--bad-fraction",
         type=types.share,
         default=0.01,
