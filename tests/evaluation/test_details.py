@@ -20,6 +20,7 @@ from tests.evaluation.made import (
     PlainModel,
     caption_shards,
     class_shards,
+    colour_of,
     png,
     tiny_clip,
     write_tar,
@@ -31,7 +32,9 @@ from vqclip.evaluation import Details, DetailsConfig, RetrievalConfig, ZeroShotC
 from vqclip.evaluation.by_class import class_accuracies, confusion
 from vqclip.evaluation.code_maps import codebook_names
 from vqclip.evaluation.details import Confusion
+from vqclip.evaluation.examples import choose_examples
 from vqclip.evaluation.intervals import wilson
+from vqclip.evaluation.ranking import Ranks
 from vqclip.model import CLIP
 from vqclip.nn.reduction import QueryReduction
 from vqclip.quantizers import QuantizerConfig
@@ -94,7 +97,7 @@ def test_hits_and_misses_of_captions_are_the_known_ones(tmp_path):
 def details_on_rank(folder):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     tasks = [
-        ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"), batch_size=4),
+        ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"), batch_size=4, max_bad_fraction=0.2),
         RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines"), batch_size=4),
     ]
     found = evaluate(CLIP.from_pretrained(folder / "model"), tasks, details=SMALL)
@@ -102,10 +105,15 @@ def details_on_rank(folder):
 
 
 def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
-    class_shards(tmp_path / "classes")
+    members = {f"s{i:07d}.png": png(colour_of(i % 4), seed=i) for i in range(11)} | {"s0000002.png": b"GIF89a"}
+    members |= {f"s{i:07d}.cls": str(i % 4).encode() for i in range(11)}
+    write_tar(class_shards(tmp_path / "classes", 11) / "test" / "0.tar", members)
+    (tmp_path / "classes" / "test" / "1.tar").unlink()
     caption_shards(tmp_path / "captions", [[f"number {i}", f"a picture {i}"][: 1 + i % 2] for i in range(9)])
-    tiny_clip().save_pretrained(tmp_path / "model")
+    tiny_clip({"kind": "residual", "layer": LFQ, "depth": 2}).save_pretrained(tmp_path / "model")
     ((alone),) = ranks(1, details_on_rank, tmp_path)
+    assert alone[0]["samples"] == 10
+    assert all(each["codes"]["galleries"] and each["bits"] for each in alone)
     first, second = ranks(2, details_on_rank, tmp_path)
     assert second == [None, None]
     assert approximately(first) == approximately(alone)
@@ -329,3 +337,16 @@ def test_a_changed_file_is_refused(tmp_path, change):
     change(body)
     with pytest.raises(CheckpointError, match="details: "):
         Details.from_json(body)
+
+
+def test_misses_are_those_with_the_worst_rank_and_of_classes_the_most_confident():
+    ranks = Ranks(
+        best=torch.tensor([0.9, 0.1, 0.5, 0.8, 0.5]),
+        above=torch.tensor([0, 1, 4, 0, 0]),
+        rights=torch.ones(5, dtype=torch.int64),
+        wrongs=torch.tensor([0, 0, 0, 0, 2]),
+        best_wrong=torch.tensor([0.5, 0.9, 0.6, 0.1, 0.5]),
+        first=torch.zeros(5, dtype=torch.int64),
+    )
+    assert choose_examples(ranks, DetailsConfig(), "image_to_text") == ([3, 0], [2, 1, 4])
+    assert choose_examples(ranks, DetailsConfig(), "image_to_class") == ([3, 0], [1, 2, 4])
