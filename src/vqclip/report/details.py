@@ -39,9 +39,9 @@ class TaskDetails:
     """All classes, those with the lowest accuracy first."""
 
 
-def show_details(details: Details) -> TaskDetails:
-    """Draw the details of a task."""
-    codes = details.codes
+def show_details(details: Details, *, with_codes: bool) -> TaskDetails:
+    """Draw the details of a task; code maps and galleries only if asked for, as one set of images shows enough."""
+    codes = details.codes if with_codes else None
     return TaskDetails(
         details,
         [] if codes is None else _maps(codes),

@@ -82,7 +82,9 @@ def render_run(run: RunFiles) -> str:
         "evaluations": run_charts.evaluation_charts(run),
         "codebooks": run_charts.codebook_charts(run),
     }
-    details = [(task, show_details(task.details)) for task in tasks if task.details is not None]
+    detailed = [(task, task.details) for task in tasks if task.details is not None]
+    first = next((task for task, found in detailed if found.codes is not None), None)
+    details = [(task, show_details(found, with_codes=task is first)) for task, found in detailed]
     return render(
         "run.html",
         run=run,
