@@ -275,6 +275,18 @@ def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_a
     assert all("codebooks 0, 1 of 2 have collapsed" in message for _, message in said)
 
 
+def test_a_sign_that_comes_and_goes_is_told_once():
+    watched, said = Watched(FSQConfig(levels=(4, 4)).build(), steps=5), []
+    for cosine in [1.0, 0.5, 0.5, 1.0, 0.5] * 4 + [0.5] * 15 + [1.0]:
+        state = json.loads(json.dumps(watched.watch.state_dict()))
+        windows, watched.watch = watched.watch.tensors(), CollapseConfig(steps=5).build()
+        watched.watch.load_state_dict(state, windows)
+        said += [watched.done + 1] * len(
+            watched.step(tokens(64, watched.quantizer), **{"text/embedding_cosine": cosine})
+        )
+    assert said == [1, 36]
+
+
 @pytest.mark.parametrize(
     ("figures", "first", "text"),
     [

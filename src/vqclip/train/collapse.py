@@ -25,6 +25,8 @@ TOKENS_PER_CODE = 4
 """Tokens for each code of a codebook in a full window."""
 MAX_WARNINGS = 1000
 """Warnings that a run keeps; older ones are in its log."""
+_PAUSES = 3
+"""Absence of a sign, in multiples of `CollapseConfig.steps`, after which it is reported again."""
 HEALTHY = "no sign of collapse"
 """Verdict on a run without signs."""
 
@@ -68,6 +70,7 @@ class _State(Strict):
     told: dict[str, str]
     warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)]
     codebooks: list[_Codebook]
+    seen: dict[str, _Count] = {}  # absent from checkpoints of former versions
 
     @model_validator(mode="after")
     def _told_has_a_beginning(self) -> _State:
@@ -96,6 +99,8 @@ class CollapseWatch:
         self._since: dict[str, int] = {}
         self._reported: dict[str, str] = {}
         """Present signs that were reported → their last text."""
+        self._seen: dict[str, int] = {}
+        """Signs that were ever reported → last step with them."""
         self._warnings: list[dict[str, Any]] = []
         self._codebooks: list[dict[str, Any]] = []
 
@@ -147,12 +152,15 @@ class CollapseWatch:
         self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
         self._last = done
         due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
-        messages = [f"{signs[name]}. {RESTART}" for name in due if name in signs and name not in self._reported]
+        pause = _PAUSES * self._config.steps
+        told = {name for name, last in self._seen.items() if done - last < pause} | self._reported.keys()
+        messages = [f"{signs[name]}. {RESTART}" for name in due if name in signs and name not in told]
         for modality in sizes:
             late = [collapsed[name] for name in due if _modality(name) == modality and name in collapsed]
-            if any(each["name"] not in self._reported for each in late):
+            if any(each["name"] not in told for each in late):
                 messages.append(f"{self._describe(late)}. {suggest_remedies(modality)}")
         self._reported = {name: signs.get(name, "") for name in due}
+        self._seen |= dict.fromkeys(due, done)
         self._warnings += [{"step": done, "text": message} for message in messages]
         del self._warnings[:-MAX_WARNINGS]
         return messages
@@ -189,7 +197,7 @@ class CollapseWatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
         plain = {"since": self._since, "told": self._reported, "warnings": self._warnings, "codebooks": self._codebooks}
-        return {"last": self._last, **plain}
+        return {"last": self._last, "seen": self._seen, **plain}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the windows, which are never changed in place."""
@@ -209,6 +217,7 @@ class CollapseWatch:
                 )
         plain = _State.model_validate(state).model_dump()
         self._last, self._since, self._reported = plain["last"], plain["since"], plain["told"]
+        self._seen = dict.fromkeys(self._reported, self._last) | plain["seen"]
         self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], dict(tensors)
 
 
