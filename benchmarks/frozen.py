@@ -1,6 +1,6 @@
 """Cost of a training step by the part of the image tower that trains: memory, optimizer state, checkpoint, time.
 
-Prints a table, after about 2 minutes on two CPU cores.
+Prints a table, after about 1 minute on two CPU cores.
 
     OMP_NUM_THREADS=1 python benchmarks/frozen.py
     OMP_NUM_THREADS=1 python benchmarks/frozen.py --tower vit_small_patch16_224 --batch 64 --rounds 5

@@ -1,6 +1,6 @@
 """Pause of training by a checkpoint: saved in the background, and saved in the loop.
 
-Prints a table, after about 2 minutes on two CPU cores.
+Prints a table, after about 1 minute on two CPU cores.
 
     OMP_NUM_THREADS=1 python benchmarks/saving.py
     OMP_NUM_THREADS=1 python benchmarks/saving.py --config configs/base.yaml --rounds 5

@@ -1,4 +1,6 @@
-"""Draw the two images of the README from a trained run, each for light and for dark pages; about 15 seconds.
+"""Draw the two images of the README from a trained run, each for light and for dark pages.
+
+Writes four files of PNG, after about 15 seconds on two CPU cores.
 
     make train
     make readme-images        # python scripts/readme_images.py runs/base --out docs/images
@@ -317,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="folder of a finished run of configs/base.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the images")
     options = parser.parse_args(arguments)
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     torch.set_num_threads(1)
     run, rows = read_figures(options.run)
     image, text = (vqclip.load_tokenizer(str(options.run / "tokenizer"), modality=each) for each in ("image", "text"))

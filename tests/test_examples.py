@@ -265,6 +265,7 @@ def test_help_says_how_it_is_called(name, capsys):
     [
         *(path for path in EXAMPLES.glob("*.py") if path.stem not in QUICK),
         *(EXAMPLES.parent / "benchmarks").glob("*.py"),
+        EXAMPLES.parent / "scripts" / "readme_images.py",
     ],
     ids=lambda path: f"{path.parent.name}/{path.name}",
 )
