@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -84,7 +84,8 @@ def _bits_chart(bits: Bits) -> Chart | None:
         ends = [point.intervals.get(name, (rate, rate)) for point, rate in zip(bits.points, y, strict=True)]
         curves.append(Curve(figure_title(name), x, y, [low for low, _ in ends], [high for _, high in ends]))
     chart = line_chart("Accuracy against bits", curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
-    return chart
+    note = f"On {bits.images:,} images, evenly spread over the set: rates differ from those of the whole set."
+    return None if chart is None else replace(chart, note=note)
 
 
 def _confusion_chart(confusion: Confusion) -> Chart | None:
