@@ -96,6 +96,15 @@ def test_one_run_has_intervals_and_other_settings_are_another_group(place, tmp_p
     assert any(point.low < point.high for point in found.points)
 
 
+def test_tasks_of_one_name_must_be_equal(place, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(runs(place, 3)[0], other)
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("limit: null", "limit: 5"))
+    with pytest.raises(ConfigError, match="evaluation 'pairs' has other settings in .*other than in .*seed-0"):
+        frontier([*runs(place, 0), other])
+
+
 def on_rank(folders):
     os.environ["VQCLIP_CACHE"] = str(Path(folders[0]).parents[1] / "cache")
     return [(point.stages, point.figure, point.rates) for point in frontier(folders, text="same").points]

@@ -86,7 +86,8 @@ def frontier(
 
     Raises:
         CheckpointError: a run has no model.
-        ConfigError: a run is named twice, or has no configuration or no evaluation while ``tasks`` is None.
+        ConfigError: a run is named twice; or ``tasks`` is None, and a run has no configuration or no evaluation, or
+            evaluations of one name differ.
         DataError, NonFiniteError: see `vqclip.evaluation.evaluate`.
     """
     if tasks is not None and overrides:
@@ -95,6 +96,7 @@ def frontier(
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"got {mask_credentials(twice[0])} more than once; expected different runs")
     own = {name: tasks if tasks is not None else _own_tasks(name, overrides) for name in names}
+    _require_equal_tasks(own)
     measured = []
     for name in names:
         logger.info("evaluating %s", mask_credentials(name))
@@ -127,6 +129,20 @@ def _own_tasks(name: str, overrides: Sequence[str]) -> Sequence[EvaluationConfig
     return tasks
 
 
+def _require_equal_tasks(own: Mapping[str, Sequence[EvaluationConfig]]) -> None:
+    """Raise ConfigError if tasks of one name, which would share a table, measure something else in each run."""
+    known: dict[tuple[str, str], tuple[str, object]] = {}
+    for run, tasks in own.items():
+        for task in tasks:
+            settings = task.model_dump(exclude={"batch_size", "workers", "timeout_s", "max_bad_fraction"})
+            first, before = known.setdefault((task.kind, task.name), (run, settings))
+            if settings != before:
+                raise ConfigError(
+                    f"evaluation {task.name!r} has other settings in {mask_credentials(run)} than in "
+                    f"{mask_credentials(first)}; expected the same, or one list for all runs (--tasks FILE)"
+                )
+
+
 def _settings(name: str) -> str:
     """Return the settings of a run but for the section ``run``; its name if it has no configuration."""
     file = Path(name).expanduser() / "config.yaml"
@@ -157,7 +173,7 @@ def _entries(result: Result) -> list[_Entry]:
     """Return the prefixes of a result, or its continuous figures if there are none."""
     if result.prefixes:
         return [_Entry(**vars(each)) for each in result.prefixes]
-    intervals = {} if result.details is None else result.details.intervals["continuous"]
+    intervals = {} if result.details is None else result.details.intervals.get("continuous", {})
     return [_Entry(None, None, None, None, result.figures["continuous"] or {}, intervals)]
 
 
