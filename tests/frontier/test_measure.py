@@ -117,7 +117,7 @@ def test_ranks_together_find_what_one_finds(ranks, place):
         assert found == [(stages, figure, pytest.approx(rates)) for stages, figure, rates in alone]
 
 
-def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(command, tmp_path, caplog):
+def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(place, command, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     steps, step = [], TrainStep.__call__
 
@@ -127,6 +127,8 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(co
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batch, number)
 
+    summary = runs(place, 0)[0] / "summary.json"
+    before = summary.stat().st_mtime_ns
     arguments = ("--config", "residual.yaml", "--config", "plain.yaml", "--seeds", "0", "--out", tmp_path / "out")
     with mock.patch.object(TrainStep, "__call__", counting):
         status, out, _ = command(*arguments)
@@ -138,6 +140,7 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(co
         assert (status, len(steps)) == (0, 2)  # the second step of the run without codes
         status, again, _ = command(*arguments)
     assert (status, again, len(steps)) == (0, out, 2)
+    assert summary.stat().st_mtime_ns == before  # nor evaluated by the training again
     assert re.search("plain +no codes", out)
     assert str(tmp_path / "out" / "frontier.svg") in out
     body = json.loads((tmp_path / "out" / "frontier.json").read_text())
