@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Sequence
 
@@ -20,6 +21,14 @@ _MIDDLE = 166
 _RIGHT, _WRONG, _TEXT, _PAPER = "#1a7f37", "#c0392b", "#222222", "#ffffff"
 _MAPS = 8
 """Largest number of codebooks shown of an image: the first ones."""
+
+
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@functools.cache
+def _load_font() -> _Font:
+    return ImageFont.load_default(14)
 
 
 def draw_sheets(name: str, details: Details) -> dict[str, Image.Image]:
@@ -70,7 +79,7 @@ def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
     pen = ImageDraw.Draw(sheet)
     for column in range(shown):
         what, _, number = codes.codebooks[column].name.rpartition(" ")
-        _write(pen, (_GAP, _GAP // 2), [what] if column == 0 else [], _TEXT, SIDE)
+        _write(pen, (_GAP, _GAP // 2), [what] if column == 0 else [], _TEXT, pitch)
         _write(pen, (_GAP + (column + 1) * pitch, _GAP // 2), [number], _TEXT, SIDE)
     for row, each in enumerate(codes.maps):
         top = _GAP + _LINE + row * pitch
@@ -99,7 +108,7 @@ def _write(
     pen: ImageDraw.ImageDraw, place: tuple[int, int], texts: Sequence[str], colour: str, width: int, most: int = 1
 ) -> None:
     """Write texts below each other, each in at most ``most`` lines, the last of them cut at the width."""
-    font, lines = ImageFont.load_default(14), list[str]()
+    font, lines = _load_font(), list[str]()
     for text in texts:
         words, last = text.split(), len(lines) + most - 1
         lines.append("")
@@ -110,7 +119,14 @@ def _write(
             else:
                 lines[-1] = longer
     for number, line in enumerate(lines):
-        shown = line[:MAX_TEXT]
-        while shown and pen.textlength(f"{shown}…", font) > width and pen.textlength(line, font) > width:
-            shown = shown[:-1]
-        pen.text((place[0], place[1] + number * _LINE), line if shown == line else f"{shown}…", colour, font)
+        pen.text((place[0], place[1] + number * _LINE), _cut(pen, font, line[:MAX_TEXT], width), colour, font)
+
+
+def _cut(pen: ImageDraw.ImageDraw, font: _Font, line: str, width: int) -> str:
+    length = pen.textlength(line, font)
+    if length <= width:
+        return line
+    line = line[: int(len(line) * width / length)]
+    while line and pen.textlength(f"{line}…", font) > width:
+        line = line[:-1]
+    return f"{line}…"
