@@ -18,8 +18,8 @@ from vqclip.report.verdict import Verdict, judge
 MAX_RUNS = 8
 """Runs in a comparison: as many as there are colours."""
 MAX_DIFFERENCES = 60
-IGNORED = ("run.name", "run.folder")
-"""Settings that differ between runs without meaning anything."""
+IGNORED = ("run.name", "run.folder", "report")
+"""Settings, or the beginnings of their names, that change no run."""
 TELLING = {"kind", "path", "name", "levels", "bits", "codebooks", "codebook_size", "depth", "dim", "split"}
 """Settings that are shown of sections of different kinds."""
 CURVES = (
@@ -79,7 +79,7 @@ def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
 def differences(runs: Sequence[RunFiles]) -> list[Difference]:
     """Return the settings that are not equal in all runs, in the order of their first appearance."""
     flat = [dict(_flatten(run.config)) for run in runs]
-    paths = [path for path in dict.fromkeys(path for each in flat for path in each) if path not in IGNORED]
+    paths = [path for path in dict.fromkeys(path for each in flat for path in each) if not path.startswith(IGNORED)]
     kinds = [path for path in paths if path.endswith(".kind") and len({each.get(path) for each in flat}) > 1]
     sections = tuple(path.removesuffix("kind") for path in kinds)  # of other settings, most of which mean little
     paths = [path for path in paths if not path.startswith(sections) or path.rpartition(".")[2] in TELLING]

@@ -213,7 +213,7 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         f"{count:,.0f} × {kind[:80]}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])[:8]
     )
     text = f"{replaced:,.0f} of {read:,.0f} samples read could not be used and were replaced by others: {named}."
-    advice = "`vqclip data check` names every bad sample and its reason; mend or remove them. Some are listed below."
+    advice = "vqclip data check names each one with its reason; mend or remove them. Some are listed below."
     if share >= FEW_BAD:
         level: Level = "bad" if share >= MANY_BAD else "warn"
         yield Finding(level, f"{_share(share)} of the samples were bad", text, advice)
