@@ -172,13 +172,15 @@ def facts(life):
     """All that a life left, by name, without what may differ.
 
     These are the times and speeds in records, summary and card; who held the lock; logs and the stacks of lost ranks;
-    TensorBoard's files, but not their figures; and in the cache what a killed process was just writing.
+    TensorBoard's files, but not their figures; the page, which draws speeds; and in the cache what a killed process was
+    just writing.
     """
     found = {"batches": global_batches(life.folder / "job" / "records.jsonl")}
     for path in sorted(path for place in (life.run, life.folder / "job" / "cache") for path in place.rglob("*")):
         name = str(path.relative_to(life.folder))
         if path.is_dir() or re.search(
-            r"^tiny/(\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(ranks-|index/\.)", name
+            r"^tiny/(report\.html$|\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(ranks-|index/\.)",
+            name,
         ):
             continue
         found[name] = path.read_bytes()
