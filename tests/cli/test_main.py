@@ -143,7 +143,7 @@ def test_dead_streams_end_no_run(
         assert (tmp_path / "tiny" / "summary.json").exists()
     lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
     timed = r"[\d-]{10} [\d:]{8} I vqclip"
-    for said in ("runlog.bar: step 2/2 loss", "output: run tiny", *["train.resume: resumed from step 2"][: lives - 1]):
+    for said in ("runlog.bar: step 2/2, loss", "output: run tiny", *["train.resume: resumed from step 2"][: lives - 1]):
         assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
 
 

@@ -37,7 +37,7 @@ EVIL = "\"'><script>x0x()</script><img src=http://x0x.org onerror=x0x()>]]></sty
 ELEMENTS = """html head meta title style body main header footer section nav figure figcaption details summary p h1 h2
 h3 h4 ul ol li b i small span br a div pre code table thead tbody tr th td img svg path text circle image"""
 ATTRIBUTES = """lang charset http-equiv content name class id href src alt title aria-label role viewbox d x y cx cy r
-width height text-anchor preserveaspectratio rowspan open style"""
+width height text-anchor preserveaspectratio colspan open style"""
 PNG = io.BytesIO()
 Image.new("RGB", (4, 4)).save(PNG, "PNG")
 

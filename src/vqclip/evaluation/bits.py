@@ -30,7 +30,8 @@ def accuracy_by_bits(
 ) -> Bits | None:
     """Return figures for the prefixes of the images' ids that `Prefix.shorter` chooses; texts keep all of their ids.
 
-    The towers do not run: the stored ids are embedded again.
+    Prefixes are those by stages if there are several, otherwise those by codebooks. The towers do not run: the stored
+    ids are embedded again.
 
     Args:
         tokenizer: in evaluation mode.
@@ -44,7 +45,8 @@ def accuracy_by_bits(
         None if there is only one prefix, all of the ids.
     """
     extent = tokenizer.quantizer.extent
-    prefixes = {_label(prefix, extent): prefix for prefix in extent.shorter()}
+    along = [each for each in extent.shorter() if extent.stages <= 1 or each.codebooks == extent.codebooks]
+    prefixes = {_label(prefix, extent): prefix for prefix in along}
     if len(prefixes) < 2 or not rows:
         return None
     ids = codes.of(rows).to(tokenizer.device).split(_BATCH)
