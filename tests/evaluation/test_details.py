@@ -27,7 +27,7 @@ from tests.evaluation.made import (
 )
 from tests.evaluation.test_zero_shot import number_shards
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
-from vqclip.errors import CheckpointError, DataError
+from vqclip.errors import CheckpointError, DataError, StopRequested
 from vqclip.evaluation import Details, DetailsConfig, RetrievalConfig, ZeroShotConfig, evaluate
 from vqclip.evaluation.by_class import class_accuracies, confusion
 from vqclip.evaluation.code_maps import codebook_names
@@ -179,15 +179,26 @@ def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path, monkeypat
     assert [gallery.patches for gallery in result.details.codes.galleries] == []
 
 
-def test_details_that_cannot_be_made_cost_no_figure(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), torch.OutOfMemoryError("of the device")], ids=repr)
+def test_details_that_cannot_be_made_cost_no_figure(tmp_path, monkeypatch, caplog, error):
     def fail(*_):
-        raise OSError("the disk is gone")
+        raise error
 
     monkeypatch.setattr("vqclip.evaluation.image_details.show_codes", fail)
     folder = number_shards(tmp_path, [0, 1], 2)
     (result,) = evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
     assert (result.details, result.figures["codes_only"]["top1"]) == (None, 1.0)
-    assert "no details for the report, the figures are not affected: the disk is gone" in caplog.text
+    assert f"no details for the report, the figures are not affected: {type(error).__name__}: {error}" in caplog.text
+
+
+def test_a_signal_during_the_details_stops_the_evaluation(tmp_path, monkeypatch):
+    def stop(*_):
+        raise StopRequested
+
+    monkeypatch.setattr("vqclip.evaluation.image_details.show_codes", stop)
+    folder = number_shards(tmp_path, [0, 1], 2)
+    with pytest.raises(StopRequested):
+        evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
 
 
 def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):

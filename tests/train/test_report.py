@@ -46,7 +46,7 @@ def test_every_evaluation_writes_its_report(tree, tmp_path):
     assert "report.html" in str(result)
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(tree, tmp_path, caplog):
+def test_details_that_cannot_be_written_end_no_run(tree, tmp_path, caplog):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "report").write_text("in the way")
     with caplog.at_level(logging.WARNING):

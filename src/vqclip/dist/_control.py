@@ -91,8 +91,6 @@ def raise_on_all_ranks() -> Iterator[None]:
 
     The block must not contain a collective.
 
-    Args:
-
     Raises:
         StopRequested: On every rank, if one raised it.
         VqclipError: The error of the first failed rank, on every rank. Any other error becomes a DistributedError with

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from vqclip.errors import DataError
+from vqclip.errors import StopRequested
 from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
 from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
 from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, ShownImage
@@ -95,8 +93,11 @@ def make_details(
             return None
         try:
             return make(ImageDetails(encoder, tokenizer, images, texts(), codes))
-        except (DataError, ValidationError, OSError) as error:
-            logger.warning("evaluation: no details for the report, the figures are not affected: %s", error)
+        except StopRequested:
+            raise
+        except Exception as error:  # of any kind, also a device that runs out of memory
+            told = f"{type(error).__name__}: {error}"
+            logger.warning("evaluation: no details for the report, the figures are not affected: %s", told)
             return None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from vqclip import dist
 from vqclip.config import Config
-from vqclip.errors import VqclipError
 from vqclip.evaluation import DetailsConfig, EvaluationOutcome, write_evaluations
 from vqclip.report import write_report
 
@@ -30,13 +30,8 @@ def store_details(config: ReportConfig | None, run: Path, outcome: EvaluationOut
         outcome: outcome of the evaluation, with details.
         step: steps of training of the evaluated weights.
     """
-    if config is None or not dist.is_main():
-        return
-    try:
-        if outcome.results:
-            write_evaluations(run, step, outcome.results)
-    except (VqclipError, OSError) as error:
-        logger.warning("report: cannot be written after step %d; the run continues without it: %s", step, error)
+    if outcome.results:
+        _attempt(config, "report", step, lambda: write_evaluations(run, step, outcome.results))
 
 
 def write_page(config: ReportConfig | None, run: Path, step: int) -> None:
@@ -47,14 +42,14 @@ def write_page(config: ReportConfig | None, run: Path, step: int) -> None:
         run: the run's folder.
         step: steps of training done.
     """
+    _attempt(config, "report.html", step, lambda: write_report(run))
+
+
+def _attempt(config: ReportConfig | None, what: str, step: int, write: Callable[[], object]) -> None:
     if config is None or not dist.is_main():
         return
     try:
-        write_report(run)
+        write()
     except Exception as error:  # of any kind: a page is never worth a run
-        logger.warning(
-            "report.html: cannot be written after step %d; the run continues without it: %s: %s",
-            step,
-            type(error).__name__,
-            error,
-        )
+        told = f"{type(error).__name__}: {error}"
+        logger.warning("%s: cannot be written after step %d; the run continues without it: %s", what, step, told)

@@ -7,6 +7,7 @@ import logging
 import shutil
 
 import pytest
+from PIL import Image
 
 from tests.runlog.trackers import reading
 from vqclip.errors import ConfigError
@@ -35,6 +36,9 @@ class Memory(Tracker):
 
     def log(self, step, scalars, histograms):
         self.disk.append((step, dict(scalars)))
+
+    def images(self, step, images):
+        self.calls.append((step, *images))
 
     def text(self, step, name, text):
         self.calls.append((step, name, text))
@@ -112,11 +116,17 @@ def test_no_step_is_lost_or_sent_twice_whenever_it_is_killed(tmp_path, back):
 def test_an_unfinished_run_leaves_its_last_step_open_for_trackers_that_only_append(tmp_path):
     disks = {False: [], True: []}
     with MetricsLog(tmp_path) as log:
-        feed = Feed({str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}, facts(tmp_path), log.path, 0)
+        trackers = {str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}
+        feed = Feed(trackers, facts(tmp_path), log.path, 0)
         feed.write(1, log.write(1, {"lr": 1.0}))
+        feed.images(1, lambda: {"map": Image.new("RGB", (1, 1))})
         feed.close(finished=False)
         feed.close(finished=False)
         assert disks == {False: [(1, {"train/lr": 1.0})], True: []}
+        assert {kind: each.calls for kind, each in trackers.items()} == {
+            "False": [(1, "map"), "close"],
+            "True": ["close"],
+        }
         feed = Feed({"True": Memory(disks[True], True)}, facts(tmp_path), log.path, 1)
         feed.write(1, log.write(1, {"eval/a": 0.5}))
         feed.close(finished=True)

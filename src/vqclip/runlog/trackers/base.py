@@ -54,7 +54,7 @@ class Tracker:
         raise NotImplementedError
 
     def images(self, step: int, images: Mapping[str, Image]) -> None:
-        """Take images of a step; before or after its metrics."""
+        """Take images of a step, before its metrics."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Take a text, such as a warning."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,8 @@ class Feed:
         self._trackers, self._resumed = dict(trackers), resumed
         self._row: dict[str, Any] = {}
         """Metrics of the newest step; it may get more."""
+        self._images: dict[str, Image] = {}
+        """Images of that step; sent with its metrics, which a tracker that only appends could not add to them."""
         self._step = -1
         try:
             self._has = {kind: self._start(kind, facts) for kind in trackers}
@@ -79,26 +81,31 @@ class Feed:
 
     def flush(self, done: int) -> None:
         """Send the steps before ``done``, which are complete, and have them written; call it before a checkpoint."""
-        if self._row and self._step < done:
+        if self._step < done:
             self._send_row(self._trackers)
         if not self._row:
             self._call("flush", lambda tracker: tracker.flush())
 
-    def _send_row(self, kinds: Sequence[str] | Mapping[str, Tracker]) -> None:
-        step, (scalars, histograms) = self._step, view(self._row)
-        self._row = {}
-        late = [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
-        self._call("log", lambda tracker: tracker.log(step, scalars, histograms), late)
+    def _send_row(self, kinds: Iterable[str]) -> None:
+        step, row, images = self._step, self._row, self._images
+        self._row, self._images = {}, {}
+        if images:
+            self._call("images", lambda tracker: tracker.images(step, images), self._lacking(step, kinds))
+        if row:
+            self._call("log", lambda tracker: tracker.log(step, *view(row)), self._lacking(step, kinds))
+
+    def _lacking(self, step: int, kinds: Iterable[str]) -> list[str]:
+        return [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
 
     def images(self, step: int, draw: Callable[[], Mapping[str, Image]]) -> None:
-        """Send images of a step; they are drawn only if there are trackers."""
+        """Take images of a step; they are drawn only if there are trackers."""
         try:
             images = draw() if self._trackers else {}
         except Exception as error:  # an image must not end a run
             logger.warning("step %d: no images for trackers: %s: %s", step, type(error).__name__, error)
             return
-        if images:
-            self._call("images", lambda tracker: tracker.images(step, images))
+        self.write(step, {})
+        self._images |= images
 
     def text(self, step: int, name: str, text: str) -> None:
         """Send a text, with credentials masked."""
@@ -110,8 +117,7 @@ class Feed:
         Args:
             finished: whether the run is at its end; otherwise a resumed run may evaluate its last step.
         """
-        if self._row:
-            self._send_row([kind for kind, each in self._trackers.items() if finished or not each.appends_only])
+        self._send_row([kind for kind, each in self._trackers.items() if finished or not each.appends_only])
         self._call("close", lambda tracker: tracker.close())
         self._trackers = {}
 
