@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from vqclip.demo.answers import Answers, CaptionAnswer, ClassScore, ImageAnswer
-from vqclip.errors import printable
 from vqclip.report.code_maps import code_map, find_grid
-from vqclip.search.hits import Hit, thumbnail_uri
+from vqclip.report.images import thumbnail_uri
+from vqclip.report.page import environment
+from vqclip.search.hits import Hit
 
 _MOST_CELLS = 8192
 """Largest number of cells in code maps; codebooks beyond it are not drawn."""
@@ -19,13 +17,11 @@ _MOST_COLUMNS = 32
 """Largest number of codebooks in a row of a token's codes."""
 _MOST_CLASSES = 20
 """Largest number of classes in the table."""
-_LONGEST = 300
-"""Longest name of an item, in characters."""
 
 
 def render(name: str, **values: Any) -> str:
     """Return the fragment ``name``, a macro of ``fragments.html``."""
-    return str(getattr(_macros(), name)(**values))
+    return str(getattr(environment("vqclip.demo", "").get_template("fragments.html").module, name)(**values))
 
 
 def draw_notice(text: str) -> str:
@@ -90,21 +86,3 @@ def draw_hits(title: str, hits: Sequence[Hit]) -> str:
 def draw_commands(commands: str) -> str:
     """Return the commands that make an index."""
     return render("commands", commands=commands)
-
-
-@lru_cache(maxsize=1)
-def _macros() -> Any:
-    environment = Environment(
-        loader=PackageLoader("vqclip.demo", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"words": _printable, "number": lambda value: f"{value:,.0f}"}
-    return environment.get_template("fragments.html").module
-
-
-def _printable(text: str) -> str:
-    text = printable(text, one_line=True)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

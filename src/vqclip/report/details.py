@@ -11,7 +11,7 @@ from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Det
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart, table_chart
 from vqclip.report.code_maps import find_grid
-from vqclip.report.images import map_uri
+from vqclip.report.images import draw_map, png_uri
 from vqclip.report.run_charts import MAX_CURVES
 
 MAX_MAPS = 8
@@ -60,7 +60,8 @@ def _maps(codes: Codes) -> list[tuple[Any, list[Markup]]]:
         rows, columns = codes.grid or find_grid(len(tokens))
         if rows * columns != len(tokens) or any(len(ids) != len(codes.codebooks) for ids in tokens):
             continue
-        found.append((each.image, [map_uri([ids[c] for ids in tokens], columns) for c in range(len(codes.codebooks))]))
+        maps = [draw_map([ids[c] for ids in tokens], columns) for c in range(len(codes.codebooks))]
+        found.append((each.image, [png_uri(image) for image in maps]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Images of a page as ``data:`` addresses: thumbnails of stored evaluations, and code maps."""
+"""Images of a page as ``data:`` addresses: thumbnails, and code maps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 from PIL import Image
+from torch import Tensor
 
 from vqclip.report.code_maps import code_colour
 
 MAX_SIDE = 512
 """Largest side of an image that is shown, in pixels: a small file can hold a huge image."""
+_SIDE = 160
+"""Pixels of the longer side of a thumbnail."""
 _TYPES = {"PNG": "image/png", "JPEG": "image/jpeg"}
 
 
@@ -30,12 +33,19 @@ def image_uri(content: bytes | None) -> Markup | None:
     return _address(_TYPES[kind], content)
 
 
-def map_uri(codes: Sequence[int], columns: int) -> Markup:
-    """Return the address of a PNG with a pixel for each token, row by row, in the colour of its code; -1 is empty."""
+def thumbnail_uri(pixels: Tensor) -> Markup:
+    """Return the address of an image ``(3, H, W)`` uint8, made smaller."""
+    image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    image.thumbnail((_SIDE, _SIDE))
+    return png_uri(image)
+
+
+def draw_map(codes: Sequence[int], columns: int) -> Image.Image:
+    """Return an image with a pixel for each token, row by row, in the colour of its code; -1 is transparent."""
     rows = -(-len(codes) // columns)
     image = Image.new("RGBA", (columns, rows))
     image.putdata([_pixel(code) for code in codes] + [(0, 0, 0, 0)] * (rows * columns - len(codes)))
-    return png_uri(image)
+    return image
 
 
 def png_uri(image: Image.Image) -> Markup:

@@ -102,22 +102,23 @@ def render_run(run: RunFiles) -> str:
 def render(template: str, **values: Any) -> str:
     """Return a template of this package filled with values, which are escaped."""
     return (
-        _environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
+        environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
     )
 
 
 @functools.cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("vqclip.report"),
+def environment(package: str = "vqclip.report", folder: str = "templates") -> Environment:
+    """Return the templates in a package's folder; values are escaped, and invisible characters in them spelt out."""
+    templates = Environment(
+        loader=PackageLoader(package, folder),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"SHOWN_CLASSES": SHOWN_CLASSES}
-    environment.filters |= {
+    templates.globals |= {"SHOWN_CLASSES": SHOWN_CLASSES}
+    templates.filters |= {
         "image": image_uri,
         "percent": _percent,
         "compact": compact,
@@ -125,7 +126,7 @@ def _environment() -> Environment:
         "plain": plain,
         "title": figure_title,
     }
-    return environment
+    return templates
 
 
 def _finalize(value: Any) -> Any:

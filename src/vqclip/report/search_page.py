@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
 from vqclip.errors import printable
+from vqclip.report.images import thumbnail_uri
 from vqclip.report.page import render
-from vqclip.search.hits import Hit, thumbnail_uri
+from vqclip.search.hits import Hit
 
 
 def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
@@ -16,14 +15,9 @@ def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
 
     Names of files may contain bytes that are not UTF-8, and invisible characters: they are spelt out.
     """
-    rows = [(_text(hit.name), hit.score, None if hit.picture is None else _address(hit)) for hit in hits]
+    rows = [(_text(hit.name), hit.score, None if hit.picture is None else thumbnail_uri(hit.picture)) for hit in hits]
     return render("search.html", title=_text(title), notes=_text(notes), hits=rows)
 
 
 def _text(text: str) -> str:
     return printable(text, one_line=True)
-
-
-def _address(hit: Hit) -> Markup:
-    assert hit.picture is not None
-    return Markup(thumbnail_uri(hit.picture))

@@ -6,12 +6,11 @@ import functools
 import io
 from collections.abc import Sequence
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from vqclip.evaluation import Details
-from vqclip.evaluation.details import MAX_TEXT, CodeMap, Codes, Example, Examples, ShownImage
-from vqclip.report.code_maps import code_colour
+from vqclip.evaluation.details import MAX_TEXT, Codes, Example, Examples, ShownImage
+from vqclip.report.images import draw_map
 
 SIDE = 64
 """Side of an image on a sheet, in pixels."""
@@ -85,15 +84,11 @@ def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
         top = _GAP + _LINE + row * pitch
         _paste(sheet, (_GAP, top), each.image)
         for codebook in range(shown):
-            sheet.paste(_draw_map(each, codebook, grid), (_GAP + (codebook + 1) * pitch, top))
+            image = draw_map([ids[codebook] for ids in each.ids], grid[1]).resize(
+                (SIDE, SIDE), Image.Resampling.NEAREST
+            )
+            sheet.paste(image, (_GAP + (codebook + 1) * pitch, top), image)
     return sheet
-
-
-def _draw_map(code_map: CodeMap, codebook: int, grid: tuple[int, int]) -> Image.Image:
-    colours = [code_colour(ids[codebook]) if ids[codebook] >= 0 else _PAPER for ids in code_map.ids]
-    pixels = [tuple(bytes.fromhex(colour.removeprefix("#"))) for colour in colours]
-    cells = np.asarray(pixels, dtype=np.uint8).reshape(*grid, 3)
-    return Image.fromarray(cells).resize((SIDE, SIDE), Image.Resampling.NEAREST)
 
 
 def _paste(sheet: Image.Image, place: tuple[int, int], shown: ShownImage) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vqclip.data.decode import MAX_PIXELS
@@ -18,10 +15,7 @@ from vqclip.errors import CheckpointError, DataError, StorageError
 from vqclip.search.index import CodeIndex
 from vqclip.search.scan import SearchResult
 
-__all__ = ["Hit", "find_hits", "open_indexed", "thumbnail_uri"]
-
-_SIDE = 160
-"""Pixels of the longer side of a thumbnail."""
+__all__ = ["Hit", "find_hits", "open_indexed"]
 
 
 @dataclass(frozen=True)
@@ -94,12 +88,3 @@ def _read(source: ImageSource | None, place: int, report_bad: Callable[[DataErro
     except DataError as error:
         report_bad(error)
         return None
-
-
-def thumbnail_uri(picture: Tensor) -> str:
-    """Return an image ``(3, H, W)`` uint8, made smaller, as a ``data:`` address of a PNG."""
-    image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-    image.thumbnail((_SIDE, _SIDE))
-    data = io.BytesIO()
-    image.save(data, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
