@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -192,3 +193,9 @@ def test_a_run_without_evaluation_needs_tasks(place, tmp_path):
     shutil.copytree(runs(place, 0)[0], run)
     with pytest.raises(ConfigError, match="has no evaluation; expected tasks"):
         frontier([run], overrides=["evaluation=[]"])
+
+
+def test_a_plot_without_matplotlib_is_refused_before_any_work(command, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = command("nowhere", "--out", tmp_path / "out")
+    assert (status, "needs matplotlib: pip install 'vqclip[frontier]'" in err) == (2, True)

@@ -38,6 +38,7 @@ from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, StopRequested
 from vqclip.evaluation import EvaluationConfig
 from vqclip.frontier import frontier, save, train_seeds
+from vqclip.frontier.plot import require_matplotlib
 from vqclip.runlog.console import log_to_stderr, print_output
 from vqclip.train.loading import MODEL_HELP
 
@@ -105,9 +106,12 @@ def _require_runs_or_configs(options: argparse.Namespace, overrides: Sequence[st
 
 
 def _require_folder(folder: Path | None) -> None:
-    """Raise ConfigError for a folder that could not be written after the work."""
-    if folder is not None and folder.exists() and not folder.is_dir():
+    """Raise ConfigError for files that could not be written after the work."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out: got the file {folder}, expected a folder")
+    require_matplotlib()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from vqclip.data import mask_credentials
-from vqclip.frontier.plot import draw
+from vqclip.frontier.plot import draw, require_matplotlib
 from vqclip.frontier.points import Frontier, Point
 from vqclip.io.atomic import write_text
 
@@ -19,7 +19,11 @@ def save(frontier: Frontier, folder: str | Path) -> list[Path]:
 
     Returns:
         The four files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
     """
+    require_matplotlib()
     files = [Path(folder) / f"frontier.{ending}" for ending in ("json", "csv", "svg", "png")]
     Path(folder).mkdir(parents=True, exist_ok=True)
     body = mask_credentials(dataclasses.asdict(frontier))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vqclip.errors import printable
+from vqclip.errors import ConfigError, printable
 from vqclip.evaluation.tables import figure_title
 from vqclip.frontier.points import Frontier, Point
 from vqclip.io.atomic import write_file
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 _STYLES = {"": "none", ", by stages": "-", ", by codebooks": "-."}
 """Style of a line by the end of its label."""
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError if matplotlib, which draws the plot, is not installed; without importing it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the plot of vqclip frontier needs matplotlib: pip install 'vqclip[frontier]'")
 
 
 def draw(frontier: Frontier, path: Path) -> None:

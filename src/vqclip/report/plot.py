@@ -1,7 +1,8 @@
 """Small figures as SVG, drawn with the colours and the text of the page around them.
 
-matplotlib takes 30 ms for each of them and half a second to be imported: together more than a tenth of the evaluation
-of a small run. These take a millisecond. Axes are linear or logarithmic; marks are lines, dots, bands and images.
+Not drawn with matplotlib, which takes 30 ms for each and half a second to be imported: together more than a tenth of
+the evaluation of a small run. These take a millisecond. Axes are linear or logarithmic; marks are lines, dots, bands
+and images.
 """
 
 from __future__ import annotations
