@@ -63,8 +63,26 @@ CASES = {
     "rising": (
         lambda step: {"loss__contrastive": 0.5 + step / 100 if step > 200 else 2.7 - step / 100},
         "bad",
-        "The loss has risen since step 200",
-        "is 4.1 now",
+        "Diverged: the loss is too high",
+        "too high since step 260 and is 4.100 now; it was 1.100 at step 200",
+    ),
+    "above chance": (
+        lambda step: {"loss__contrastive": 4.0},
+        "bad",
+        "Diverged: the loss is too high",
+        "never below 4.000",
+    ),
+    "exploding": (
+        lambda step: {"grad_norm": 500.0} if step > 300 else {},
+        "bad",
+        "Diverged: the gradient explodes",
+        "the gradient norm is 500, where 1 was usual",
+    ),
+    "risen and fallen": (
+        lambda step: {"loss__contrastive": 4.0 if 150 < step < 300 else 0.9},
+        "good",
+        "Healthy",
+        "a model that knows nothing",
     ),
     "bad samples": (
         lambda step: {"data__replaced": 4 * step, "data__replaced__damaged_image": 4 * step},

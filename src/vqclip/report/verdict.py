@@ -14,6 +14,7 @@ from vqclip.losses import LossConfig
 from vqclip.report.evaluations import FigureRow
 from vqclip.report.model_words import codebook_size
 from vqclip.report.run_files import RunFiles, number_at, text_at, value_at
+from vqclip.runlog.divergence import REMEDY, DivergenceConfig
 from vqclip.runlog.signs import RESTART, USAGE, find_signs, has_collapsed, read_codebooks, suggest_remedies
 
 Level = Literal["bad", "warn", "note", "good"]
@@ -33,8 +34,6 @@ MAX_CODEBOOKS = 1000
 """Codebooks of a page; of more, none is shown."""
 _RECENT = 5
 """Reports whose median is the newest loss."""
-_ENOUGH = 10
-"""Reports from which a rise of the loss is judged."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
         _check_collapse,
         _check_samples,
         _check_unused,
-        _check_loss,
+        _check_divergence,
         _check_waits,
         _check_spikes,
         _check_captions,
@@ -221,25 +220,21 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
 
 
-def _check_loss(run: RunFiles) -> Iterator[Finding]:
-    """Find a loss that has risen far above its lowest value."""
-    steps, losses = run.curves.get(_loss_name(run))
-    finite = [(step, loss) for step, loss in zip(steps, losses, strict=True) if math.isfinite(loss)]
-    if len(finite) < _ENOUGH:
+def _check_divergence(run: RunFiles) -> Iterator[Finding]:
+    """Find what the watch of the training finds: a loss that is too high for long, gradients that explode."""
+    chance, warm = _chance(run), number_at(run.config, "optim.warmup_steps") or 0
+    if chance is None:
         return
-    medians = [
-        statistics.median(loss for _, loss in finite[max(0, n - _RECENT) : n]) for n in range(_RECENT, len(finite) + 1)
-    ]
-    lowest, last, first = min(medians), medians[-1], finite[0][1]
-    if last <= 1.2 * lowest or last - lowest < 0.5 * max(first - lowest, 0.0) or last - lowest < 0.05:
-        return
-    at = finite[medians.index(lowest) + _RECENT - 1][0]
-    text = f"It was {lowest:.3g} around step {at:,} and is {last:.3g} now."
-    advice = (
-        "A lower optim.lr, a longer optim.warmup_steps, optim.clip_grad_norm: 1; resume from a checkpoint before the "
-        "rise."
-    )
-    yield Finding("bad" if last >= 0.95 * first else "warn", f"The loss has risen since step {at:,}", text, advice)
+    try:
+        watch = DivergenceConfig.model_validate(value_at(run.config, "guards.divergence") or {}).build()
+    except ValidationError:
+        watch = DivergenceConfig().build()
+    for step, values in run.curves.steps.items():
+        if step > warm and values.get("bottleneck/share", 1.0) >= 1:
+            watch.check(step, values.get(_loss_name(run), math.nan), values.get("grad_norm", math.nan), chance)
+    for name, text in watch.signs.items():
+        title = "Diverged: the loss is too high" if name == "loss" else "Diverged: the gradient explodes"
+        yield Finding("bad", title, f"{text[0].upper()}{text[1:]}.", f"{REMEDY}.")
 
 
 def _check_waits(run: RunFiles) -> Iterator[Finding]:

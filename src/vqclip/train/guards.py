@@ -17,8 +17,8 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.errors import NonFiniteError
 from vqclip.io.json_files import Strict
+from vqclip.runlog.divergence import DivergenceConfig
 from vqclip.train.collapse import HEALTHY, CollapseConfig
-from vqclip.train.divergence import DivergenceConfig
 
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in median absolute deviations."""

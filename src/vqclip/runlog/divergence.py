@@ -20,6 +20,11 @@ RECENT = 5
 """Reports whose median counts as the present value."""
 USUAL = 100
 """Reports before those, whose median is the usual gradient norm; at least a tenth of them is needed."""
+REMEDY = (
+    "Stop it and start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or resume it from a "
+    "checkpoint of before, with a lower optim.lr and run.resume_allow=[optim]"
+)
+"""Advice for a run that diverges."""
 
 
 class DivergenceConfig(Config):
@@ -75,6 +80,8 @@ class DivergenceWatch:
         """Step from which on the loss has been too high without a break."""
         self._told: dict[str, str] = {}
         self._warnings: list[dict[str, Any]] = []
+        self.signs: dict[str, str] = {}
+        """Signs of the last report, in words."""
 
     def check(self, done: int, loss: float, grad_norm: float, chance: float) -> list[str]:
         """Check the metrics of a report, and return the new warnings.
@@ -88,18 +95,15 @@ class DivergenceWatch:
             grad_norm: norm of the gradient before clipping.
             chance: loss of a model that knows nothing.
         """
-        signs = {}
         if math.isfinite(loss):
             self._losses.append(loss)
         if math.isfinite(grad_norm):
             self._norms.append(grad_norm)
-        if text := self._rise(done, chance):
-            signs["loss"] = text
-        if text := self._explosion():
-            signs["gradient"] = text
-        new = {name: text for name, text in signs.items() if name not in self._told}
+        found = {"loss": self._rise(done, chance), "gradient": self._explosion()}
+        self.signs = {name: text for name, text in found.items() if text}
+        new = {name: text for name, text in self.signs.items() if name not in self._told}
         self._told |= new
-        messages = [f"{text}. {_REMEDY}" for text in new.values()]
+        messages = [f"{text}. {REMEDY}" for text in new.values()]
         self._warnings += [{"step": done, "text": message} for message in messages]
         return messages
 
@@ -157,9 +161,3 @@ class DivergenceWatch:
         self._lowest = math.inf if plain["lowest"] is None else plain["lowest"]
         self._at, self._since, self._told = plain["at"], plain["since"], plain["told"]
         self._warnings = plain["warnings"]
-
-
-_REMEDY = (
-    "Stop it and start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or resume it from a "
-    "checkpoint of before, with a lower optim.lr and run.resume_allow=[optim]"
-)

@@ -7,9 +7,9 @@ import pytest
 
 from tests.data.making import caption_shards
 from tests.training import run_tree
+from vqclip.runlog.divergence import DivergenceConfig
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.divergence import DivergenceConfig
 from vqclip.train.guards import GuardConfig
 
 CHANCE = math.log(128)
