@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
@@ -25,11 +26,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 16])
-def test_global_batches_do_not_depend_on_ranks_and_workers(folder: Path, world_size: int, workers: int) -> None:
-    expected = global_batches(open_data(folder), 0, 7, 1)  # 70 samples, more than two epochs of 29
-    data = open_data(folder, workers=workers)
+WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "workers", "order"),
+    [*itertools.product([1, 2, 4, 16], [0, 2], ["full"]), (4, 2, WINDOWED)],
+)
+def test_global_batches_do_not_depend_on_ranks_and_workers(folder: Path, world_size, workers, order) -> None:
+    expected = global_batches(open_data(folder, order=order), 0, 7, 1)  # 70 samples, more than two epochs of 29
+    data = open_data(folder, workers=workers, order=order)
     assert same(global_batches(data, 0, 7, world_size), expected)
     assert same(global_batches(data, 4, 7, world_size), expected[4:])  # in the middle of an epoch
 
@@ -80,6 +86,20 @@ def test_seeds_differ_in_order_captions_and_crops(folder: Path) -> None:
     one, other = (global_batches(open_data(folder, seed=seed), 0, 3, 1) for seed in (0, 1))
     assert not torch.equal(one[0][0], other[0][0])
     assert same(one, global_batches(open_data(folder, seed=0), 0, 3, 1))
+
+
+def test_the_windowed_order_reads_runs_of_a_source(folder: Path) -> None:
+    shards = (CaptionShardsConfig(path=str(folder / "a")),)
+    ids = torch.cat([ids for ids, *_ in global_batches(open_data(folder, sources=shards, order=WINDOWED), 0, 4, 1)])
+    assert sorted(ids[:17].tolist()) == list(range(17))
+    for first in (0, 6):  # windows of two chunks of three samples
+        window = set(ids[first : first + 6].tolist())
+        assert len(window) == 6
+        assert sum((each + 1) % 17 in window for each in window) >= 4
+    assert not torch.equal(ids[:17].sort().values, ids[:17])
+    assert same(
+        *(global_batches(open_data(folder, order=order), 0, 2, 1) for order in ("windowed", {"kind": "windowed"}))
+    )
 
 
 def test_the_global_generators_are_left_alone(folder: Path) -> None:

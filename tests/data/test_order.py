@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqclip.data.draws import KeyedGenerator, hash_integers
-from vqclip.data.order import GlobalOrder, permute
+from vqclip.data.order import FullOrder, GlobalOrder, Order, WindowedOrder
+from vqclip.data.permutation import permute
+from vqclip.data.windows import Windows, apportion
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+WINDOWED = WindowedOrder(chunk=4, window=3)
+ORDERS = pytest.mark.parametrize("kind", [FullOrder(), WINDOWED], ids=["full", "windowed"])
 
 
 @settings(deadline=None)
@@ -47,10 +51,11 @@ def test_billions_cost_no_memory() -> None:
     assert set(slots.source.tolist()) == {0, 1}
 
 
+@ORDERS
 @settings(deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
-def test_each_sample_exactly_once_an_epoch(sizes: list[int], seed: int, epoch: int) -> None:
-    order = GlobalOrder(sizes, [1.0] * len(sizes), seed)
+def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: int, epoch: int) -> None:
+    order = GlobalOrder(sizes, [1.0] * len(sizes), seed, kind)
     assert order.epoch_size == sum(sizes)
     slots = order[np.arange(epoch * order.epoch_size, (epoch + 1) * order.epoch_size)]
     shown = sorted(zip(slots.source.tolist(), slots.sample.tolist(), strict=True))
@@ -58,6 +63,7 @@ def test_each_sample_exactly_once_an_epoch(sizes: list[int], seed: int, epoch: i
     assert (slots.epoch == epoch).all()
 
 
+@ORDERS
 @settings(deadline=None, max_examples=50)
 @given(
     sizes=SIZES,
@@ -65,8 +71,10 @@ def test_each_sample_exactly_once_an_epoch(sizes: list[int], seed: int, epoch: i
     seed=st.integers(0, 99),
     epochs=st.integers(1, 6),
 )
-def test_weights_are_kept_to_one_appearance(sizes: list[int], weights: list[float], seed: int, epochs: int) -> None:
-    order = GlobalOrder(sizes, weights[: len(sizes)], seed)
+def test_weights_are_kept_to_one_appearance(
+    kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int
+) -> None:
+    order = GlobalOrder(sizes, weights[: len(sizes)], seed, kind)
     slots = order[np.arange(epochs * order.epoch_size)]
     for source, size in enumerate(sizes):
         mine = slots.source == source
@@ -78,10 +86,11 @@ def test_weights_are_kept_to_one_appearance(sizes: list[int], weights: list[floa
         assert len(pairs) == counts.sum()
 
 
+@ORDERS
 @settings(deadline=None)
 @given(sizes=SIZES, batch=st.integers(1, 50), world_size=st.integers(1, 8), step=st.integers(0, 100))
-def test_world_size_changes_nothing(sizes: list[int], batch: int, world_size: int, step: int) -> None:
-    order = GlobalOrder(sizes, [1.0] * len(sizes), seed=5)
+def test_world_size_changes_nothing(kind: Order, sizes: list[int], batch: int, world_size: int, step: int) -> None:
+    order = GlobalOrder(sizes, [1.0] * len(sizes), 5, kind)
     whole = order.batch(step, batch)
     assert np.array_equal(whole.sample, order[np.arange(step * batch, (step + 1) * batch)].sample)
     for rank in range(world_size):
@@ -90,9 +99,10 @@ def test_world_size_changes_nothing(sizes: list[int], batch: int, world_size: in
             assert np.array_equal(mine, all_ranks[rank::world_size])
 
 
-def test_seed_and_epoch_change_the_order() -> None:
+@ORDERS
+def test_seed_and_epoch_change_the_order(kind: Order) -> None:
     def epoch(seed: int, number: int) -> list[int]:
-        return GlobalOrder([100], [1.0], seed)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
+        return GlobalOrder([100], [1.0], seed, kind)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
 
     assert epoch(0, 0) == epoch(0, 0)
     assert epoch(0, 0) != epoch(1, 0)
@@ -108,6 +118,73 @@ def test_the_order_is_the_same_in_every_version() -> None:
 
 GOLDEN_SOURCES = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1]
 GOLDEN_SAMPLES = [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]
+
+
+def test_the_windowed_order_is_the_same_in_every_version() -> None:
+    slots = GlobalOrder([30, 5], [1.0, 2.0], 3, WINDOWED)[np.arange(12)]
+    assert slots.source.tolist() == WINDOWED_SOURCES
+    assert slots.sample.tolist() == WINDOWED_SAMPLES
+
+
+WINDOWED_SOURCES = [0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0]
+WINDOWED_SAMPLES = [2, 29, 25, 22, 23, 16, 17, 4, 3, 0, 4, 24]
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.integers(1, 300), chunk=st.integers(1, 40), window=st.integers(1, 9), key=st.integers(0, 2**64 - 1))
+def test_a_window_reads_its_chunks_and_no_others(size: int, chunk: int, window: int, key: int) -> None:
+    windows = Windows(size, chunk, window, key)
+    places = np.arange(size)
+    samples, of = windows.samples(places), windows.window_of(places)
+    assert (np.diff(of) >= 0).all()
+    assert of.max() == windows.windows - 1
+    sizes = np.diff([windows.first_chunk(each) for each in range(windows.windows + 1)])
+    assert sizes.max() - sizes.min() <= 1
+    assert sizes.min() >= min(windows.chunks, 2 * window // 3)
+    for number in range(windows.windows):
+        ranges = windows.ranges(number).tolist()
+        assert len(ranges) == sizes[number]
+        within = sorted((first + each) % size for first, count in ranges for each in range(count))
+        assert within == sorted(samples[of == number].tolist())
+        assert all(count == windows.chunk for _, count in ranges) or number == windows.windows - 1
+
+
+def test_a_window_as_large_as_the_source_shuffles_all_samples() -> None:
+    first = GlobalOrder([40_000], [1.0], 1, WindowedOrder(chunk=100, window=400))[np.arange(2_000)].sample
+    assert abs(first.mean() - 20_000) < 1_000
+    assert len(np.unique(first // 100)) > 380  # 2,000 draws of 400 chunks
+
+
+@pytest.mark.parametrize("topics", [50, 1000])
+def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
+    """Samples sorted by topic: the variance of topic shares, independent sampling = 1, is 1 + G / window."""
+    size, batch = 1_000_000, 4096
+    for kind, expected in ((FullOrder(), 1), (WindowedOrder(chunk=100, window=1000), 1 + batch / 1000)):
+        order, of_batch = GlobalOrder([size], [1.0], 1, kind), batch / topics
+        counts = [
+            np.bincount(order.batch(t, batch).sample * topics // size, minlength=topics) for t in range(0, 240, 8)
+        ]
+        found = np.mean([((each - of_batch) ** 2 / of_batch).sum() / (topics - 1) for each in counts])
+        assert 0.8 * expected < found < 1.25 * expected
+
+
+def test_windowed_order_of_a_billion_costs_no_memory() -> None:
+    order = GlobalOrder([1_300_000_000, 77], [1.0, 2.0], 1, WindowedOrder())
+    slots = order.batch(10**6, 4096)
+    chunks = np.unique(slots.sample[slots.source == 0] // 128)
+    assert len(chunks) > 3_800
+    assert slots.sample.max() < 1_300_000_000
+
+
+@settings(deadline=None)
+@given(slots=st.lists(st.integers(1, 50), min_size=1, max_size=5))
+def test_shares_grow_with_the_epoch_and_end_at_the_whole(slots: list[int]) -> None:
+    shares = np.stack([apportion(slots, count) for count in range(sum(slots) + 1)])
+    assert (shares.sum(axis=1) == np.arange(sum(slots) + 1)).all()
+    assert (np.diff(shares, axis=0) >= 0).all()
+    assert shares[-1].tolist() == slots
+    exact = np.arange(sum(slots) + 1)[:, None] * np.array(slots) / sum(slots)
+    assert np.abs(shares - exact).max() <= max(1, len(slots) / 2)
 
 
 def test_keyed_generator() -> None:

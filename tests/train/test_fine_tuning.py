@@ -117,6 +117,7 @@ def test_every_setting_is_part_of_the_identity(tmp_path, shards):
         ("train", "ema", None),
         ("train", "bottleneck", {"open_steps": 2, "close_steps": 5}),
         ("train", "bottleneck", None),
+        ("data", "order", "windowed"),
     ):
         assert identity(tree | {section: tree[section] | {key: value}}) != base
     both = tree["train"] | {"ema": tree["train"]["ema"] | {"evaluate": "both"}}
@@ -126,7 +127,7 @@ def test_every_setting_is_part_of_the_identity(tmp_path, shards):
 def test_unused_settings_are_no_part_of_it(tmp_path, shards):
     """So that the checkpoints from before them resume."""
     found = TrainConfig.model_validate(run_tree(tmp_path, shards)).identity({}, towers_draw=False)
-    assert not {"train.ema", "train.bottleneck"} & found.keys()
+    assert not {"train.ema", "train.bottleneck", "data.order"} & found.keys()
     assert not {"layer_decay", "overrides"} & found["optim"].keys()
     assert list(itertools.chain(found["optim"]))
 

@@ -10,6 +10,7 @@ from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
+from vqclip.data.order import FullOrder, OrderConfig
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
@@ -33,6 +34,8 @@ class DataConfig(Config):
 
     sources: Annotated[tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...], Field(min_length=1)]
     """Sources of samples; several are mixed by their weights."""
+    order: OrderConfig = FullOrder()
+    """Order of the samples, `full` or `windowed`."""
     transform: TrainTransformConfig = TrainTransformConfig()
     """Random augmentation of training images."""
     views: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -85,6 +88,7 @@ class DataConfig(Config):
             max_pixels=self.max_pixels,
             options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
             views=self.views,
+            order=self.order,
         )
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.features import FeatureReader
-from vqclip.data.order import GlobalOrder
+from vqclip.data.order import FullOrder, GlobalOrder, Order
 from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import Source
 from vqclip.data.transforms import TrainTransform
@@ -155,6 +155,7 @@ class TrainData:
         max_pixels: larger images are bad samples.
         options: how batches are prepared.
         views: number of different views of each image; None: a new one in every epoch.
+        order: `FullOrder` or `WindowedOrder`.
     """
 
     def __init__(
@@ -168,8 +169,10 @@ class TrainData:
         max_pixels: int,
         options: LoaderOptions,
         views: int | None = None,
+        order: Order | None = None,
     ):
-        self.order = GlobalOrder([len(source) for source in sources], weights, derive_seed(seed, "data", "order"))
+        sizes = [len(source) for source in sources]
+        self.order = GlobalOrder(sizes, weights, derive_seed(seed, "data", "order"), order or FullOrder())
         self.batch_size = batch_size
         self.options = options
         self.seen = 0

@@ -15,6 +15,7 @@ from vqclip import dist
 from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.features import Modality
+from vqclip.data.order import FullOrder
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
@@ -232,6 +233,8 @@ class TrainConfig(Config):
             "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
         }
         # Absent where they are null: checkpoints from before these settings resume.
+        if not isinstance(self.data.order, FullOrder):
+            settings["data.order"] = self.data.order.model_dump(mode="json")
         for name in ("ema", "bottleneck"):
             section = getattr(self.train, name)
             if section is not None:
