@@ -92,8 +92,8 @@ class FullOrder(Config):
 class WindowedOrder(Config):
     """A random order of chunks, and of the samples within a window of chunks; for data that do not fit a local disk.
 
-    A chunk is a number of consecutive samples of a source, so one request reads it. Chunks begin at another sample in
-    each pass through the source. A batch has samples of one or two windows of each source.
+    A chunk is a number of consecutive samples of a source, so one request reads it. A batch has samples of one or two
+    windows of each source.
     """
 
     kind: Literal["windowed"] = "windowed"

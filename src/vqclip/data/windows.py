@@ -1,6 +1,6 @@
 """Windows of chunks: a pass through a source that reads each part of it once, and shuffles well.
 
-    samples   0 1 2 3 | 4 5 6 7 | 8 9 ...      chunks of consecutive samples, the first at a keyed offset
+    samples   0 1 2 3 | 4 5 6 7 | 8 9 ...      chunks of consecutive samples, the same in every pass
     chunks    7 2 5 | 0 4 1 | 3 6              permuted; a number of them in a row are a window
     window    the samples of its chunks, permuted
 
@@ -20,14 +20,14 @@ from vqclip.data.permutation import permute
 
 __all__ = ["Windows", "apportion"]
 
-_CHUNKS, _OFFSET, _WITHIN = 1, 2, 3
+_CHUNKS, _WITHIN = 1, 2
 
 
 class Windows:
     """The windows of one pass through the samples of a source.
 
     All windows have the same number of chunks, up to one. The last chunk of the source may be shorter than the others,
-    and is then the last of the last window. The chunk with the last sample may go on with the first one.
+    and is then in the last window.
 
     Args:
         size: samples of the source, at least 1.
@@ -43,7 +43,6 @@ class Windows:
         self.windows = max(1, round(self.chunks / window))
         """Windows of the pass."""
         self._key = key
-        self._offset = int(hash_integers(key, _OFFSET)) % self.chunk
         self._whole = size // self.chunk
 
     def samples(self, places: np.ndarray) -> np.ndarray:
@@ -56,7 +55,7 @@ class Windows:
             size = min(self.first_chunk(window + 1) * self.chunk, self.size) - first
             inner[mine] = first + permute(places[mine] - first, size, hash_integers(self._key, _WITHIN, window))
         rank, within = np.divmod(inner, self.chunk)
-        return self._sample(self._chunk_at(rank), within)
+        return self._chunk_at(rank) * self.chunk + within
 
     def window_of(self, places: np.ndarray) -> np.ndarray:
         """Return the window of each place of the pass."""
@@ -66,23 +65,14 @@ class Windows:
         """Return how many chunks come before a window."""
         return window * self.chunks // self.windows
 
-    def ranges(self, window: int) -> np.ndarray:
-        """Return the chunks of a window, in the order of the samples.
-
-        Returns:
-            int64 ``(chunks, 2)``, the first sample and the number of samples of each; a chunk that passes the last
-            sample goes on with sample 0.
-        """
-        chunk = np.sort(self._chunk_at(np.arange(self.first_chunk(window), self.first_chunk(window + 1))))
-        return np.stack([self._sample(chunk, 0), np.minimum(self.chunk, self.size - chunk * self.chunk)], axis=1)
+    def chunks_of(self, window: int) -> np.ndarray:
+        """Return the chunks of a window, int64 in ascending order; chunk j begins with sample ``j * chunk``."""
+        return np.sort(self._chunk_at(np.arange(self.first_chunk(window), self.first_chunk(window + 1))))
 
     def _chunk_at(self, rank: np.ndarray) -> np.ndarray:
         """Return the chunk at each rank of the permuted chunks."""
         whole = permute(np.minimum(rank, self._whole - 1), self._whole, hash_integers(self._key, _CHUNKS))
         return np.where(rank < self._whole, whole, rank)
-
-    def _sample(self, chunk: np.ndarray, within: np.ndarray | int) -> np.ndarray:
-        return (chunk * self.chunk + within + self.size - self._offset) % self.size
 
 
 def apportion(slots: Sequence[int], count: int) -> np.ndarray:
