@@ -92,13 +92,12 @@ class FullOrder(Config):
 class WindowedOrder(Config):
     """A random order of chunks, and of the samples within a window of chunks; for data that do not fit a local disk.
 
-    A chunk is a number of consecutive samples of a source, so one request reads it. A batch has samples of one or two
-    windows of each source.
+    A chunk is a number of consecutive samples of a source. A batch has samples of one or two windows of each source.
     """
 
     kind: Literal["windowed"] = "windowed"
     chunk: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Consecutive samples that are read together."""
+    """Consecutive samples that stay together; for shards at URLs, the samples of a shard."""
     window: Annotated[int, Field(ge=1, le=2**24)] = 32_768
     """Chunks whose samples are shuffled together."""
 

@@ -211,8 +211,8 @@ def _warn_if_cache_is_small(indexes: Sequence[ShardIndex]) -> None:
     total = sum(length for _, length in remote)
     if remote and total > remote[0][0].options.cache_bytes:
         logger.warning(
-            "%s and %d more: %.2f GiB of shards do not fit in remote.cache_gib=%g; samples come in random order, so "
-            "most reads will fetch a whole shard. Raise it, or copy the shards to a disk",
+            "%s and %d more: %.2f GiB of shards do not fit in remote.cache_gib=%g; unless data.order is "
+            "windowed, most reads will fetch a whole shard. Choose that order, raise the limit, or copy the shards",
             remote[0][0],
             len(remote) - 1,
             total / 2**30,
