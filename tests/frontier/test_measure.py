@@ -160,7 +160,7 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(pl
         (["--config", "residual.yaml", "--config", "plain.yaml", "optim.speed=3"], 2, "optim.speed"),
         (["--config", "residual.yaml", "run.seed=4"], 2, "seeds are --seeds"),
         (["--config", "residual.yaml", "--config", "residual.yaml"], 2, "two runs would have the folder"),
-        (["--config", "residual.yaml", "--seeds", "0", "train.steps=3"], 2, "train.steps: 2, now 3"),
+        (["--config", "residual.yaml", "--seeds", "0", "train.steps=3"], 2, "train.steps: 2 in its config.yaml, 3 now"),
         (["--config", "residual.yaml", "runs/residual-seed-0"], 2, "expected runs, or configurations to train"),
         (["runs/residual-seed-0", "--seeds", "0"], 2, "--seeds: got it without --config"),
         (["runs/residual-seed-0", "runs/residual-seed-0"], 2, "more than once"),

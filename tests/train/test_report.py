@@ -7,6 +7,7 @@ import pytest
 from tests.data.making import caption_shards
 from tests.training import run_tree
 from vqclip.evaluation import read_evaluation, stored_files
+from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.train import Callback, report, run
 
 PAIRS = [{"kind": "retrieval", "name": "pairs"}]
@@ -54,6 +55,15 @@ def test_details_that_cannot_be_written_end_no_run(tree, tmp_path, caplog):
     (first, second) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report: ")]
     assert "cannot be written after step 2; the run continues without it: " in first
     assert str(tmp_path / "tiny" / "report") in second
+
+
+def test_report_and_trackers_change_no_bit(tree, tmp_path):
+    weights = []
+    for name, report_, trackers in (("with", {}, ["tensorboard"]), ("without", None, [])):
+        run({**tree, "run": tree["run"] | {"name": name, "trackers": trackers}, "report": report_})
+        weights.append((tmp_path / name / "tokenizer" / WEIGHTS_FILE).read_bytes())
+    assert weights[0] == weights[1]
+    assert (tmp_path / "with" / "tensorboard").is_dir()
 
 
 def test_null_writes_none(tree, tmp_path):

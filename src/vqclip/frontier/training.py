@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic_core import to_jsonable_python
 from vqclip.config import load_config
 from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, StopRequested
+from vqclip.io.differences import describe_differences
 from vqclip.train import TrainConfig, run
 
 logger = logging.getLogger(__name__)
@@ -75,12 +76,12 @@ def _is_finished(config: TrainConfig) -> bool:
     folder = config.run.path
     if not (folder / "summary.json").is_file():
         return False
-    before, now = (dict(_leaves(_tree(each))) for each in (load_config(TrainConfig, folder / "config.yaml"), config))
-    if changed := [key for key in before | now if before.get(key) != now.get(key)]:
-        shown = "; ".join(f"{key}: {before.get(key)}, now {now.get(key)}" for key in changed[:5])
+    before, now = (_tree(each) for each in (load_config(TrainConfig, folder / "config.yaml"), config))
+    if changed := describe_differences(before, now, "in its config.yaml"):
+        shown = "\n".join([*changed.values()][:5])
         raise ConfigError(
-            f"{folder}: this run is finished, with other settings ({shown}); expected the same ones, another "
-            "run.folder=..., or no such folder"
+            f"{folder}: this run is finished, with other settings; expected the same ones, another run.folder=..., or "
+            f"no such folder:\n{shown}"
         )
     return True
 
@@ -88,14 +89,3 @@ def _is_finished(config: TrainConfig) -> bool:
 def _tree(config: TrainConfig) -> Any:
     """Return the settings as plain data, as the run's config.yaml has them, without the section ``run``."""
     return mask_credentials(to_jsonable_python(config.model_dump(exclude={"run"})))
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list) and tree:
-        for number, value in enumerate(tree):
-            yield from _leaves(value, f"{path}[{number}]")
-    else:
-        yield path, tree

@@ -10,6 +10,7 @@ from vqclip.errors import ConfigError
 from vqclip.evaluation import MODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
+from vqclip.report.details import bits_curve
 from vqclip.report.evaluations import Task, newest_tasks
 from vqclip.report.model_words import describe_state
 from vqclip.report.run_files import RunFiles, number_at
@@ -126,7 +127,7 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         rows = next(run.tasks[name].rows for run in runs if name in run.tasks)
         if not rows:
             continue
-        curves = [Curve(run.label, *_bits(run.tasks.get(name), rows[0].figure)) for run in runs]
+        curves = [_bits_curve(run.label, run.tasks.get(name), rows[0].figure) for run in runs]
         if len({bits for curve in curves for bits in curve.x}) < 2:
             continue
         title = f"{name}: {rows[0].title} against bits"
@@ -134,19 +135,14 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def _bits(task: Task | None, figure: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return bits, rates and intervals of a task: of each prefix of its codes, or of all codes alone."""
-    if task is None:
-        return [], [], [], []
-    bits = task.details.bits if task.details is not None else None
-    points = [point for point in bits.points if figure in point.figures] if bits is not None else []
-    if points:
-        rates = [point.figures[figure] for point in points]
-        ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
-        return [point.bits_per_image for point in points], rates, [low for low, _ in ends], [high for _, high in ends]
+def _bits_curve(label: str, task: Task | None, figure: str) -> Curve:
+    """Return the rate of a task by bits: of each prefix of its codes, or of all codes alone."""
+    details = None if task is None else task.details
+    if details is not None and details.bits is not None and (curve := bits_curve(label, details.bits, figure)).x:
+        return curve
+    size = None if task is None else number_at(task.usage, "image.bits_per_sample")
     rate, _ = _rate(task, figure)
-    size = number_at(task.usage, "image.bits_per_sample")
-    return ([], [], [], []) if rate is None or size is None else ([size], [rate], [], [])
+    return Curve(label, [], []) if rate is None or size is None else Curve(label, [size], [rate])
 
 
 def _rate(task: Task | None, figure: str) -> tuple[float | None, Any]:

@@ -78,15 +78,18 @@ def _bits_chart(bits: Bits) -> Chart | None:
     if len(bits.points) < 2:
         return None
     names = [name for name in bits.points[0].figures if all(name in point.figures for point in bits.points)]
-    x = [point.bits_per_image for point in bits.points]
-    curves = []
-    for name in names[:MAX_CURVES]:
-        y = [point.figures[name] for point in bits.points]
-        ends = [point.intervals.get(name, (rate, rate)) for point, rate in zip(bits.points, y, strict=True)]
-        curves.append(Curve(figure_title(name), x, y, [low for low, _ in ends], [high for _, high in ends]))
+    curves = [bits_curve(figure_title(name), bits, name) for name in names[:MAX_CURVES]]
     chart = line_chart("Accuracy against bits", curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
     note = f"On {bits.images:,} images, evenly spread over the set: rates differ from those of the whole set."
     return None if chart is None else replace(chart, note=note)
+
+
+def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
+    """Return one figure of the points that have it, with intervals."""
+    points = [point for point in bits.points if figure in point.figures]
+    rates = [point.figures[figure] for point in points]
+    ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
+    return Curve(label, [p.bits_per_image for p in points], rates, [low for low, _ in ends], [high for _, high in ends])
 
 
 def _confusion_chart(confusion: Confusion) -> Chart | None:
