@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -83,5 +82,5 @@ def serving(*arguments: str, **environment: str) -> Iterator[Demo]:
             raise AssertionError(seen)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.communicate()
+            process.terminate()
+        process.communicate(timeout=20)

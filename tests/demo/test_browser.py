@@ -111,7 +111,7 @@ def test_files_of_no_use_are_refused_in_words(demo, browser):
     assert "png image cannot be decoded: it is cut short" in page.inner_text("#image-codes")
     keep(page, "demo-broken")
     page.click("#image button[aria-label*=Remove]")
-    page.wait_for_selector("#image-codes .vq-hint")
+    page.wait_for_selector("#image-codes .vq-notice", state="detached")
     drop(page, "paper.png", b"%PDF-1.7")
     page.wait_for_selector("#image-codes .vq-notice")
     assert "not a JPEG, PNG or WebP image" in page.inner_text("#image-codes")

@@ -119,16 +119,17 @@ def test_a_port_in_use_and_a_wrong_host_are_named():
         listen("203.0.113.1", 0)
 
 
-def test_uploads_are_removed_also_by_sigterm():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_uploads_are_removed_also_by_signals(number):
     def stay():
         with upload_folder() as folder:
             folders.append(folder)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     folders: list[Path] = []
     with pytest.raises(SystemExit) as ended:
         stay()
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + number
     assert not folders[0].exists()
 
 

@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"vqclip demo: loading {options.folder}", file=sys.stderr)
         require_gradio(uploads)
         answers = load_answers(options.folder, options.index, options.images, options.device)
+        if answers.search is not None and answers.source is None:
+            built_from = answers.search.index.origin.pictures or "PATH"
+            print(f"vqclip demo: names alone are shown; for images: --images {built_from}", file=sys.stderr)
         host, port = listener.getsockname()[:2]
         if not is_local(host):
             print(

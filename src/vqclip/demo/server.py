@@ -108,17 +108,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def upload_folder() -> Iterator[Path]:
-    """Make the temporary folder of uploads; it is removed at the end, also after SIGTERM."""
+    """Make the temporary folder of uploads; it is removed at the end, also after SIGTERM and SIGHUP."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in handled}
     try:
         with tempfile.TemporaryDirectory(prefix="vqclip-demo-") as folder:
             yield Path(folder).resolve()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def serve(folder: str, answers: Answers, listener: socket.socket, uploads: Path) -> None:
