@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from torch import nn
 
-from vqclip.evaluation.ranking import DEPTHS, class_figures, hits
+from vqclip.evaluation.ranking import DEPTHS, class_figures, rank
 from vqclip.evaluation.retrieval import recalls
 from vqclip.evaluation.zero_shot import class_embeddings
 
@@ -60,7 +60,7 @@ def test_classification(draw, monkeypatch):
         amp=False,
     )
     classes = class_embeddings(prompts, [TEMPLATES] * CLASSES)
-    found = class_figures(hits(images, classes, labels, torch.arange(CLASSES), DEPTHS), labels)
+    found = class_figures(rank(images, classes, labels, torch.arange(CLASSES)).hits(DEPTHS), labels)
     assert list(found.values()) == pytest.approx([expected[key] for key in ("acc1", "acc5", "mean_per_class_recall")])
     assert found["top1"] != pytest.approx(found["mean_per_class"])
 

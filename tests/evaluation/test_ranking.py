@@ -7,8 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from vqclip.evaluation import ranking
-from vqclip.evaluation.ranking import hit_chance, hit_rates
+from vqclip.evaluation.ranking import hit_chance, rank
 from vqclip.process import progress
+
+
+def hit_rates(queries, candidates, query_group, group, ks):
+    """Share of queries with a right candidate among their k nearest."""
+    return rank(queries, candidates, query_group, group).hits(ks).mean(dim=1).tolist()
 
 
 def brute_force(queries, candidates, query_group, group, k):

@@ -5,15 +5,13 @@ Shapes: N tokens of an image, C codebooks, K classes.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from vqclip.config import Config
 from vqclip.data import mask_credentials
-from vqclip.errors import CheckpointError
-from vqclip.io.json_files import Strict, validation_problems
+from vqclip.io.json_files import Strict
 
 MAX_TEXT = 300
 """Characters of a name or a caption; longer ones are cut."""
@@ -248,22 +246,6 @@ class Details(Part):
     """None if the image tokenizer has no codes."""
     bits: Bits | None = None
     """None if the codes cannot be split, or without codes."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain dicts, lists, strings and numbers."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_json(cls, body: dict[str, Any]) -> Details:
-        """Read what `to_json` returned.
-
-        Raises:
-            CheckpointError: unknown keys, values of another type or of too large a size.
-        """
-        try:
-            return cls.model_validate_json(json.dumps(body))
-        except ValidationError as error:
-            raise CheckpointError("details: " + "; ".join(validation_problems(error))) from error
 
 
 def clip_text(text: str) -> str:

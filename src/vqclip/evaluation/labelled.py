@@ -20,7 +20,7 @@ from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.partition import RankPartition
-from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, class_figures, hits
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer
@@ -116,7 +116,7 @@ def probe_result(
     count = len(test.source.classnames)
     sizes = torch.bincount(train.labels, minlength=count).double()[:, None]
     each = torch.arange(count)
-    by_class = hits(torch.ones(1, 1, dtype=torch.float64).expand(count, 1), sizes, each, each, DEPTHS)
+    by_class = rank(torch.ones(1, 1, dtype=torch.float64).expand(count, 1), sizes, each, each).hits(DEPTHS)
     chance = class_figures(by_class[:, test.labels], test.labels)
     rates = {mode: class_figures(classified.hits, test.labels) for mode, classified in found.items()}
     _, notes = common_modes(test.encoded)

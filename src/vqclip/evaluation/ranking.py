@@ -32,30 +32,6 @@ CLASS_FIGURES = (*(f"top{k}" for k in DEPTHS), "mean_per_class")
 """Accuracies, and the mean of the classes' own accuracies (mean per class recall)."""
 
 
-def hit_rates(
-    queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]
-) -> list[float]:
-    """Return the share of queries with a right candidate among their k nearest (top-k accuracy, recall at k).
-
-    Args: as for `hits`.
-
-    Returns:
-        One rate in [0, 1] for each k; NaN without queries.
-    """
-    return hits(queries, candidates, query_group, group, ks).mean(dim=1).tolist()
-
-
-def hits(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, ks: Sequence[int]) -> Tensor:
-    """Return for each k and query whether a right candidate is among the k nearest; with ties, the probability.
-
-    Args: as for `rank`, and the depths k.
-
-    Returns:
-        ``(len(ks), Q)`` float64 on the CPU, in [0, 1].
-    """
-    return rank(queries, candidates, query_group, group).hits(ks)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """Place of the best right candidate of each of Q queries; all ``(Q,)``, on the CPU."""
@@ -74,7 +50,11 @@ class Ranks:
     """int64, the first of the candidates with the highest score; empty unless asked for."""
 
     def hits(self, ks: Sequence[int]) -> Tensor:
-        """Return ``(len(ks), Q)``; see `hits`."""
+        """Return for each k and query whether a right candidate is among the k nearest; with ties, the probability.
+
+        Returns:
+            ``(len(ks), Q)`` float64 on the CPU, in [0, 1].
+        """
         return torch.stack([hit_chance(self.above, self.rights, self.wrongs, k) for k in ks])
 
     @property
@@ -131,7 +111,7 @@ class Classified(NamedTuple):
     """Classes that a classifier finds for n images; on the CPU."""
 
     hits: Tensor
-    """``(len(DEPTHS), n)`` float64 in [0, 1], see `hits`."""
+    """``(len(DEPTHS), n)`` float64 in [0, 1], see `Ranks.hits`."""
     predicted: Tensor
     """``(n,)`` int64, the first of the classes with the highest score."""
 

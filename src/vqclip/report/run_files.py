@@ -24,8 +24,6 @@ MAX_RECORD_BYTES = 32 << 20
 """Bytes at the beginning of their files that are read."""
 MAX_CONFIG_BYTES = 1 << 18
 
-_REPORT = "report"
-
 
 @dataclass
 class Records:
