@@ -22,6 +22,7 @@ from vqclip.errors import ConfigError
 from vqclip.evaluation import Prefixes, RetrievalConfig, evaluate
 from vqclip.frontier import frontier, train_seeds
 from vqclip.train.loading import load_model
+from vqclip.train.report import write_page
 from vqclip.train.step import TrainStep
 
 RESIDUAL = {"kind": "residual", "layer": FSQ | {"layout": "uniform"}, "depth": 2}
@@ -147,6 +148,22 @@ def test_an_interrupted_command_continues_and_finished_runs_are_not_run_again(pl
     body = json.loads((tmp_path / "out" / "frontier.json").read_text())
     assert list(body["runs"]) == ["residual", "plain"]
     assert {point["bits_per_image"] for point in body["points"] if point["group"] == "plain"} == {None}
+
+
+def test_a_signal_at_the_end_of_a_run_begins_no_other(place, command, tmp_path):
+    written = []
+
+    def writing(*arguments):
+        written.append(write_page(*arguments))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    arguments = ("--config", "residual.yaml", "--seeds", "0,1", f"run.folder={tmp_path}", "--out", tmp_path / "out")
+    with mock.patch("vqclip.train.main.write_page", writing):  # after the evaluation: nothing is left to stop
+        status, out, _ = command(*arguments)
+    assert (status, out, len(written)) == (0, "stopped; run the same command again to continue\n", 1)
+    assert (tmp_path / "residual-seed-0" / "summary.json").is_file()
+    assert not (tmp_path / "residual-seed-1").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def train_seeds(
     Raises:
         ConfigError: an invalid configuration, two files of one name, or a finished run with other settings; before
             anything is trained.
-        StopRequested: a signal stopped a run, which can be resumed by the same call.
+        StopRequested: a signal stopped a run, which can be resumed by the same call; or it came at the end of a run,
+            and no other was begun.
         VqclipError: a run failed; see `vqclip.train.run`.
     """
     planned = [each for config in configs for each in _plan(Path(config), seeds, overrides)]
@@ -54,7 +55,10 @@ def train_seeds(
         logger.info(
             "run %d of %d: %s%s", number, len(planned), config.run.path, " is finished" if done else ": training"
         )
-        if not done and not run(config, owns_process=owns_process).finished:
+        if done:
+            continue
+        result = run(config, owns_process=owns_process)
+        if not result.finished or result.late_signal is not None:
             raise StopRequested
     return folders
 

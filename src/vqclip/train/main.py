@@ -97,7 +97,7 @@ def run(
             try:
                 with RunLock(config.run.path) as lock:
                     summary = _run(config, device, lock, log, stop, [*in_order(callbacks), watch], owns_process)
-                return RunResult(config, summary.step, watch.metrics, None, summary)
+                return RunResult(config, summary.step, watch.metrics, None, summary, _stop_reason(stop))
             except StopRequested:
                 return _report_stop(config, stop, watch)
             finally:
@@ -298,9 +298,14 @@ def _leave_if_requested(stop: StopSignals) -> None:
         raise StopRequested
 
 
+def _stop_reason(stop: StopSignals) -> str | None:
+    """Return the first rank's signal or request; None if no rank has one."""
+    return next((each for each in dist.gather_json(stop.reason) if each is not None), None)
+
+
 def _report_stop(config: TrainConfig, stop: StopSignals, watch: WatchTraining) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
-    reason = next((each for each in dist.gather_json(stop.reason) if each is not None), "requested")
+    reason = _stop_reason(stop) or "requested"
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
     result = RunResult(config, saved if watch.done is None else watch.done, watch.metrics, reason, None)
     if dist.is_main():

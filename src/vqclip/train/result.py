@@ -31,6 +31,9 @@ class RunResult:
     """Signal, or reason given to `Training.request_stop`, that stopped the run before its end; None: it is finished."""
     summary: RunSummary | None
     """Sizes, speed and further figures of a finished run; None for a stopped one."""
+    late_signal: str | None = None
+    """Signal that a finished run received when nothing was left to stop, on any rank; None: there was none. A program
+    that trains several runs stops after this one."""
 
     @property
     def finished(self) -> bool:
