@@ -7,7 +7,10 @@ import pytest
 from tests.report.making import Page, make_run
 from vqclip.cli.report import main
 from vqclip.errors import ConfigError
+from vqclip.evaluation.details import Bits, BitsPoint, Details
 from vqclip.report import write_comparison, write_report
+from vqclip.report.comparison import ComparedRun, bits_charts
+from vqclip.report.evaluations import Task
 from vqclip.report.run_files import read_run
 
 
@@ -69,7 +72,12 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
     assert "expected the folder of a run, such as runs/base" in capsys.readouterr().err
     folder = make_run(tmp_path / "run")
     assert main([str(folder), "--output", str(tmp_path / "no" / "such.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert f"but there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    before = (folder / "config.yaml").read_bytes()
+    for output in (folder / "config.yaml", tmp_path / "page.pdf", tmp_path, folder / "checkpoints"):
+        assert main([str(folder), "--output", str(output)]) == 2
+        assert f"--output: got {output}; expected a file whose name ends in .html" in capsys.readouterr().err
+    assert (folder / "config.yaml").read_bytes() == before
     assert main([str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
 
@@ -105,3 +113,21 @@ def test_runs_of_one_name_have_their_folders_in_a_comparison(tmp_path):
     found = Page(write_comparison(folders, tmp_path / "both.html").read_text()).text
     assert f"made ({folders[0]}), made ({folders[1]})" in found
     assert "The configurations are equal" in found
+
+
+def test_accuracy_against_bits_of_several_runs_says_of_how_many_images(tmp_path):
+    points = tuple(BitsPoint(label="", bits_per_image=bits, figures={"top1": 0.5}, intervals={}) for bits in (8, 16))
+    prefixes = Task(
+        "a",
+        rates={"codes": {"top1": 0.4}},
+        details=Details(samples=400, intervals={}, bits=Bits(images=96, points=points)),
+    )
+    alone = Task("a", rates={"codes": {"top1": 0.4}}, usage={"image": {"bits_per_sample": 32}})
+
+    def note(*tasks):
+        run = read_run(make_run(tmp_path / str(len(tasks))))
+        runs = [ComparedRun(run, str(n), 1, {"a": task}, None, "") for n, task in enumerate(tasks)]
+        return bits_charts(runs)[0].note
+
+    assert note(prefixes) == "On 96 images, evenly spread over the set: rates differ from those of the whole set."
+    assert note(prefixes, alone).endswith("The point of a run that has one alone is of the whole set.")

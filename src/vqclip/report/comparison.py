@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vqclip.errors import ConfigError
 from vqclip.evaluation import MODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
-from vqclip.report.details import bits_curve
+from vqclip.report.details import bits_curve, bits_note
 from vqclip.report.evaluations import Task, newest_tasks
 from vqclip.report.model_words import describe_state
 from vqclip.report.run_files import RunFiles, number_at
@@ -131,8 +131,17 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         if len({bits for curve in curves for bits in curve.x}) < 2:
             continue
         title = f"{name}: {rows[0].title} against bits"
-        charts.append(line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0))
-    return [chart for chart in charts if chart is not None]
+        chart = line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
+        if chart is not None:
+            charts.append(replace(chart, note=_bits_note([run.tasks.get(name) for run in runs])))
+    return charts
+
+
+def _bits_note(tasks: Sequence[Task | None]) -> str:
+    measured = [task.details for task in tasks if task is not None]
+    found = [each.bits for each in measured if each is not None and each.bits is not None and each.bits.points]
+    alone = " The point of a run that has one alone is of the whole set." if len(found) < len(measured) else ""
+    return bits_note(found) + alone if found else ""
 
 
 def _bits_curve(label: str, task: Task | None, figure: str) -> Curve:

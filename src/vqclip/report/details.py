@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +81,13 @@ def _bits_chart(bits: Bits) -> Chart | None:
     names = [name for name in bits.points[0].figures if all(name in point.figures for point in bits.points)]
     curves = [bits_curve(figure_title(name), bits, name) for name in names[:MAX_CURVES]]
     chart = line_chart("Accuracy against bits", curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
-    note = f"On {bits.images:,} images, evenly spread over the set: rates differ from those of the whole set."
-    return None if chart is None else replace(chart, note=note)
+    return None if chart is None else replace(chart, note=bits_note([bits]))
+
+
+def bits_note(found: Sequence[Bits]) -> str:
+    """Return the number of images that the points were measured on, which are fewer than in other figures."""
+    images = " or ".join(f"{count:,}" for count in sorted({bits.images for bits in found}))
+    return f"On {images} images, evenly spread over the set: rates differ from those of the whole set."
 
 
 def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
