@@ -46,7 +46,7 @@ def _write(runs: list[Path], output: Path | None) -> Path:
 
 
 def _require_page(output: Path | None) -> None:
-    """Raise ConfigError for a file that is no page, such as a run's config.yaml, or that is in no folder."""
+    """Raise ConfigError for a name that does not end in .html, such as config.yaml, or whose folder is missing."""
     if output is None or (output.exists() and not output.is_file() and not output.is_dir()):  # /dev/stdout, a pipe
         return
     if output.suffix not in (".html", ".htm") or output.is_dir():
