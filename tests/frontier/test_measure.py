@@ -205,6 +205,11 @@ def test_malformed_seeds_are_refused(command, capsys, seeds):
     assert "--seeds: got" in capsys.readouterr().err
 
 
+def test_settings_of_the_report_make_no_other_run(place):
+    overrides = ["report=null", "run.trackers=[]"]
+    assert train_seeds(["residual.yaml"], (0,), overrides) == runs(place, 0)
+
+
 def test_a_run_without_evaluation_needs_tasks(place, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs(place, 0)[0], run)

@@ -71,8 +71,8 @@ def frontier(
 ) -> Frontier:
     """Evaluate runs with the prefixes of their ids, each from one pass of its towers.
 
-    Runs whose configurations differ only in the section ``run`` (seed, name, folder) are one group. All ranks call this
-    together, and all get the points.
+    Runs whose configurations differ only in the sections ``run`` (seed, name, folder) and ``report`` are one group. All
+    ranks call this together, and all get the points.
 
     Args:
         runs: run folders, checkpoints, tokenizer folders or hub names, as for ``vqclip evaluate``.
@@ -144,12 +144,12 @@ def _require_equal_tasks(own: Mapping[str, Sequence[EvaluationConfig]]) -> None:
 
 
 def _settings(name: str) -> str:
-    """Return the settings of a run but for the section ``run``; its name if it has no configuration."""
+    """Return the settings of a run but for the sections ``run`` and ``report``; its name if it has no configuration."""
     file = Path(name).expanduser() / "config.yaml"
     if not file.is_file():
         return name
     try:
-        tree = to_jsonable_python(load_config(TrainConfig, file).model_dump(exclude={"run"}))
+        tree = to_jsonable_python(load_config(TrainConfig, file).model_dump(exclude={"run", "report"}))
     except ConfigError:  # of another version: it is a group of its own
         return name
     return json.dumps(tree, sort_keys=True)

@@ -91,5 +91,5 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 def _tree(config: TrainConfig) -> Any:
-    """Return the settings as plain data, as the run's config.yaml has them, without the section ``run``."""
-    return mask_credentials(to_jsonable_python(config.model_dump(exclude={"run"})))
+    """Return the settings as plain data, as in the run's config.yaml, without the sections ``run`` and ``report``."""
+    return mask_credentials(to_jsonable_python(config.model_dump(exclude={"run", "report"})))
