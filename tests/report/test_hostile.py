@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.report.making import CONFIG, Page, line, make_run, write_lines
+from vqclip.errors import ConfigError
 from vqclip.evaluation import Details, Result
 from vqclip.evaluation.details import (
     Bits,
@@ -253,3 +254,82 @@ def test_pipes_and_folders_in_place_of_files(tmp_path):
     text = Page(write_report(folder).read_text()).text
     assert "metrics.jsonl: cannot be read (not a regular file)" in text
     assert "config.yaml: cannot be read" in text
+
+
+HUGE = 10**400
+FORGED: list[tuple[tuple[str | int, ...], Any]] = [
+    (("step",), HUGE),
+    (("result", "samples"), -1),
+    (("result", "details", "examples", 0, "hits", 0, "rank"), HUGE),
+    (("result", "details", "examples", 0, "hits", 0, "candidates"), HUGE),
+    (("result", "details", "classes", 0, "images"), HUGE),
+    (("result", "details", "confusion", "largest", 0, "images"), HUGE),
+    (("result", "details", "codes", "looked_at"), HUGE),
+    (("result", "details", "codes", "codebooks", 0, "size"), HUGE),
+    (("result", "details", "codes", "maps", 0, "ids", 0, 0), HUGE),
+    (("result", "details", "codes", "galleries", 0, "code"), HUGE),
+    (("result", "details", "bits", "images"), HUGE),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), FORGED, ids=[".".join(map(str, place)) for place, _ in FORGED])
+def test_counts_beyond_all_numbers_are_refused(tmp_path, place, value):
+    folder = make_run(tmp_path / "run")
+    store(folder, details())
+    file = folder / "report" / "00-x.json"
+    body: Any = json.loads(file.read_text())
+    inner = body
+    for part in place[:-1]:
+        inner = inner[part]
+    assert place[-1] in inner if isinstance(inner, dict) else inner
+    inner[place[-1]] = value
+    file.write_text(json.dumps(body))
+    text = require_harmless(write_report(folder).read_text()).text
+    assert value == -1 or f"{'.'.join(map(str, place))}: Input should be less than" in text
+
+
+def test_forged_settings(tmp_path):
+    folder = make_run(tmp_path / "run")
+    other = make_run(tmp_path / "other")
+    tree = CONFIG.replace("{kind: fsq, levels: [8, 8]}", f"{{kind: fsq, levels: {[2**20 - 1] * 64}}}")
+    (folder / "config.yaml").write_text(tree.replace("kind: transformer", "kind: [transformer]"))
+    require_harmless(write_report(folder).read_text())
+    compared = require_harmless(write_comparison([folder, other], tmp_path / "both.html").read_text())
+    assert "model.text.tower.kind" in compared.text
+    (folder / "config.yaml").write_text(CONFIG.replace("batch_size: 16", "batch_size: -1"))
+    (folder / "summary.json").write_text('{"replaced": 400}')  # as many as there are steps
+    assert "400 bad samples" in Page(write_report(folder).read_text()).text
+
+
+def test_negative_usage_is_no_finding(tmp_path):
+    folder = make_run(tmp_path / "run", lambda step: {f"image__{number}__usage": -1e308 for number in range(6)})
+    assert "Healthy" in require_harmless(write_report(folder).read_text()).text
+
+
+def test_a_best_step_without_its_figure(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "checkpoints" / "step-00000400").mkdir(parents=True)
+    (folder / "best.json").write_text('{"step": 3}')
+    assert "Best: step 3 by an unknown figure" in Page(write_report(folder).read_text()).text
+
+
+def test_several_images_in_a_jpeg_file_are_not_shown():
+    image, content = Image.new("RGB", (4, 4)), io.BytesIO()
+    image.save(content, "MPO", save_all=True, append_images=[image])
+    assert image_uri(content.getvalue()) is None
+
+
+def test_a_link_in_place_of_the_page_is_not_followed(tmp_path):
+    import os
+
+    folder, precious = make_run(tmp_path / "run"), tmp_path / "precious"
+    precious.write_text("precious")
+    page = folder / "report.html"
+    for make in (lambda: page.symlink_to(precious), lambda: os.mkfifo(page), page.mkdir):
+        make()
+        with pytest.raises(ConfigError, match=r"report.html: is a link, a folder or a pipe; .* --output FILE"):
+            write_report(folder)
+        page.rmdir() if page.is_dir() else page.unlink()
+    assert precious.read_text() == "precious"
+    write_report(folder)
+    write_report(folder)

@@ -32,7 +32,9 @@ Mode = Text
 Thumbnail = Annotated[bytes, Field(max_length=MAX_THUMBNAIL_BYTES)]
 """A PNG or JPEG file; base64 in JSON."""
 Rate = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Id = Annotated[int, Field(le=2**64)]
+"""Id of a code, or the number of codes of a codebook."""
 Interval = tuple[Rate, Rate]
 """Lowest and highest rate of a 95 % confidence interval."""
 Figures = Annotated[dict[Text, Rate], Field(max_length=100)]
@@ -104,9 +106,9 @@ class Example(Part):
     """The right class, or the right caption: the one that is found first, or the query itself."""
     score: float
     """Similarity of the right candidate with the highest one."""
-    rank: Annotated[int, Field(ge=1)]
+    rank: Annotated[Count, Field(ge=1)]
     """Its rank, 1 is the best; of candidates with the same score, the middle one."""
-    candidates: Annotated[int, Field(ge=1)]
+    candidates: Annotated[Count, Field(ge=1)]
     """Number of candidates."""
     found: Annotated[tuple[Candidate, ...], Field(max_length=10)]
     """Nearest candidates, best first."""
@@ -142,7 +144,7 @@ class Confused(Part):
 
     right: Text
     predicted: Text
-    images: Annotated[int, Field(ge=1)]
+    images: Annotated[Count, Field(ge=1)]
 
 
 class Confusion(Part):
@@ -165,7 +167,7 @@ class Codebook(Part):
 
     name: Text
     """Such as `stage 2` or `codebook 1`."""
-    size: Annotated[int, Field(ge=1)]
+    size: Annotated[Id, Field(ge=1)]
     """Number of codes."""
 
 
@@ -174,7 +176,7 @@ class CodeMap(Part):
 
     image: ShownImage
     ids: Annotated[
-        tuple[Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_CODEBOOKS)], ...],
+        tuple[Annotated[tuple[Annotated[Id, Field(ge=-1)], ...], Field(max_length=MAX_CODEBOOKS)], ...],
         Field(max_length=1 << 14),
     ]
     """N × `codebooks` ids, -1 where absent; with a grid, row by row."""
@@ -185,7 +187,7 @@ class Gallery(Part):
 
     codebook: Count
     """Number of the codebook in `Codes.codebooks`."""
-    code: Count
+    code: Annotated[Id, Field(ge=0)]
     """The id."""
     images: Count
     """Images that contain it, out of `Codes.looked_at`."""

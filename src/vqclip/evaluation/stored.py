@@ -24,7 +24,7 @@ FOLDER = "report"
 class StoredEvaluation(Part):
     """Content of a file: the result of one task."""
 
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, lt=2**53)
     """Steps of training that the evaluated weights have."""
     result: Result
     """The result, with its details."""

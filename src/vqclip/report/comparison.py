@@ -81,7 +81,7 @@ def differences(runs: Sequence[RunFiles]) -> list[Difference]:
     """Return the settings that are not equal in all runs, in the order of their first appearance."""
     flat = [dict(_flatten(run.config)) for run in runs]
     paths = [path for path in dict.fromkeys(path for each in flat for path in each) if not path.startswith(IGNORED)]
-    kinds = [path for path in paths if path.endswith(".kind") and len({each.get(path) for each in flat}) > 1]
+    kinds = [path for path in paths if path.endswith(".kind") and len({str(each.get(path)) for each in flat}) > 1]
     sections = tuple(path.removesuffix("kind") for path in kinds)  # of other settings, most of which mean little
     paths = [path for path in paths if not path.startswith(sections) or path.rpartition(".")[2] in TELLING]
     found = []

@@ -151,7 +151,9 @@ def _read_task(body: Any) -> Task | None:
     if not name:
         return None
     count: Any = {
-        key: int(number) for key in ("samples", "classes", "captions") if (number := number_at(body, key)) is not None
+        key: int(number)
+        for key in ("samples", "classes", "captions")
+        if (number := number_at(body, key)) is not None and number >= 0
     }
     rates = {mode: _rates(value_at(body, f"figures.{mode}")) for mode in MODES}
     usage = value_at(body, "usage")

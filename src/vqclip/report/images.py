@@ -28,7 +28,7 @@ def image_uri(content: bytes | None) -> Markup | None:
             kind, size = image.format, image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    if kind is None or max(size) > MAX_SIDE:
+    if kind is None or kind not in _TYPES or max(size) > MAX_SIDE:  # MPO, several images, is opened as JPEG
         return None
     return _address(_TYPES[kind], content)
 

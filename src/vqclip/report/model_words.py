@@ -15,7 +15,7 @@ def codebook_size(quantizer: Any) -> int | None:
         return codebook_size(value_at(quantizer, "layer"))
     if kind == "fsq":
         levels = [each for each in list_at(quantizer, "levels") if type(each) is int and 2 <= each < 2**20]
-        return math.prod(levels[:64]) if levels else None
+        return min(math.prod(levels[:64]), 2**64) if levels else None
     if kind in ("lfq", "bsq"):
         return int(2 ** min(bits, 64)) if (bits := number_at(quantizer, "bits")) and bits > 0 else None
     size = number_at(quantizer, "codebook_size")

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
 from markupsafe import Markup
 
 import vqclip
+from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
@@ -36,11 +37,22 @@ def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
         output: the page; None for ``report.html`` in the folder.
 
     Raises:
-        ConfigError: it is not the folder of a run.
+        ConfigError: it is not the folder of a run; or its ``report.html`` is a link, a folder or a pipe.
         OSError: the page cannot be written.
     """
-    path = Path(folder) / REPORT_FILE if output is None else Path(output)
-    write_text(path, render_run(read_run(Path(folder))))
+    text = render_run(read_run(Path(folder)))
+    path = _require_own_page(Path(folder) / REPORT_FILE) if output is None else Path(output)
+    write_text(path, text)
+    return path
+
+
+def _require_own_page(path: Path) -> Path:
+    """Return the path of the page in a run's folder, which a stranger may have made a link to another file."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(
+            f"{path}: is a link, a folder or a pipe; expected an ordinary file or none: remove it, or name another "
+            "file (vqclip report --output FILE)"
+        )
     return path
 
 

@@ -64,7 +64,7 @@ class RunFiles:
     @property
     def steps(self) -> int:
         """Steps of the whole run; 0 if unknown."""
-        return int(number_at(self.config, "train.steps") or 0)
+        return max(0, int(number_at(self.config, "train.steps") or 0))
 
     @property
     def done(self) -> int:
@@ -74,7 +74,7 @@ class RunFiles:
     @property
     def batch_size(self) -> int:
         """Samples of a step; 0 if unknown."""
-        return int(number_at(self.config, "train.batch_size") or 0)
+        return max(0, int(number_at(self.config, "train.batch_size") or 0))
 
     @property
     def is_finished(self) -> bool:

@@ -282,7 +282,7 @@ def newest_codebooks(run: RunFiles, modality: str) -> list[dict[str, Any]]:
         found = read_codebooks(modality, values, [size])
     except KeyError:
         return []
-    return [each for each in found if all(math.isfinite(v) for v in each.values() if isinstance(v, float))]
+    return [each for each in found if all(0 <= v < 1e18 for v in each.values() if isinstance(v, float))]
 
 
 def _since(present: list[bool], run: RunFiles) -> int:

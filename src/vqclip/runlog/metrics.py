@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from vqclip.errors import DataError
 from vqclip.runlog.lines import JsonLines, parse_line, to_json_value
+
+logger = logging.getLogger(__name__)
 
 _FILE = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -74,8 +77,12 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the lines of a ``metrics.jsonl``, with numbers that are not finite as floats.
+
+    Args:
+        path: the file.
+        skip_damaged: leave out lines that are not a JSON object with a step, each with a warning.
 
     Raises:
         DataError: a line is not a JSON object with a step; the message has its number.
@@ -84,7 +91,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             entry = parse_line(line)
             if entry is None:
-                raise DataError(f"{path}:{number}: not a line of metrics: {line[:80]!r}")
+                told = f"{path}:{number}: not a line of metrics: {line[:80]!r}"
+                if not skip_damaged:
+                    raise DataError(told)
+                logger.warning("%s; it is left out", told)
+                continue
             yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}
 
 

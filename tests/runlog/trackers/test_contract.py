@@ -61,15 +61,16 @@ def live_and_be_killed(kind: str, folder: Path, start: int, end: int) -> None:
     assert (done.stdout, "failed" in done.stderr) == ("", False)
 
 
+@pytest.mark.parametrize("checkpoint", [4, 0], ids=["a checkpoint", "none"])
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in TRACKERS.items()])
-def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, monkeypatch):
+def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, checkpoint, monkeypatch):
     run = live
     if kind != "tensorboard":
         pytest.importorskip(kind, reason=f"the extra {kind} is not installed")
         run = live_and_be_killed
     run(kind, tmp_path, 0, 8)
     time.sleep(1.1 if kind == "tensorboard" else 0)  # it orders files by the second
-    run(kind, tmp_path, 4, 10)
+    run(kind, tmp_path, checkpoint, 10)
     if kind == "trackio":
         for module in ("utils", "sqlite_storage"):
             importlib.import_module(f"trackio.{module}")

@@ -179,3 +179,16 @@ def test_a_tracker_that_cannot_start_ends_a_new_run_but_not_a_resumed_one(tmp_pa
         feed = Feed({"bad": Refusing([], False)}, facts(tmp_path), tmp_path / "metrics.jsonl", 5)
     feed.close(finished=True)
     assert caplog.messages[0].startswith("bad cannot start: ValueError: no login: the run continues without it")
+
+
+def test_a_damaged_line_of_the_file_ends_no_resume(tmp_path, caplog):
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"lr": step / 7})
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(lines[0] + b"\xff\x00 damaged\n" + lines[2])
+    disk = []
+    with Feed({"memory": Memory(disk, True)}, facts(tmp_path), log.path, 3) as feed:
+        feed.write(4, {"lr": 1.0})
+    assert [step for step, _ in disk] == [1, 3, 4]
+    assert "metrics.jsonl:2: not a line of metrics" in caplog.text

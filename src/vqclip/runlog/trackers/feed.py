@@ -69,7 +69,7 @@ class Feed:
 
     def _send_again(self, path: Path) -> None:
         first = min(self._has[kind] for kind in self._trackers)
-        for row in read_metrics(path) if path.exists() else ():
+        for row in read_metrics(path, skip_damaged=True) if path.exists() else ():
             if row["step"] > first:
                 self.write(row["step"], row)
 

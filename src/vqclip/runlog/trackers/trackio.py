@@ -47,7 +47,7 @@ class Trackio(Tracker):
                 auto_log_cpu=False,
                 auto_log_gpu=False,
             )
-        if resumed and (facts.folder / _ID).exists():
+        if (facts.folder / _ID).exists():  # also where it was killed before its first checkpoint
             self._delete((facts.folder / _ID).read_text().strip())
         write_text(facts.folder / _ID, f"{self._run.id}\n")  # before the first row, with which the run begins to exist
         return -1

@@ -44,7 +44,7 @@ class Wandb(Tracker):
         import wandb
 
         config, offline = self._config, self._config.mode == "offline"
-        run_id = _read_id(facts.folder, resumed)
+        run_id = _read_id(facts.folder)
         if offline and not _remove_unsent(facts.folder / "wandb", run_id):
             run_id = uuid.uuid4().hex[:12]
         write_text(facts.folder / _ID, f"{run_id}\n")
@@ -94,9 +94,9 @@ class Wandb(Tracker):
             self._run.finish()
 
 
-def _read_id(folder: Path, resumed: int) -> str:
-    """Return the id of the run in ``folder``; a new one for a new run."""
-    found = (folder / _ID).read_text().strip() if resumed and (folder / _ID).exists() else ""
+def _read_id(folder: Path) -> str:
+    """Return the id of the run in ``folder``, also of one that was killed before its first checkpoint; or a new one."""
+    found = (folder / _ID).read_text().strip() if (folder / _ID).exists() else ""
     return found if found.isalnum() else uuid.uuid4().hex[:12]
 
 
