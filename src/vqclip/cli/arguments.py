@@ -6,10 +6,11 @@ Each converts the text of one option. An error says what was got and what was ex
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from vqclip.config import Config
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WEIGHTS_HELP",
+    "Parser",
     "add_captions",
     "add_fields",
     "batch_size",
@@ -35,6 +37,19 @@ __all__ = [
 
 WEIGHTS_HELP = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
 """Help of ``--weights``."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest the option or command that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with status 2."""
+        wrong = re.match(r"unrecognized arguments: (--[\w-]+)|.*invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        known = re.findall(r"--[\w-]+", self.format_usage()) if wrong and wrong[1] else []
+        if wrong and wrong[2]:
+            known = re.findall(r"[\w.-]+", wrong[3])
+        close = difflib.get_close_matches((wrong[1] or wrong[2])[:80], known, n=1) if wrong else []
+        super().error(f'{message}; did you mean "{close[0]}"?' if close else message)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

@@ -82,7 +82,7 @@ def _output(options: argparse.Namespace, model: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip clip-benchmark",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

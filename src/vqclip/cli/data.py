@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from vqclip.cli.arguments import Parser
 from vqclip.cli.command import command
 from vqclip.data import mask_credentials
 from vqclip.runlog.console import log_to_stderr
@@ -26,7 +27,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command; the exit status is 1 for data that cannot be used, 2 for wrong arguments."""
     given = [*(sys.argv[1:] if arguments is None else arguments)]
-    parser = argparse.ArgumentParser(prog="vqclip data", description="Draw, pack, check and show data.")
+    parser = Parser(prog="vqclip data", description="Draw, pack, check and show data.")
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
         name: commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)

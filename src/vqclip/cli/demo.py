@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip demo",
         description="Show in the browser what a tokenizer makes of an image or a caption: ids, bits, the probabilities "
         "of classes, and the nearest items of an index. Needs pip install 'vqclip[demo]'.",

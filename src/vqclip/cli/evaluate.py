@@ -101,7 +101,7 @@ def _require_writable(options: argparse.Namespace) -> None:
 
 def _file_parser() -> argparse.ArgumentParser:
     """Return the parser for several tasks."""
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip evaluate",
         description="Run several tasks. For a single one, its name comes first: vqclip evaluate --help",
     )

@@ -49,9 +49,7 @@ def task_parser(
         description: help of the command.
         add: function that adds the command's own arguments, such as the model, to a subcommand.
     """
-    parser = argparse.ArgumentParser(
-        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = types.Parser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
     for name, summary in TASKS.items():
         task = tasks.add_parser(name, help=summary, description=summary.capitalize() + ".")

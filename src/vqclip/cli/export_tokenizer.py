@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip export-tokenizer", description="Write the tokenizer folder of any checkpoint of a run."
     )
     parser.add_argument("run", type=types.path, help="the run's folder, such as runs/base")

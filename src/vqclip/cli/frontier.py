@@ -15,6 +15,7 @@ On several processes, which share the work: torchrun --standalone --nproc-per-no
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options = task_parser("vqclip frontier", __doc__, _add_runs_and_options).parse_args(given)
             options.config, options.seeds, overrides = [], None, []
             tasks: Sequence[EvaluationConfig] | None = tasks_of_options(options)
+        elif given and not Path(given[0]).exists() and (close := difflib.get_close_matches(given[0], TASKS, n=1)):
+            raise ConfigError(f'got {given[0]!r}, which is neither a run nor a task; did you mean "{close[0]}"?')
         else:
             options = _parser().parse_intermixed_args(given)
             overrides = [each for each in options.runs if _OVERRIDE.match(each)]
@@ -93,8 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _require_runs_or_configs(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Raise ConfigError unless there are either runs or configurations, with overrides that change something."""
+    if options.config and options.runs and options.runs[0].endswith((".yaml", ".yml")):
+        raise ConfigError(f"got {options.runs[0]} after another configuration; write --config before each")
     if options.runs and options.config:
         raise ConfigError(f"got --config and the run {options.runs[0]}; expected runs, or configurations to train")
+    if options.runs and options.runs[0].endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"got the configuration {options.runs[0]} in place of a run; write --config {options.runs[0]}"
+        )
     if options.runs:
         require_task_or_model(options.runs[0])
         if options.seeds is not None:
@@ -115,7 +124,7 @@ def _require_folder(folder: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

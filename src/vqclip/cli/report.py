@@ -56,7 +56,7 @@ def _require_page(output: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=types.path, nargs="+", metavar="RUN", help="folder of a run, such as runs/base")

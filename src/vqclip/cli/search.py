@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.01,
         help="largest share of unusable images; they are left out (0.01)",
     )
-    index = argparse.ArgumentParser(add_help=False)
+    index = types.Parser(add_help=False)
     index.add_argument("--index", type=types.path, required=True, help="folder of the index")
     index.add_argument(
         "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"

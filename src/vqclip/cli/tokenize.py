@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = types.Parser(
         prog="vqclip tokenize",
         description="Turn image-text shards into token shards with captions and sample ids, one for each input shard.",
         epilog=_EXAMPLES,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vqclip import dist
+from vqclip.cli.arguments import Parser
 from vqclip.cli.command import command
 from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
 from vqclip.data import mask_credentials
@@ -29,7 +30,7 @@ _TIME_TO_REPORT_S = 5.0
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vqclip train",
         description="Train image and text tokenizers together.",
         epilog=_EXAMPLES,

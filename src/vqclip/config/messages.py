@@ -10,7 +10,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vqclip.config.base import INT64
-from vqclip.config.types import SchemaLocation, describe, is_model, join_quoted, kinds_of, locate, members, show, unwrap
+from vqclip.config.types import (
+    SchemaLocation,
+    descend,
+    describe,
+    is_model,
+    join_quoted,
+    kinds_of,
+    locate,
+    members,
+    show,
+    unwrap,
+)
 from vqclip.config.yaml import Node, Problem, path_text
 
 MAX_PROBLEMS = 200
@@ -104,10 +115,27 @@ def _suggest_closest(word: str, allowed: Sequence[Any]) -> str:
 def _suggest_value(place: SchemaLocation, node: Node) -> str:
     if not isinstance(node.value, str):
         return ""
+    if len(node.value) <= _MAX_WORD:
+        item = descend(place, 0).annotation if len(members(place.annotation)) == 1 else Any
+        if section := _write_section(item, node.value):
+            return f"; did you mean [{section}]?"
+        if section := _write_section(place.annotation, node.value):
+            return f"; did you mean {section}?"
     allowed: list[Any] = list(kinds_of(place.annotation))
     for member in members(place.annotation):
         allowed += getattr(member, "__args__", ())
     return _suggest_closest(node.value, allowed)
+
+
+def _write_section(annotation: Any, word: str) -> str:
+    """Return the section that a word probably stands for, by its kind or its path; empty if there is none."""
+    kinds = kinds_of(annotation)
+    close = difflib.get_close_matches(word, kinds, n=1)
+    fields = kinds[close[0]].model_fields if close else {}
+    needed = [name for name, field in fields.items() if field.is_required() and name != "kind"]
+    if any("path" in each.model_fields for each in kinds.values()) and (needed or not close):
+        return f"{{path: {word}}}"
+    return f"{{{', '.join([f'kind: {close[0]}', *(f'{name}: ...' for name in needed)])}}}" if close else ""
 
 
 def _describe_unknown_key(place: SchemaLocation, owner: Node, node: Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter, deque
@@ -82,6 +83,20 @@ class RunFiles:
         return bool(self.summary) and not self.stopped and self.done >= self.steps
 
 
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl"))
+
+
+def _near(folder: Path) -> str:
+    """Return the end of a message that suggests the run below a folder, or above it."""
+    try:
+        below = sorted(each for each in itertools.islice(folder.iterdir(), 1000) if _is_run(each))
+    except OSError:
+        below = []
+    near = [*below, *(each for each in folder.absolute().parents[:2] if _is_run(each))]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def read_run(folder: Path) -> RunFiles:
     """Read the folder of a run.
 
@@ -89,10 +104,12 @@ def read_run(folder: Path) -> RunFiles:
         ConfigError: there is no such folder, or it contains neither a configuration nor metrics.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; expected the folder of a run, such as runs/base")
-    if not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        got = "not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"{folder}: {got}; expected the folder of a run, such as runs/base{_near(folder)}")
+    if not _is_run(folder):
         raise ConfigError(
-            f"{folder}: contains neither config.yaml nor metrics.jsonl; expected the folder of a run, such as runs/base"
+            f"{folder}: contains neither config.yaml nor metrics.jsonl; expected the folder of a run, such as "
+            f"runs/base{_near(folder)}"
         )
     run = RunFiles(folder)
     _read_config(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +52,8 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
     """Return the configuration of the source at a path; its kind is found out where it is plain.
 
     Args:
-        path: file, folder, pattern or URL; several for kinds that read several.
+        path: file, folder, pattern or URL; several for kinds that read several; for a kind without a path, such as
+            torchvision, none or the first of ``overrides``.
         overrides: ``key=value`` of the kind, such as ``kind=csv`` or ``captions=text``; applied after ``defaults``.
         **defaults: values of keys; those that are None are left out.
 
@@ -63,13 +65,22 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
         >>> parse_source("train.csv", ["captions=text"]).build()
     """
     paths = [str(path)] if isinstance(path, (str, Path)) else list(map(str, path))
-    given = {key: value for key, value in defaults.items() if value is not None}
-    values = {**given, "path": paths[0] if len(paths) == 1 else paths}
+    if len(paths) == 1 and re.match(r"[a-z_]+=", paths[0]) and not Path(paths[0]).exists():
+        paths, overrides = [], [*paths, *overrides]
+    values = {key: value for key, value in defaults.items() if value is not None}
+    if paths:
+        values["path"] = paths[0] if len(paths) == 1 else paths
     kinds = [text.strip().removeprefix("kind=") for text in overrides if text.strip().startswith("kind=")]
     kind = kinds[-1] if kinds else values.get("kind")
+    if kind is None and not paths:
+        raise ConfigError(
+            f"got {' '.join(overrides) or 'nothing'}; expected a path, or kind=KIND and the keys of the kind"
+        )
     if kind is None:
         kind = find_kind(paths, KINDS)
-    return parse_config(_class_of(kind), {**values, "kind": kind}, overrides, " ".join(map(display_url, paths)))
+    return parse_config(
+        _class_of(kind), {**values, "kind": kind}, overrides, " ".join(map(display_url, paths)) or f"kind {kind}"
+    )
 
 
 def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
