@@ -30,6 +30,15 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'did you mean "tokenize"' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [(["data", "chekc", "x"], '"check"'), (["report", "runs/base", "--outputt", "x"], '"--output"')]
+)
+def test_options_and_commands_that_were_meant(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(given)
+    assert f"; did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--print-config", "--config", "nothing.yaml"]) == 2
     assert "nothing.yaml" in capsys.readouterr().err

@@ -185,7 +185,9 @@ def test_a_signal_at_the_end_of_a_run_begins_no_other(place, command, tmp_path):
         (["runs/residual-seed-0", "evaluation[0].speed=3"], 2, "evaluation[0].speed"),
         (["runs/residual-seed-0", "train.steps=3"], 2, "got 'train.steps=3'; expected evaluation[0].key=value"),
         (["runs/residual-seed-0", "--tasks", "tasks.yaml", "evaluation[0].speed=3"], 2, "evaluation[0].speed"),
-        (["zero-shott", "runs/residual-seed-0"], 2, 'did you mean "zero-shot"?'),
+        (["zero-shott", "runs/residual-seed-0", "--data", "x"], 2, 'did you mean "zero-shot"?'),
+        (["plain.yaml"], 2, "write --config plain.yaml"),
+        (["--config", "residual.yaml", "plain.yaml"], 2, "write --config before each"),
         (["zero-shot", "runs/residual-seed-0"], 2, "--data: missing"),
     ],
 )

@@ -71,6 +71,10 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "expected the folder of a run, such as runs/base" in capsys.readouterr().err
     folder = make_run(tmp_path / "run")
+    (folder / "tokenizer").mkdir()
+    for wrong in (tmp_path, folder / "tokenizer", folder / "config.yaml"):
+        with pytest.raises(ConfigError, match=f"did you mean {folder}\\?"):
+            read_run(wrong)
     assert main([str(folder), "--output", str(tmp_path / "no" / "such.html")]) == 2
     assert f"but there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     before = (folder / "config.yaml").read_bytes()

@@ -76,9 +76,8 @@ def _describe_problem(place: SchemaLocation, root: Node, error: ErrorDetails) ->
         if reached and not isinstance(node.value, (dict, list)):
             message = f"{_describe_got(node)}; {message}"
     else:
-        message = (
-            f"{_describe_got(node)}; expected {_describe_expected(place, kind, error)}{_suggest_value(place, node)}"
-        )
+        hint = _suggest_value(place, node, kind.startswith("union_tag"))
+        message = f"{_describe_got(node)}; expected {_describe_expected(place, kind, error)}{hint}"
     return Problem(node.origin, path, message)
 
 
@@ -112,10 +111,10 @@ def _suggest_closest(word: str, allowed: Sequence[Any]) -> str:
     return did_you_mean(difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1))
 
 
-def _suggest_value(place: SchemaLocation, node: Node) -> str:
+def _suggest_value(place: SchemaLocation, node: Node, is_kind: bool) -> str:
     if not isinstance(node.value, str):
         return ""
-    if len(node.value) <= _MAX_WORD:
+    if len(node.value) <= _MAX_WORD and not is_kind:
         item = descend(place, 0).annotation if len(members(place.annotation)) == 1 else Any
         if section := _write_section(item, node.value):
             return f"; did you mean [{section}]?"

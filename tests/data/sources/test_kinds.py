@@ -83,6 +83,28 @@ def test_wrong_keys_and_kinds(tmp_path: Path) -> None:
             parse_source(tmp_path, overrides)
 
 
+def test_a_kind_without_a_path(tmp_path: Path) -> None:
+    source = parse_source("kind=torchvision", ["name=Flowers102", f"root={tmp_path}"])
+    assert (source.kind, source.name) == ("torchvision", "Flowers102")
+    assert parse_source([], ["kind=scenes", "split=val"]).split == "val"
+    with pytest.raises(ConfigError, match="got name=CIFAR10; expected a path, or kind=KIND"):
+        parse_source("name=CIFAR10")
+    with pytest.raises(ConfigError, match="path: missing"):
+        parse_source("kind=csv")
+    (tmp_path / "kind=csv").touch()
+    assert parse_source(str(tmp_path / "kind=csv"), ["kind=csv"]).path == str(tmp_path / "kind=csv")
+
+
+def test_a_word_in_place_of_a_section_gets_a_suggestion() -> None:
+    for sources, message in (
+        ("a.csv", r"did you mean \[\{path: a.csv\}\]\?"),
+        (["shards"], r"did you mean \{path: shards\}\?"),
+        (["scene"], r"did you mean \{kind: scenes\}\?"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(DataConfig, {"sources": sources})
+
+
 def test_splits_and_weights_of_training_and_evaluation(tmp_path: Path) -> None:
     section = {"kind": "classes", "path": "a"}
     (source,) = DataConfig.model_validate({"sources": [section]}).sources
