@@ -388,7 +388,9 @@ def test_a_hub_gives_json_and_safetensors_alone(tmp_path: Path) -> None:
     loaded, refused = done.stdout.splitlines()
     assert loaded == "ImageTokenizer"
     assert refused.endswith("model.safetensors: no such file; pickled weights are never fetched")
-    assert set(server.asked) == {"both/config.json", "both/model.safetensors", "pickled/config.json"}  # type: ignore[attr-defined]
+    fetched = {"config.json", "preprocessor_config.json"}
+    expected = {f"{name}/{each}" for name in ("both", "pickled") for each in fetched} | {"both/model.safetensors"}
+    assert set(server.asked) == expected  # type: ignore[attr-defined]
     assert not marker.exists()
 
 
