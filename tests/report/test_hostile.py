@@ -81,6 +81,11 @@ def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
     )
 
 
+_PAIR = r"-?\d+\.\d -?\d+\.\d"
+PATH = re.compile(rf"M{_PAIR}(L{_PAIR})*Z?|M{_PAIR}[HV]-?\d+\.\d")
+"""What a browser draws of what `Plot` writes; it stops at the first place that it cannot read."""
+
+
 def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> None:
     """Store an evaluation as training does."""
     rates = {mode: {"i2t_r1": 0.5, EVIL: 0.25} for mode in ("continuous", "quantized", "codes_only")}
@@ -97,6 +102,8 @@ def require_harmless(text: str) -> Page:
     for name, value in page.attributes:
         if name in ("href", "src"):
             assert re.fullmatch(r"#[a-z]+|data:image/(png|jpeg);base64,[A-Za-z0-9+/]+=*", value or "")
+        if name == "d":
+            assert PATH.fullmatch(value or "")
         if name not in ("alt", "title", "aria-label"):
             assert "x0x" not in (value or "")
     assert "\u202e" not in text
@@ -241,6 +248,8 @@ def test_a_million_lines_of_metrics(tmp_path):
     assert time.process_time() - start < 5
     assert len(text) < 300_000
     assert "step 999,999" in text
+    curves = [value or "" for name, value in require_harmless(text).attributes if name == "d"]
+    assert max(value.count("L") for value in curves) > 100  # whole, not cut as texts are
 
 
 def test_pipes_and_folders_in_place_of_files(tmp_path):

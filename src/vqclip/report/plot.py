@@ -93,8 +93,7 @@ class Plot:
 
     def line(self, points: Iterable[tuple[float, float]], colour: int, style: str = "line") -> None:
         """Draw a line through points."""
-        path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
-        self._add('<path class="{} c{}" d="M{}"/>', style, colour, path)
+        self._add('<path class="{} c{}" d="{}"/>', style, colour, self._path(points))
 
     def dots(self, points: Iterable[tuple[float, float]], colour: int) -> None:
         """Draw a dot at each point."""
@@ -104,8 +103,7 @@ class Plot:
     def band(self, points: Sequence[tuple[float, float, float]], colour: int) -> None:
         """Fill the area between a low and a high value at each place."""
         ends = [(x, low) for x, low, _ in points] + [(x, high) for x, _, high in reversed(points)]
-        path = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in ends)
-        self._add('<path class="band c{}" d="M{}Z"/>', colour, path)
+        self._add('<path class="band c{}" d="{}Z"/>', colour, self._path(ends))
 
     def colours(self, table: np.ndarray) -> None:
         """Fill the axes with a table of values in [0, 1] as colours, its first row at the top; NaN stays empty."""
@@ -125,6 +123,10 @@ class Plot:
             self.width, self.height, plain(description, 300)
         )
         return head + Markup("").join(self._parts) + Markup("</svg>")
+
+    def _path(self, points: Iterable[tuple[float, float]]) -> Markup:
+        """Return the line through points as a path; it is numbers alone, and never cut as text is."""
+        return Markup("M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points))
 
     def _text(self, x: float, y: float, text: str, anchor: str) -> None:
         self._add('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>', x, y, anchor, text)
