@@ -18,6 +18,11 @@ from typing import Any
 
 LIMIT_S = 300.0
 
+# Jobs inherit what is ignored here, such as SIGINT in the background of a shell, or SIGHUP under nohup.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 
 class Job:
     """A job on this machine; its output and what its ranks write down go to files in its folder, job after job."""
