@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 
@@ -85,6 +86,20 @@ def test_init_does_not_wait_for_ever(ranks):
     message, seconds = ranks(2, init_alone, init=False)[0]
     assert message.startswith("init failed on rank 0")
     assert seconds < 20
+
+
+def init_on_a_busy_port():
+    with socket.socket() as other, pytest.raises(DistributedError) as error:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        os.environ["MASTER_PORT"] = str(other.getsockname()[1])
+        dist.init("cpu", 5.0)
+    return os.environ["MASTER_PORT"], str(error.value)
+
+
+def test_a_port_in_use_is_named(ranks):
+    port, message = ranks(1, init_on_a_busy_port, init=False)[0]
+    assert message.startswith(f"port {port} of this machine is in use by another program")
 
 
 COLLECTIVES = {

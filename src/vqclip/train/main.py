@@ -35,6 +35,7 @@ from vqclip.train.config import TrainConfig
 from vqclip.train.distillation import Distillation
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
+from vqclip.train.job_checks import compare_machines, require_space
 from vqclip.train.loop import train
 from vqclip.train.process_state import exclusive_run, preserve_torch_state
 from vqclip.train.report import store_details, write_page
@@ -170,6 +171,7 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
     if dist.is_main():
         remove_leftovers(folder)
     log.open()
+    compare_machines(config)
 
 
 def _build_model(config: TrainConfig, device: torch.device) -> CLIP:
@@ -216,6 +218,7 @@ def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -
         distillation=distillation,
         read=config.settings_from_folders(step.model),
     )
+    dist.run_on_main(lambda: require_space(config.run.path, step))
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     return Checkpointer(folder, identity, step, retention, config.train.save_in_background)
 

@@ -1,0 +1,79 @@
+"""Checks of the machines of a job: two ranks that act as two machines with run folders of their own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.training import run_tree
+from vqclip import dist
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.train import TrainConfig, job_checks
+from vqclip.train.job_checks import compare_machines, require_space
+
+
+def compare(folder: str, case: str) -> tuple[str, list[str]]:
+    """The error and the log lines of one rank; ``case`` is what is different on rank 1."""
+    rank, lines = dist.rank(), []
+    tree = run_tree(Path(folder) / case / str(rank), Path("/nowhere"))
+    if rank == 1 and case == "settings":
+        tree["optim"]["lr"] = 0.5
+    if rank == 1 and case == "checkpoint":
+        (Path(folder) / case / "1" / "tiny" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    changes = {"versions": ("_versions", lambda: {"torch": "1.0"}), "clock": ("time", mock.Mock(time=lambda: 1e6))}
+    name, value = changes.get(case, ("_SKEW_S", 30.0)) if rank == 1 else ("_SKEW_S", 30.0)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vqclip.train.job_checks")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if rank == 0:
+        run = Path(folder) / case / "0" / "tiny"
+        run.mkdir(parents=True)
+        (run / "run.lock").write_text("rank 0")
+    try:
+        with (
+            mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
+            mock.patch.object(job_checks, name, value),
+        ):
+            compare_machines(TrainConfig.model_validate(tree))
+    except ConfigError as error:
+        return str(error), lines
+    finally:
+        logger.removeHandler(handler)
+    return "", lines
+
+
+def compare_all(folder: str, cases: list[str]) -> dict[str, tuple[str, list[str]]]:
+    return {case: compare(folder, case) for case in cases}
+
+
+def test_machines_that_differ_are_told_apart(tmp_path, ranks):
+    cases = ["folders", "settings", "checkpoint", "versions", "clock"]
+    main, other = ranks(2, compare_all, str(tmp_path), cases)
+    assert [main[case][0] for case in cases] == [other[case][0] for case in cases]
+    assert main["folders"][0] == main["clock"][0] == ""
+    assert "not the folder that rank 1 (node1) sees; logs and stacks" in main["folders"][1][0]
+    assert "optim.lr: 0.001 on rank 0, 0.5 on rank 1 on node1" in main["settings"][0]
+    assert "run.folder" not in main["settings"][0]
+    told = main["checkpoint"][0]
+    assert "rank 1 on node1 has a checkpoint of step 7 in" in told
+    assert "rank 0 on node0, which reads and writes" in told
+    assert "rank 1 on node1 has torch 1.0: expected the same versions" in main["versions"][0]
+    assert "the clock of rank 0 on node0 is" in main["clock"][1][-1]
+    assert not other["clock"][1]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
+    step = mock.Mock(ema=None)
+    step.model.parameters = lambda: []
+    step.model.state_dict = lambda: {"weight": torch.zeros(1000, 1000)}
+    require_space(tmp_path, step)
+    monkeypatch.setattr(job_checks.shutil, "disk_usage", lambda folder: mock.Mock(total=10**9, free=3 * 10**6))
+    with pytest.raises(CheckpointError, match=r"0.003 GB are free, and one checkpoint takes about 0.004 GB"):
+        require_space(tmp_path, step)
