@@ -15,6 +15,7 @@ from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
+from vqclip.data.workers import StartMethod
 from vqclip.errors import ConfigError, name_section
 
 __all__ = ["DataConfig"]
@@ -46,7 +47,12 @@ class DataConfig(Config):
     workers: Annotated[int, Field(ge=0, le=512)] = 2
     """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
-    """Batches that each worker prepares ahead."""
+    """Batches prepared ahead for each worker, if `prefetch_gib` allows."""
+    prefetch_gib: Annotated[float, Field(ge=0, le=65_536)] = 2.0
+    """Limit of a rank's batches prepared ahead, in GiB of images and features; at least one batch is."""
+    start_method: StartMethod | None = None
+    """How workers are started: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
+    one."""
     timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -86,7 +92,14 @@ class DataConfig(Config):
             batch_size=batch_size,
             seed=seed,
             max_pixels=self.max_pixels,
-            options=LoaderOptions(self.workers, self.prefetch, self.timeout_s, self.max_bad_fraction),
+            options=LoaderOptions(
+                workers=self.workers,
+                prefetch=self.prefetch,
+                prefetch_gib=self.prefetch_gib,
+                timeout_s=self.timeout_s,
+                max_bad_fraction=self.max_bad_fraction,
+                start_method=self.start_method,
+            ),
             views=self.views,
             order=self.order,
         )

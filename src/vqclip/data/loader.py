@@ -1,6 +1,6 @@
 """Training data: global batches that depend only on (configuration, data, seed, step).
 
-for step in range(start, stop):                        # in the workers, ahead of time
+for step in range(start, stop):                        # in the workers, ahead of time; each makes a part of the rows
     slots = order.batch(step, G, rank, W)              # (source, sample, epoch) of this rank's samples
     samples = make each slot, or a substitute for a bad sample
     yield Batch(stacked images, tokenized captions, sample ids, places in the global batch)
@@ -8,6 +8,7 @@ for step in range(start, stop):                        # in the workers, ahead o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,6 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,10 +26,11 @@ from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.features import FeatureReader
 from vqclip.data.order import FullOrder, GlobalOrder, Order
+from vqclip.data.parts import Layout, make_batches
 from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import Source
 from vqclip.data.transforms import TrainTransform
-from vqclip.data.workers import ordered_map
+from vqclip.data.workers import StartMethod
 from vqclip.errors import DataError
 from vqclip.seeds import derive_seed
 
@@ -48,8 +51,10 @@ class LoaderOptions:
 
     workers: int = 0
     prefetch: int = 2
+    prefetch_gib: float = 2.0
     timeout_s: float = 0
     max_bad_fraction: float = 0.01
+    start_method: StartMethod | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,18 @@ class Coverage:
             f"{self.shown:,} samples shown in {self.epochs:.2f} epochs: "
             f"{self.distinct:,} of {self.available:,} at least once ({self.distinct / self.available:.1%})"
         )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Small fields of some rows of a batch; an array passes between processes faster than a tensor."""
+
+    texts: np.ndarray
+    lengths: tuple[int, ...]
+    captions: tuple[str, ...]
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    bad: tuple[BadSample, ...]
 
 
 class BatchMaker:
@@ -103,40 +120,58 @@ class BatchMaker:
         self._rank = rank
         self._world_size = world_size
 
-    def __call__(self, step: int) -> Batch:
-        """Return this rank's part of global batch `step`."""
+    @property
+    def layout(self) -> Layout:
+        """Images and features of this rank's part of a batch; images have no pixels if features replace them."""
+        rows, stored = -(-self._batch_size // self._world_size), self._samples.features
+        side = 0 if "image" in stored else self._image_size
+        images = ((rows, 3, side, side), torch.uint8)
+        empty = {name: reader.empty(0) for name, reader in stored.items()}
+        return {"image": images, **{_feature(name): ((rows, *e.shape[1:]), e.dtype) for name, e in empty.items()}}
+
+    def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> _Rows:
+        """Make one of ``parts`` equal parts of this rank's rows; see `vqclip.data.parts.PartMaker`."""
         slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
         count = len(slots.sample)
-        stored = self._samples.features
-        side = 0 if "image" in stored else self._image_size
-        images = torch.empty(count, 3, side, side, dtype=torch.uint8)
-        features = {name: reader.empty(count) for name, reader in stored.items()}
+        first, end = count * part // parts, count * (part + 1) // parts
         captions, ids, labels, bad = [], [], [], []
-        for row, (source, index, epoch) in enumerate(zip(*(part.tolist() for part in slots), strict=True)):
-            sample, replaced = self._samples.make(source, index, epoch)
+        for row, slot in enumerate(zip(*(each[first:end].tolist() for each in slots), strict=True), first):
+            sample, replaced = self._samples.make(*slot)
             if sample.image is not None:
-                images[row] = sample.image
+                tensors["image"][row] = sample.image
             for name, each in sample.features.items():
-                features[name][row] = each
+                tensors[_feature(name)][row] = each
             captions.append(sample.caption)
             ids.append(sample.sample_id)
             labels.append(sample.label)
             bad += replaced
         texts, lengths = self._tokenize(captions or [""])
+        size = end - first
+        return _Rows(
+            texts[:size].numpy(), tuple(lengths[:size]), tuple(captions), tuple(ids), tuple(labels), tuple(bad)
+        )
+
+    def join(self, step: int, tensors: Mapping[str, Tensor], rests: Sequence[_Rows]) -> Batch:
+        """Return this rank's part of global batch `step`; see `vqclip.data.parts.PartMaker`."""
+        ids = [each for rest in rests for each in rest.ids]
         return Batch(
             step=step,
             epoch=step * self._batch_size // self._order.epoch_size,
-            images=images,
-            texts=texts[:count],
+            images=tensors["image"][: len(ids)],
+            texts=torch.from_numpy(np.concatenate([rest.texts for rest in rests])),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
-            labels=torch.tensor(labels, dtype=torch.int64),
+            labels=torch.tensor([each for rest in rests for each in rest.labels], dtype=torch.int64),
             places=torch.arange(self._batch_size)[self._rank :: self._world_size],
             global_size=self._batch_size,
-            bad=tuple(bad),
-            lengths=tuple(lengths[:count]),
-            captions=tuple(captions),
-            features=features,
+            bad=tuple(each for rest in rests for each in rest.bad),
+            lengths=tuple(each for rest in rests for each in rest.lengths),
+            captions=tuple(each for rest in rests for each in rest.captions),
+            features={name: tensors[_feature(name)][: len(ids)] for name in self._samples.features},
         )
+
+
+def _feature(name: str) -> str:
+    return f"feature {name}"
 
 
 class TrainData:
@@ -258,11 +293,22 @@ class TrainData:
         )
         options = self.options
         steps = range(start, sys.maxsize if stop is None else stop)
-        for batch in ordered_map(make, steps, options.workers, options.prefetch, pin_memory, options.timeout_s):
-            self._count(batch)
-            if judge:
-                self.require_few_bad(self.replaced, self.seen)
-            yield batch
+        batches = make_batches(
+            make,
+            steps,
+            options.workers,
+            options.prefetch,
+            round(options.prefetch_gib * 2**30),
+            pin_memory,
+            options.timeout_s,
+            options.start_method,
+        )
+        with contextlib.closing(batches):
+            for batch in batches:
+                self._count(batch)
+                if judge:
+                    self.require_few_bad(self.replaced, self.seen)
+                yield batch
 
     def _count(self, batch: Batch) -> None:
         """Log bad samples and update the counters."""

@@ -10,11 +10,12 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -24,12 +25,23 @@ from vqclip.errors import DataError, StorageError
 from vqclip.process.signals import ignore_stop_signals
 from vqclip.process.stacks import dump_stacks_on_request
 
-__all__ = ["explain_worker_deaths", "ordered_map"]
+__all__ = ["StartMethod", "explain_worker_deaths", "ordered_map"]
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+StartMethod = Literal["fork", "forkserver", "spawn"]
+
+_DEFAULT_METHOD: StartMethod | None = "fork" if sys.platform == "linux" else None
+
+_CHECK_S = 1.0
+"""Seconds between looks for dead workers while a result is awaited."""
 
 _DEATH = re.compile("exited unexpectedly|killed by signal")
 """Message of torch about a worker that died."""
+
+_TIMEOUT = re.compile("^DataLoader timed out")
+"""Message of torch about a result that did not come in time."""
 
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
@@ -44,11 +56,11 @@ class _Failure:
     """Whether it is a `StorageError`."""
 
 
-class _Mapped(Dataset, Generic[T]):
-    def __init__(self, function: Callable[[int], T]):
+class _Mapped(Dataset, Generic[S, T]):
+    def __init__(self, function: Callable[[S], T]):
         self._function = function
 
-    def __getitem__(self, number: int) -> T | _Failure:
+    def __getitem__(self, number: S) -> T | _Failure:
         try:
             return self._function(number)
         except DataError as error:
@@ -58,34 +70,35 @@ class _Mapped(Dataset, Generic[T]):
 
 
 def ordered_map(
-    function: Callable[[int], T],
-    numbers: Sequence[int],
+    function: Callable[[S], T],
+    numbers: Iterable[S],
     workers: int = 0,
     prefetch: int = 2,
     pin_memory: bool = False,
     timeout_s: float = 0,
     section: str = "data",
-) -> Iterator[T]:
-    """Return an iterator over ``function(number)`` for all numbers in order, computed by torch's DataLoader.
+    start_method: StartMethod | None = None,
+) -> Generator[T, None, None]:
+    """Yield ``function(number)`` for all numbers in order, computed by torch's DataLoader.
 
     Uses no global random generator. Workers compute with one thread. They ignore the signals that ask to stop, which a
     launcher sends to the whole process group, and run until the process that reads from them ends.
 
     Args:
-        function: must be picklable where processes are spawned.
-        numbers: may be a huge `range`.
-        workers: processes; 0 computes in this one when a result is needed. On Linux they are forked, unless a start
-            method has been set: other methods take seconds a worker, and under ``forkserver`` torch notices the death
-            of a worker only after `timeout_s`.
+        function: must be picklable, with its arguments and results, where processes are not forked.
+        numbers: arguments, such as a huge `range`; consumed when a worker gets its next task.
+        workers: processes; 0 computes in this one when a result is needed.
         prefetch: results that each worker prepares in advance.
         pin_memory: copy results to page-locked memory (by their `pin_memory` method).
         timeout_s: longest wait for a worker; 0 waits forever.
         section: section of the configuration whose keys appear in messages.
+        start_method: how processes are started; default the start method that has been set, otherwise on Linux
+            ``fork``: others take seconds, and each process then has a copy of the function and its data.
 
     Raises:
         DataError: the function failed, or a worker died or took too long.
     """
-    method = multiprocessing.get_start_method(allow_none=True) or ("fork" if sys.platform == "linux" else None)
+    method = start_method or multiprocessing.get_start_method(allow_none=True) or _DEFAULT_METHOD
     loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
@@ -95,7 +108,7 @@ def ordered_map(
         prefetch_factor=prefetch if workers else None,
         multiprocessing_context=method if workers else None,
         pin_memory=pin_memory,
-        timeout=timeout_s if workers else 0,
+        timeout=_CHECK_S if workers else 0,
         worker_init_fn=_prepare_worker,
         generator=torch.Generator(),  # otherwise the workers' seed is drawn from the global generator
     )
@@ -144,7 +157,7 @@ def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generat
     try:
         while True:
             try:
-                result = next(results)
+                result = _next(results, timeout_s)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -156,6 +169,21 @@ def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generat
     finally:
         if loader.num_workers:
             _end(results)
+
+
+def _next(results: Any, timeout_s: float) -> Any:
+    """Return the next result; notice the death of workers of any start method within `_CHECK_S`.
+
+    torch looks for dead workers when its own timeout ends, and can be asked again after that.
+    """
+    start = time.monotonic()
+    while True:
+        try:
+            return next(results)
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            if not _TIMEOUT.search(str(error)) or (timeout_s and waited >= timeout_s):
+                raise
 
 
 def _end(results: Any) -> None:
@@ -204,7 +232,7 @@ def _is_death(error: BaseException) -> bool:
 
 def _explain(error: BaseException, timeout_s: float, section: str) -> str:
     text = str(error)
-    if "timed out" in text:
+    if _TIMEOUT.search(text):
         return f"no batch came from the data workers for {timeout_s:g} s: is the storage stuck? ({section}.timeout_s)"
     if _DEATH.search(text):
         return (

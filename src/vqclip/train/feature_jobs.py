@@ -99,12 +99,19 @@ class FeatureJob:
         """
         size, options = chunk_size(self.maker.device), self._options
         blocks = _Blocks(self.samples, self._folder.settings, shards, size)
-        made = ordered_map(blocks, range(len(blocks)), options.workers, options.prefetch, timeout_s=options.timeout_s)
+        made = ordered_map(
+            blocks,
+            range(len(blocks)),
+            options.workers,
+            options.prefetch,
+            timeout_s=options.timeout_s,
+            start_method=options.start_method,
+        )
         tokenize = self.maker.tokenize
         prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
         rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
         shard: _ShardInWork | None = None
-        with contextlib.closing(made):  # type: ignore[type-var]
+        with contextlib.closing(made):
             for block in made:
                 shard = shard or _ShardInWork(lambda rows: self._compute(prepare(rows)), rows_at_once)
                 shard.add(block)
