@@ -51,7 +51,7 @@ class DataConfig(Config):
     prefetch_gib: Annotated[float, Field(ge=0, le=65_536)] = 2.0
     """Limit of a rank's batches prepared ahead, in GiB of images and features; at least one batch is."""
     start_method: StartMethod | None = None
-    """How workers are started: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
+    """Start method of workers: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
     one."""
     timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
