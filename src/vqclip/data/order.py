@@ -9,7 +9,8 @@ position p:
     passes, place = divmod(tape, size[source])                     # passes: earlier passes through the source
     sample = shuffle(source, passes, place)
 
-    global batch t = positions tG, ..., (t + 1)G - 1;  rank r takes every W-th of them, from the r-th on
+    global batch t = positions tG, ..., (t + 1)G - 1;  rank r takes every W-th of them, from the r-th on, or on several
+    nodes, if the order is windowed, a part of those whose chunks its node owns
 
 So global batches depend neither on the world size nor on the number of workers, and resuming needs only the step.
 Memory does not grow with the number of samples.
@@ -19,21 +20,22 @@ There are two orders, `FullOrder` and `WindowedOrder`; each has a mix and a shuf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
 from vqclip.config import Config
+from vqclip.data.dealing import NodeLayout
 from vqclip.data.draws import hash_integers
 from vqclip.data.permutation import permute
 from vqclip.data.windows import Windows, apportion
 
-__all__ = ["FullOrder", "GlobalOrder", "OrderConfig", "Slots", "WindowedOrder"]
+__all__ = ["FullOrder", "GlobalOrder", "Need", "OrderConfig", "Part", "Slots", "WindowedOrder"]
 
 _MIX, _SAMPLES, _BLOCKS, _WINDOWS = 1, 2, 3, 4
-_BLOCK = 2**16
+_BLOCK = 2**12
 """Slots of an epoch over which `WindowedOrder` mixes the sources at random."""
 
 
@@ -46,6 +48,26 @@ class Slots(NamedTuple):
     """int64, index of the sample in its source."""
     epoch: np.ndarray
     """int64, number of earlier passes through the source; with weight 1, the epoch."""
+
+
+class Part(NamedTuple):
+    """A rank's part of a global batch."""
+
+    slots: Slots
+    """Its samples."""
+    places: np.ndarray
+    """int64, their places in the global batch, ascending, 0 to G - 1."""
+
+
+class Need(NamedTuple):
+    """A chunk that a node needs."""
+
+    chunk: int
+    """Number of the chunk in its source; it begins with sample ``chunk * WindowedOrder.chunk``."""
+    passes: int
+    """Pass through the source."""
+    place: int
+    """First place of the pass that needs it."""
 
 
 class Order(Protocol):
@@ -104,24 +126,20 @@ class WindowedOrder(Config):
     def mix(
         self, seed: int, slots: Sequence[int], epoch: np.ndarray, slot: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Give each block of slots its share of every source, and permute the slots of the block.
+        """Give each block of slots its share of every source, in random places of the block.
 
-        A source's slots are used in their order, block by block, so that its windows follow one another.
+        A source's turns follow one another, so that its windows and lanes do.
         """
         if len(slots) == 1:
             return np.zeros_like(slot), slot
-        size, block = sum(slots), slot // _BLOCK
+        blocks = -(-sum(slots) // _BLOCK)
+        block, inner = np.divmod(slot, _BLOCK)
+        block += blocks * epoch
         source, turn = np.empty_like(slot), np.empty_like(slot)
         for number in np.unique(block).tolist():
             mine = np.flatnonzero(block == number)
-            first, end = number * _BLOCK, min((number + 1) * _BLOCK, size)
-            before, after = apportion(slots, first), apportion(slots, end)
-            starts = np.cumsum(np.concatenate([[0], after - before]))
-            inner = permute(
-                slot[mine] - first, end - first, hash_integers(seed, _BLOCKS, np.int64(number), epoch[mine])
-            )
-            source[mine] = np.searchsorted(starts, inner, side="right") - 1
-            turn[mine] = before[source[mine]] + inner - starts[source[mine]]
+            sources, turns = _mix_block(seed, slots, *divmod(number, blocks))
+            source[mine], turn[mine] = sources[inner[mine]], turns[inner[mine]]
         return source, turn
 
     def shuffle(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
@@ -132,9 +150,37 @@ class WindowedOrder(Config):
             sample[mine] = self.windows(seed, source, size, number).samples(place[mine])
         return sample
 
+    def turns(self, seed: int, slots: Sequence[int], epoch: int, slot: int) -> list[int]:
+        """Return how many slots of an epoch each source has before a slot."""
+        first = slot // _BLOCK * _BLOCK
+        source, _ = self.mix(seed, slots, np.full(slot - first, epoch), np.arange(first, slot))
+        return (apportion(slots, first) + np.bincount(source, minlength=len(slots))).tolist()
+
+    def lanes(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the lane of each place, and the number of lanes."""
+        lane = np.empty_like(place)
+        for number in np.unique(passes).tolist():
+            mine = np.flatnonzero(passes == number)
+            lane[mine] = self.windows(seed, source, size, number).lane_of(place[mine])
+        return lane, self.windows(seed, source, size, 0).lanes
+
     def windows(self, seed: int, source: int, size: int, passes: int) -> Windows:
         """Return the windows of one pass through a source of ``size`` samples."""
-        return Windows(size, self.chunk, self.window, int(hash_integers(seed, _WINDOWS, source, passes)))
+        key = int(hash_integers(seed, _WINDOWS, source, passes))
+        return Windows(size, self.chunk, self.window, key, passes * size)
+
+
+def _mix_block(seed: int, slots: Sequence[int], epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source and the turn of each slot of a block of an epoch."""
+    first, end = block * _BLOCK, min((block + 1) * _BLOCK, sum(slots))
+    before = apportion(slots, first)
+    counts = apportion(slots, end) - before
+    key = hash_integers(seed, _BLOCKS, block, epoch, np.arange(end - first))
+    source = np.repeat(np.arange(len(slots)), counts)[np.argsort(key, kind="stable")]
+    turn = np.empty_like(source)
+    starts = before - np.cumsum(counts) + counts
+    turn[np.argsort(source, kind="stable")] = np.arange(end - first) + np.repeat(starts, counts)
+    return source, turn
 
 
 OrderConfig = Annotated[
@@ -169,18 +215,11 @@ class GlobalOrder:
 
     def __getitem__(self, positions: np.ndarray) -> Slots:
         """Return the samples at these positions (int64 array, >= 0); the cost depends only on their number."""
-        positions = np.asarray(positions, dtype=np.int64)
-        epoch, slot = np.divmod(positions, self.epoch_size)
-        source, turn = self.kind.mix(self.seed, self.slots, epoch, slot)
-        sample, passes = np.empty_like(slot), np.empty_like(slot)
-        for number, size in enumerate(self.sizes):
-            mine = np.flatnonzero(source == number)
-            passes[mine], place = np.divmod(epoch[mine] * self.slots[number] + turn[mine], size)
-            sample[mine] = self.kind.shuffle(self.seed, number, size, passes[mine], place)
-        return Slots(source, sample, passes)
+        source, passes, place = self._places(np.asarray(positions, dtype=np.int64))
+        return self._slots(source, passes, place)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Slots:
-        """Return this rank's part of global batch `step`.
+        """Return every `world_size`-th sample of global batch `step`, from the `rank`-th on.
 
         Args:
             step: t, from 0.
@@ -188,5 +227,85 @@ class GlobalOrder:
             rank: r.
             world_size: W.
         """
-        first = step * batch_size
-        return self[np.arange(first + rank, first + batch_size, world_size, dtype=np.int64)]
+        return self.deal(step, batch_size, rank, (0,) * world_size).slots
+
+    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> Part:
+        """Return this rank's part of global batch `step`.
+
+        With one node, or in the full order, rank r takes every W-th sample, from the r-th on. With several, in the
+        windowed order, it gets as many samples, of chunks that its node owns where possible; see
+        `vqclip.data.dealing`. The parts of all ranks are the global batch, the same for all `nodes`.
+
+        Args:
+            step: t, from 0.
+            batch_size: G, over all ranks.
+            rank: r.
+            nodes: node of every rank.
+        """
+        first, layout = step * batch_size, NodeLayout(nodes)
+        if len(layout) == 1 or isinstance(self.kind, FullOrder):
+            places = np.arange(rank, batch_size, len(nodes), dtype=np.int64)
+            return Part(self[first + places], places)
+        source, passes, place = self._places(np.arange(first, first + batch_size, dtype=np.int64))
+        places = layout.places_of(rank, self._nodes(layout, source, passes, place))
+        return Part(self._slots(source[places], passes[places], place[places]), places)
+
+    def nodes(self, step: int, batch_size: int, nodes: Sequence[int]) -> np.ndarray:
+        """Return which node makes each sample of global batch `step`: ``(G,)`` int64, from 0."""
+        assert isinstance(self.kind, WindowedOrder)
+        positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+        return self._nodes(NodeLayout(nodes), *self._places(positions))
+
+    def needs(self, step: int, batch_size: int, source: int, rank: int, nodes: Sequence[int]) -> Iterator[Need]:
+        """Yield the chunks of a source that this rank's node needs from global batch `step` on, without end.
+
+        They come in the order of need, through all windows and passes; each once a pass. A batch may have a few
+        samples of other chunks as well, where `deal` moves samples to make equal parts. Windowed order only.
+        Memory is bounded by one window.
+
+        Args:
+            step: t, from 0.
+            batch_size: G, over all ranks.
+            source: number of the source.
+            rank: any rank of the node.
+            nodes: node of every rank.
+        """
+        assert isinstance(self.kind, WindowedOrder)
+        size, layout = self.sizes[source], NodeLayout(nodes)
+        epoch, slot = divmod(step * batch_size, self.epoch_size)
+        turn = self.kind.turns(self.seed, self.slots, epoch, slot)[source]
+        passes, place = divmod(epoch * self.slots[source] + turn, size)
+        while True:
+            windows = self.kind.windows(self.seed, source, size, passes)
+            for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
+                yield Need(chunk, passes, where)
+            passes, place = passes + 1, 0
+
+    def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
+        """Return the most chunks of a window of a source that this rank's node needs. Windowed order only."""
+        assert isinstance(self.kind, WindowedOrder)
+        windows = self.kind.windows(self.seed, source, self.sizes[source], 0)
+        return windows.most_rows * int(NodeLayout(nodes).lanes_of(rank, windows.lanes).sum())
+
+    def _nodes(self, layout: NodeLayout, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
+        assert isinstance(self.kind, WindowedOrder)
+        lane, lanes = np.empty_like(source), []
+        for number, size in enumerate(self.sizes):
+            mine = np.flatnonzero(source == number)
+            lane[mine], count = self.kind.lanes(self.seed, number, size, passes[mine], place[mine])
+            lanes.append(count)
+        return layout.deal(source, lane, lanes)
+
+    def _places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return for each position its source, and the pass and place there."""
+        epoch, slot = np.divmod(positions, self.epoch_size)
+        source, turn = self.kind.mix(self.seed, self.slots, epoch, slot)
+        tape = epoch * np.array(self.slots)[source] + turn
+        return source, *np.divmod(tape, np.array(self.sizes)[source])
+
+    def _slots(self, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> Slots:
+        sample = np.empty_like(place)
+        for number, size in enumerate(self.sizes):
+            mine = np.flatnonzero(source == number)
+            sample[mine] = self.kind.shuffle(self.seed, number, size, passes[mine], place[mine])
+        return Slots(source, sample, passes)
