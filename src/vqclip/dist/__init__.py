@@ -54,6 +54,7 @@ from vqclip.dist._control import (
 from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
+from vqclip.dist._nodes import nodes
 from vqclip.dist._state import (
     choose_device,
     init,
@@ -85,6 +86,7 @@ __all__ = [
     "local_rank",
     "named_errors",
     "no_sync",
+    "nodes",
     "raise_on_all_ranks",
     "rank",
     "recent_collectives",
