@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-Fault = Callable[[BaseHTTPRequestHandler, bytes], None]
+Fault = Callable[[BaseHTTPRequestHandler, bytes], object]
 
 
 class FaultyServer:
@@ -25,6 +25,9 @@ class FaultyServer:
         self.for_ever: dict[str, Fault] = {}
         self.requests: list[str] = []
         """Method and full path of each, in the order in which they came."""
+        self.ranges = True
+        self.sent = 0
+        """Bytes of bodies that went well."""
         self.stopped = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
@@ -62,7 +65,8 @@ class FaultyServer:
                     elif body is None:
                         self.send_error(404)
                     else:
-                        answer(self, body, tag=server.tags.get(path))
+                        part = self.headers.get("Range") if server.ranges else None
+                        server.sent += answer(self, body, tag=server.tags.get(path), part=part)
 
             do_HEAD = do_GET
 
@@ -76,9 +80,15 @@ def answer(
     body: bytes,
     length: int | None = None,
     tag: str | None = None,
+    part: str | None = None,
     **headers: str,
-) -> None:
-    handler.send_response(200)
+) -> int:
+    """Sends a body, or the part of it in a header Range; how many bytes."""
+    if part is not None:
+        first, _, last = part.removeprefix("bytes=").partition("-")
+        total, body = len(body), body[int(first) : int(last) + 1]
+        headers["Content_Range"] = f"bytes {first}-{int(first) + len(body) - 1}/{total}" if body else f"bytes */{total}"
+    handler.send_response(200 if part is None else 206 if body else 416)
     if length != -1:
         handler.send_header("Content-Length", str(len(body) if length is None else length))
     if tag is not None:
@@ -87,6 +97,7 @@ def answer(
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
     handler.wfile.write(body)
+    return len(body)
 
 
 # ---- faults

@@ -58,7 +58,7 @@ def test_what_is_refused(path: str, message: str) -> None:
 def test_refusals_say_what_is_read() -> None:
     with pytest.raises(DataError, match="expected a local path or a URL of one of file, http, https, s3, gs"):
         find_shards(["ftp://host/x.tar"])
-    assert PROTOCOLS == ("file", "http", "https", "s3", "gs")
+    assert PROTOCOLS == ("file", "http", "https", "s3", "gs", "az", "hf")
 
 
 def test_braces_make_urls_in_order() -> None:

@@ -11,7 +11,7 @@ from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.gunzip import GzipError, gunzip, is_gzip
 from vqclip.data.remote.retry import FetchError, retry
-from vqclip.data.remote.transfer import Body, open_url
+from vqclip.data.remote.transfer import Body, ChangedError, Span, open_url
 from vqclip.data.remote.urls import digest, display_url, file_name
 from vqclip.errors import DataError, StorageError
 
@@ -38,6 +38,11 @@ class RemoteShard(ShardInCache):
         """Hash of the full URL."""
         return digest(self.url)
 
+    @property
+    def host(self) -> str:
+        """Its protocol, and its host or bucket."""
+        return "/".join(self.url.split("/", 3)[:3])
+
     def open(self, length: int | None = None, sha256: str | None = None) -> int:
         """Return a descriptor of the shard in the cache, after downloading it if necessary.
 
@@ -57,15 +62,41 @@ class RemoteShard(ShardInCache):
         if sha256 is not None and sha256 != found.sha256:
             os.close(found.file)
             self.discard()  # otherwise the next start would find this content, whatever the server has by then
-            raise self._change_error(f"SHA-256 {sha256}", found.sha256)
+            raise self.change_error(f"SHA-256 {sha256}", found.sha256)
         return found.file
+
+    def read(self, first: int, end: int, length: int, deadline: Deadline) -> bytes:
+        """Download a part of the shard into memory; it is not cached.
+
+        Args:
+            first: its first byte.
+            end: the byte after its last.
+            length: size of the shard in bytes when it was indexed.
+            deadline: ends all tries.
+
+        Raises:
+            StorageError: it cannot be downloaded, or the shard has another size (`kind` is then "changed shard").
+            NoRangesError: the server sends whole files only.
+        """
+
+        def fetch() -> bytes:
+            with open_url(self.url, self.options.timeout_s, deadline, Span(first, end, length)) as body:
+                data = _receive(body, end - first)
+            if len(data) > end - first:
+                raise FetchError(f"more bytes came than the {end - first} that were announced", again=True)
+            return data
+
+        try:
+            return retry(fetch, self.url, self.options, deadline)
+        except ChangedError as error:
+            raise self.change_error(f"{length} bytes", error) from None
 
     def _fill(self, part: PartialShard, length: int | None) -> None:
         def fetch() -> None:
             part.restart()
             with open_url(self.url, self.options.timeout_s, part.deadline) as body:
                 if length is not None and body.length not in (None, length) and not is_gzip(self.name):
-                    raise self._change_error(f"{length} bytes", body.length)
+                    raise self.change_error(f"{length} bytes", body.length)
                 self._copy(body, part)
 
         retry(fetch, self.url, self.options, part.deadline)
@@ -84,7 +115,13 @@ class RemoteShard(ShardInCache):
         if body.length is not None and received[0] != body.length:
             raise FetchError(f"{received[0]} bytes came, {body.length} were announced", again=True)
 
-    def _change_error(self, indexed: str, now: object) -> StorageError:
+    def change_error(self, indexed: str, now: object) -> StorageError:
+        """Return the error for a shard that is not the indexed one.
+
+        Args:
+            indexed: what was indexed, such as "17 bytes".
+            now: what is there now.
+        """
         return StorageError(
             f"{self}: has changed since it was indexed: {indexed} then, {now} now. Restore the former file, or start "
             "the run again, which indexes the new one (a run with checkpoints then reports the difference, and "
@@ -126,20 +163,29 @@ def fetch_bytes(url: str, options: RemoteConfig, limit: int) -> bytes:
     deadline = Deadline(options.total_s)
 
     def fetch() -> bytes:
-        data = bytearray()
         with open_url(url, options.timeout_s, deadline) as body:
             if body.length is not None and body.length > limit:
                 raise DataError(
                     f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes"
                 )
-            for block in body.blocks:
-                data += block
-                if len(data) > limit:
-                    raise DataError(
-                        f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
-                    )
-        if body.length is not None and len(data) != body.length:
-            raise FetchError(f"{len(data)} bytes came, {body.length} were announced", again=True)
-        return bytes(data)
+            data = _receive(body, limit)
+        if len(data) > limit:
+            raise DataError(
+                f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
+            )
+        return data
 
     return retry(fetch, url, options, deadline)
+
+
+def _receive(body: Body, limit: int) -> bytes:
+    """Return all bytes of a response; if there are more than `limit`, some of them, but more than `limit`."""
+    blocks, received = [], 0
+    for block in body.blocks:
+        blocks.append(block)
+        received += len(block)
+        if received > limit:
+            return b"".join(blocks)
+    if body.length not in (None, received):
+        raise FetchError(f"{received} bytes came, {body.length} were announced", again=True)
+    return b"".join(blocks)

@@ -1,9 +1,11 @@
-"""One try to download a file, through fsspec; retries are left to `retry`."""
+"""One try to download a file or a part of it, through fsspec; retries are left to `retry`."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,44 +15,79 @@ from vqclip.data.remote.retry import FetchError
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
-__all__ = ["Body", "list_urls", "open_url"]
+__all__ = ["Body", "ChangedError", "NoRangesError", "Span", "list_urls", "open_url"]
 
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
 _BLOCK = 16 << 20
 """Bytes of one request to an object store."""
-_PACKAGES = {"http": ("aiohttp", "remote"), "https": ("aiohttp", "remote"), "s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
-_PERMANENT = (ValueError, TypeError, LookupError, PermissionError, IsADirectoryError, NotADirectoryError)
-_PERMANENT_NAMES = {"InvalidURL", "NonHttpUrlClientError", "TooManyRedirects", "ClientConnectorCertificateError"} | {
-    f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")
+_PACKAGES = {
+    "http": ("aiohttp", "remote"),
+    "https": ("aiohttp", "remote"),
+    "hf": ("aiohttp", "remote"),
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gs"),
+    "az": ("adlfs", "az"),
 }
-"""Errors of aiohttp, botocore and google.auth by name, since the packages may not be installed."""
+_OVER_HTTP = ("http", "https", "hf")
+_PERMANENT = (ValueError, TypeError, LookupError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_NAMES = {
+    "InvalidURL",
+    "NonHttpUrlClientError",
+    "TooManyRedirects",
+    "ClientConnectorCertificateError",
+    "ClientAuthenticationError",
+} | {f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")}
+"""Errors of aiohttp, botocore, google.auth and azure by name, since the packages may not be installed."""
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
+_systems: dict[tuple[object, ...], Any] = {}
+"""File systems of fsspec by process, protocol and options: their connections are used again."""
 
 
 class Body(NamedTuple):
     """A response whose content is still arriving."""
 
     length: int | None
-    """Announced size in bytes; None if the server announces none."""
+    """Announced size in bytes, of the part if one was asked for; None if the server announces none."""
     blocks: Iterator[bytes]
 
 
+class Span(NamedTuple):
+    """A part of a file."""
+
+    first: int
+    end: int
+    total: int
+    """Size of the whole file."""
+
+
+class NoRangesError(Exception):
+    """A server sends whole files only."""
+
+
+class ChangedError(Exception):
+    """A file has another size than expected; its argument says which."""
+
+
 @contextlib.contextmanager
-def open_url(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
-    """Open a URL to read it once from beginning to end.
+def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None = None) -> Iterator[Body]:
+    """Open a URL to read it, or a part of it, once from beginning to end.
 
     Args:
         url: of an allowed protocol.
         timeout_s: longest wait for a connection and for bytes.
         deadline: ends everything.
+        span: the part, at least one byte; None is the whole file.
 
     Raises:
         FetchError: here or while the blocks are read.
         StorageError: the protocol's package is not installed.
+        NoRangesError: the server answers a request for a part with the whole file.
+        ChangedError: the file does not have the size in `span`; here or while the blocks are read.
     """
-    if protocol_of(url) in ("http", "https"):
+    if protocol_of(url) in _OVER_HTTP:
         with _translate_errors(url):
-            file, length = _open_http(url, timeout_s, deadline)
+            file, length = _open_http(url, timeout_s, deadline, span)
         try:
             yield Body(length, _check_speed(lambda: file.read(1 << 20), url, timeout_s, deadline))
         finally:
@@ -59,7 +96,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline) -> Iterator[Body]:
     else:
         with _translate_errors(url):
             store = _ObjectStore(url, timeout_s, deadline)
-            length = store.size()
+            length = store.begin(span)
         yield Body(length, _check_speed(store.next_block, url, timeout_s, deadline))
 
 
@@ -75,7 +112,7 @@ def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
 
 
 class _ObjectStore:
-    """A file or glob in an object store; its package (s3fs, gcsfs) finds credentials and endpoint by itself.
+    """A file or glob in an object store; its package (s3fs, gcsfs, adlfs) finds credentials and endpoint by itself.
 
     Args:
         url: of a file, or a glob.
@@ -84,39 +121,63 @@ class _ObjectStore:
     """
 
     def __init__(self, url: str, timeout_s: float, deadline: Deadline):
-        protocol = protocol_of(url)
-        options: dict[str, Any] = {"requests_timeout": timeout_s}
-        if protocol == "s3":
-            once = {"total_max_attempts": 1}
-            options = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s, "retries": once}}
-        # Without a cache of listings: a second listing in a run must return what is there then.
-        self._system = _fsspec(url).filesystem(protocol, use_listings_cache=False, **options)
-        self._system.retries = 1  # of s3fs; gcsfs has a fixed number, which the deadline ends
+        protocol = str(protocol_of(url))
+        self._system = _file_system(protocol, **_store_options(protocol, timeout_s))
         self._path, self._deadline = url.partition("://")[2], deadline
-        self._at = 0
 
     def glob(self) -> list[str]:
+        self._system.invalidate_cache()  # a second listing in a run must return what is there then
         return [str(name) for name in self._call(self._system.glob)]
 
-    def size(self) -> int:
-        self._info = self._call(self._system.info)
-        if self._info["type"] != "file":
+    def begin(self, span: Span | None) -> int:
+        """Go to the begin of the file or of a part, and return its size."""
+        self._is_part, self._info = span is not None, {"size": span.total} if span else self._call(self._system.info)
+        if self._info.get("type", "file") != "file":
             raise FetchError("is a folder", again=False)
-        return int(self._info["size"])
+        self._at, self._end = (span.first, span.end) if span else (0, int(self._info["size"]))
+        return self._end - self._at
 
     def next_block(self) -> bytes:
         """Return the next bytes, none at the end; the file must not change from the first request to the last."""
         start = self._at
-        self._at = min(start + _BLOCK, self._info["size"])
+        self._at = min(start + _BLOCK, self._end)
         if start < self._at:
-            return self._call(self._system.cat_file, start=start, end=self._at)
-        if self._call(self._system.info) != self._info:
+            try:
+                block: bytes = self._call(self._system.cat_file, start=start, end=self._at)
+            except FileNotFoundError:
+                raise
+            except Exception:
+                self._require_size()  # a store may refuse a part beyond the end with any error
+                raise
+            if len(block) != self._at - start:
+                self._require_size()
+                raise FetchError(f"{len(block)} bytes came instead of {self._at - start}", again=True)
+            return block
+        if not self._is_part and self._call(self._system.info) != self._info:
             raise FetchError("it changed while it was fetched", again=True)
         return b""
+
+    def _require_size(self) -> None:
+        with contextlib.suppress(OSError):
+            now = int(self._call(self._system.info)["size"])
+            if self._is_part and now != self._info["size"]:
+                raise ChangedError(f"{now} bytes")
 
     def _call(self, method: Callable[..., Any], **options: Any) -> Any:
         # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`.
         return method(self._path, timeout=max(self._deadline.left, 0.001), **options)
+
+
+def _store_options(protocol: str, timeout_s: float) -> dict[str, Any]:
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol == "s3":
+        once = {"total_max_attempts": 1}
+        return options | {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s, "retries": once}}
+    if protocol == "az":
+        return options | {"connection_timeout": timeout_s, "read_timeout": timeout_s}
+    if protocol == "hf":
+        return {}
+    return options | {"requests_timeout": timeout_s}
 
 
 @contextlib.contextmanager
@@ -124,30 +185,36 @@ def _translate_errors(url: str) -> Iterator[None]:
     """Turn errors of fsspec and of its packages into `FetchError`, without the credentials that they may show."""
     try:
         yield
-    except (FetchError, StorageError):
+    except (FetchError, StorageError, NoRangesError, ChangedError):
         raise
     except Exception as error:
         raise _fetch_error(error, url) from None
 
 
-def _open_http(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int | None]:
-    fsspec = _fsspec(url)
+def _open_http(url: str, timeout_s: float, deadline: Deadline, span: Span | None) -> tuple[Any, int | None]:
+    system = _file_system(
+        "http",
+        encoded=True,  # signed URLs break when they are quoted again
+        client_kwargs={"auto_decompress": False},
+        get_client=_make_client,
+    )
     import aiohttp
 
+    headers = {"Accept-Encoding": "identity"}
+    if span is not None:
+        headers["Range"] = f"bytes={span.first}-{span.end - 1}"
+    if protocol_of(url) == "hf":
+        url, headers = _at_hub(url, headers)
     timeout = aiohttp.ClientTimeout(total=max(deadline.left, 0.001), connect=timeout_s, sock_read=timeout_s)
-    system = fsspec.filesystem(
-        "http",
-        skip_instance_cache=True,
-        encoded=True,  # signed URLs break when they are quoted again
-        client_kwargs={"timeout": timeout, "auto_decompress": False},
-        headers={"Accept-Encoding": "identity"},
-    )
-    # Without a block size it streams in one request; with any size it sends no HEAD request to ask for one.
-    file = system.open(url, "rb", block_size=0, size=1)
+    try:
+        # Without a block size it streams in one request; with any size it sends no HEAD request to ask for one.
+        file = system.open(url, "rb", block_size=0, size=1, headers=headers, timeout=timeout)
+    except Exception as error:
+        if span is not None and _status(error) == 416:  # the part is beyond the end
+            raise ChangedError(f"at most {span.first} bytes") from None
+        raise
     response = file.r
     try:
-        if response.status != 200:
-            raise FetchError(f"HTTP {response.status} {response.reason}; expected 200", again=False)
         if url.lower().startswith("https:") and any(hop.url.scheme != "https" for hop in (*response.history, response)):
             raise FetchError(
                 "redirected from https to http, where anybody on the way can change the content", again=False
@@ -155,11 +222,58 @@ def _open_http(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise FetchError(f"sent with Content-Encoding {encoding[:40]!r}; expected identity", again=False)
+        if span is not None:
+            _check_part(response, span)
+            return file, span.end - span.first
+        if response.status != 200:
+            raise FetchError(f"HTTP {response.status} {response.reason}; expected 200", again=False)
         stated = response.headers.get("Content-Length", "")
         return file, int(stated) if stated.isascii() and stated.isdigit() else None
-    except FetchError:
+    except BaseException:
         file.close()
         raise
+
+
+async def _make_client(**options: Any) -> Any:
+    """Return a session that keeps no cookies."""
+    import aiohttp
+
+    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
+
+
+def _check_part(response: Any, span: Span) -> None:
+    if response.status == 200:
+        raise NoRangesError
+    stated = response.headers.get("Content-Range", "")
+    match = _CONTENT_RANGE.fullmatch(stated)
+    if response.status != 206 or match is None:
+        raise FetchError(
+            f"HTTP {response.status} {response.reason} with Content-Range {stated[:60]!r}; expected 206 and a part",
+            again=False,
+        )
+    if match[3] not in ("*", str(span.total)):
+        raise ChangedError(f"{match[3]} bytes")
+    if (int(match[1]), int(match[2]) + 1) != span[:2]:
+        raise FetchError(f"sent {stated}; asked for bytes {span.first}-{span.end - 1}", again=True)
+
+
+def _at_hub(url: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the https URL of a file at the Hugging Face hub, and the headers with the token."""
+    from huggingface_hub import get_token
+
+    token = get_token()  # aiohttp does not send it on to the hosts that the hub redirects to
+    where = str(_file_system("hf").url(url.partition("://")[2]))
+    return where, headers | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def _file_system(protocol: str, **options: Any) -> Any:
+    """Return the file system of a protocol, the same one for all threads of this process."""
+    fsspec, key = _fsspec(protocol), (os.getpid(), protocol, repr(options))
+    if key not in _systems:
+        system = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+        system.retries = 1  # of s3fs; gcsfs has a fixed number, which the deadline ends
+        _systems.setdefault(key, system)
+    return _systems[key]
 
 
 def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline: Deadline) -> Iterator[bytes]:
@@ -190,8 +304,7 @@ def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline
 def _fetch_error(error: Exception, url: str) -> FetchError:
     if isinstance(error, FileNotFoundError):
         return FetchError("not found (404)", again=False)
-    status = getattr(error, "status", None)
-    status = getattr(error, "code", None) if status is None else status
+    status = _status(error)
     if isinstance(status, int) and 300 <= status < 600:
         reason = redact_message(str(getattr(error, "message", "")), url)
         after = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
@@ -205,12 +318,19 @@ def _fetch_error(error: Exception, url: str) -> FetchError:
     return FetchError(f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent)
 
 
-def _fsspec(url: str) -> Any:
-    package, extra = _PACKAGES[str(protocol_of(url))]
+def _status(error: Exception) -> object:
+    """Return the HTTP status in an error of aiohttp, gcsfs, azure or huggingface_hub."""
+    for where in (error, getattr(error, "response", None)):
+        for name in ("status", "code", "status_code"):
+            if isinstance(status := getattr(where, name, None), int):
+                return status
+    return None
+
+
+def _fsspec(protocol: str) -> Any:
+    package, extra = _PACKAGES[protocol]
     try:
         importlib.import_module(package)
     except ImportError:
-        raise StorageError(
-            f"{url.partition('://')[0]}:// needs the package {package}: pip install 'vqclip[{extra}]'"
-        ) from None
+        raise StorageError(f"{protocol}:// needs the package {package}: pip install 'vqclip[{extra}]'") from None
     return importlib.import_module("fsspec")

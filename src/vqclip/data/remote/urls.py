@@ -24,14 +24,14 @@ __all__ = [
     "redact_message",
 ]
 
-PROTOCOLS = ("file", "http", "https", "s3", "gs")
+PROTOCOLS = ("file", "http", "https", "s3", "gs", "az", "hf")
 """Allowed protocols. Others of fsspec open archives, run commands or reach other machines."""
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-_PROTOCOL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:https?|s3|gs|ftp):)/+)(.*)", re.DOTALL | re.IGNORECASE)
+_PROTOCOL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*:/|(?:https?|s3|gs|az|hf|ftp):)/+)(.*)", re.DOTALL | re.IGNORECASE)
 """A protocol and the rest. `Path` turns the two slashes of a URL into one."""
 _ANY_URL = re.compile(
-    r"""(?:[a-z][a-z0-9+.-]{0,31}:/|(?:https?|s3|gs|ftp):)/+[^\s'"<>]*(?:['"<>][\w%&=@?/#.~+-][^\s'"<>]*)*""",
+    r"""(?:[a-z][a-z0-9+.-]{0,31}:/|(?:https?|s3|gs|az|hf|ftp):)/+[^\s'"<>]*(?:['"<>][\w%&=@?/#.~+-][^\s'"<>]*)*""",
     re.IGNORECASE,
 )
 """A URL in a text. A quote or an angle bracket ends it unless text follows at once, as in a password: it is better to
@@ -77,7 +77,7 @@ def protocol_of(path: str) -> str | None:
             f"{_mask(path)}: a URL has no blank, backslash, quote or angle bracket; write %20, %5C, %27, %22, %3C "
             "or %3E"
         )
-    if protocol in ("s3", "gs") and any(mark in path for mark in " '\"<>"):
+    if protocol in ("s3", "gs", "az", "hf") and any(mark in path for mark in " '\"<>"):
         raise DataError(f"{_mask(path)}: no object with a blank, quote or angle bracket is read; rename it")
     if protocol != "file" and not re.split("[/?#]", path.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]:
         raise DataError(f"{_mask(path)}: names no {'host' if protocol.startswith('http') else 'bucket'}")

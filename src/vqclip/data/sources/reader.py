@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vqclip.data.index import KINDS, ShardIndex, load_index, remove_index
+from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
@@ -22,7 +22,6 @@ __all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "read_image", "strip_c
 
 logger = logging.getLogger("vqclip.data")
 
-_OPEN_FILES = 64
 MAX_IMAGE_BYTES = 64 << 20
 MAX_BYTES = {"image": MAX_IMAGE_BYTES, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Larger members are refused before they are read."""
@@ -58,7 +57,7 @@ class ShardReader:
     """
 
     def __init__(self, shards: Sequence[Shard], cache: Path | None = None):
-        self._files: OrderedDict[int, int] = OrderedDict()  # first, since `__del__` needs it even after an error here
+        self._files = OpenFiles()
         self._indexes = [load_index(shard, cache) for shard in shards]
         self._ends = np.cumsum([len(index) for index in self._indexes], dtype=np.int64)
         self._places = strip_common_folders([str(index.path) for index in self._indexes])
@@ -108,13 +107,10 @@ class ShardReader:
             raise DataError(
                 f"{self.name(index)}: {kind} of {size} bytes; at most {MAX_BYTES[kind]} are read", "too many bytes"
             )
-        try:
-            data = self._pread(index, size, offset)
-        except OSError as error:
-            raise StorageError(f"{self.name(index)}: cannot be read: {error.strerror}", "unreadable shard") from None
-        if len(data) != size:
-            raise StorageError(f"{self.name(index)}: the shard became shorter while it was in use", "changed shard")
-        return data
+        path, stamp = shard_index.path, (shard_index.length, shard_index.modified_ns)
+        if isinstance(path, Path):
+            return self._files.read(path, stamp, offset, size, self.name(index))
+        return self._read_cached(shard, path, size, offset, self.name(index))
 
     def text(self, index: int, kind: str) -> str:
         """Read one member as UTF-8 text, without white space around it.
@@ -149,16 +145,17 @@ class ShardReader:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)
 
-    def _pread(self, index: int, size: int, offset: int) -> bytes:
-        shard, _ = self._locate(index)
-        path = self._indexes[shard].path
-        if isinstance(path, Path):
-            return os.pread(self._open_local(shard, path, self.name(index)), size, offset)
+    def _read_cached(self, shard: int, path: RemoteShard | GzipShard, size: int, offset: int, name: str) -> bytes:
         file = self._open_cached(shard, path)
         try:
-            return os.pread(file, size, offset)
+            data = os.pread(file, size, offset)
+        except OSError as error:
+            raise StorageError(f"{name}: cannot be read: {error.strerror}", "unreadable shard") from None
         finally:
             os.close(file)
+        if len(data) != size:
+            raise StorageError(f"{name}: the shard became shorter while it was in use", "changed shard")
+        return data
 
     def _open_cached(self, shard: int, path: RemoteShard | GzipShard) -> int:
         try:
@@ -168,34 +165,9 @@ class ShardReader:
                 remove_index(path, self._cache)
             raise
 
-    def _open_local(self, shard: int, path: Path, name: str) -> int:
-        shard_index = self._indexes[shard]
-        file = self._files.pop(shard, None)
-        if file is None:
-            # Non-blocking: a pipe in place of the shard must not make the run wait.
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(file)  # before every read, as the file may change while it is open
-        if (status.st_size, status.st_mtime_ns) != (shard_index.length, shard_index.modified_ns):
-            os.close(file)
-            raise StorageError(
-                f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
-            )
-        self._files[shard] = file  # the last one used
-        if len(self._files) > _OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        return file
-
     def close(self) -> None:
         """Close the open files; they are opened again on demand."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __getstate__(self) -> dict[str, object]:
-        # Descriptors are not valid in a spawned worker.
-        return {**self.__dict__, "_files": OrderedDict()}
+        self._files.close()
 
 
 def strip_common_folders(paths: Sequence[str]) -> list[str]:

@@ -1,0 +1,186 @@
+"""Ranges of bytes: from files, from a real http server that makes mistakes, and from S3."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.data import serving
+from tests.data.serving import FaultyServer, status
+from vqclip.data.chunks.store import ChunkStore
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.errors import StorageError
+
+OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
+BODY = bytes(range(256)) * 999
+
+
+class Part(NamedTuple):
+    shard: int
+    first: int
+    end: int
+
+
+class Table(NamedTuple):
+    lengths: tuple[int, ...]
+    tags: tuple[str, ...] = ()
+
+    def tag(self, shard: int) -> str:
+        return self.tags[shard]
+
+
+def local(*files: Path) -> ChunkStore:
+    stamps = [file.stat() for file in files]
+    return ChunkStore(
+        files, Table(tuple(each.st_size for each in stamps), tuple(str(each.st_mtime_ns) for each in stamps))
+    )
+
+
+def remote(*urls: str, **options: float) -> ChunkStore:
+    shards = [RemoteShard(url, RemoteConfig(**{**OPTIONS, **options})) for url in urls]
+    return ChunkStore(shards, Table((len(BODY),) * len(urls)))
+
+
+@pytest.fixture
+def url(server: FaultyServer) -> str:
+    server.files["/0.tar"] = BODY
+    return f"{server.url}/0.tar"
+
+
+def refusal(store: ChunkStore, *parts: Part) -> StorageError:
+    with pytest.raises(StorageError) as error:
+        store.read(parts or [Part(0, 100, 300)])
+    return error.value
+
+
+# ---- files
+
+
+def test_ranges_of_files_come_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(BODY)
+    (tmp_path / "1.tar").write_bytes(BODY[::-1])
+    store = local(tmp_path / "0.tar", tmp_path / "1.tar")
+    parts = [Part(0, 200_000, len(BODY)), Part(1, 0, 512), Part(0, 5, 6)]
+    expected = BODY[200_000:] + BODY[::-1][:512] + BODY[5:6]
+    assert store.read(parts) == expected
+    assert pickle.loads(pickle.dumps(store)).read(parts) == expected
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(store.read, (parts,)) == expected
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "0.tar"
+    file.write_bytes(BODY)
+    store = local(file)
+    store.read([Part(0, 0, 5)])
+    os.utime(file, ns=(1, 1))
+    error = refusal(store)
+    assert str(error).startswith(f"{file}: the shard has changed since it was indexed")
+    assert error.kind == "changed shard"
+    file.unlink()
+    assert str(refusal(store)) == f"{file}: cannot be read: No such file or directory"
+
+
+# ---- http
+
+
+def test_only_the_range_is_sent(server: FaultyServer, url: str, cache: Path) -> None:
+    store = remote(url, url)
+    assert store.read([Part(0, 100, 300), Part(1, len(BODY) - 1, len(BODY))]) == BODY[100:300] + BODY[-1:]
+    assert server.sent == 201
+    assert not (cache / "shards").exists()
+    assert pickle.loads(pickle.dumps(store)).read([Part(0, 7, 9)]) == BODY[7:9]
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # after this process has used its connections
+        assert pool.apply(store.read, ([Part(0, 7, 9)],)) == BODY[7:9]
+
+
+def test_a_server_without_ranges_is_told_apart_once(
+    server: FaultyServer, url: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.ranges = False
+    server.files["/1.tar"] = BODY[::-1]
+    store = remote(url, url.replace("0.tar", "1.tar"))
+    with caplog.at_level(logging.WARNING, "vqclip.data"):
+        for first in (0, 1000, 5000):
+            assert store.read([Part(0, first, first + 9), Part(1, first, first + 9)]) == (
+                BODY[first : first + 9] + BODY[::-1][first : first + 9]
+            )
+    assert server.requests == ["GET /0.tar"] * 2 + ["GET /1.tar"]  # asked for a part once
+    assert caplog.messages == [f"{url}: the server sends no parts of files: shards are fetched whole, cached"]
+    server.files["/0.tar"] = BODY + b"x"
+    assert store.read([Part(0, 1, 2)]) == BODY[1:2]  # the copy
+    store.discard([Part(0, 1, 2)])
+    assert refusal(store).kind == "changed shard"
+
+
+def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
+    server.faults["/0.tar"] = [status(503, Retry_After="7"), status(429), serving.reset]
+    assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+    assert len(server.requests) == 4
+    assert pauses[0] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "tries"),
+    [
+        (status(503), "HTTP 503", 4),
+        (status(404), "not found (404)", 1),
+        (status(403), "HTTP 403", 1),
+        (status(206), "HTTP 206 Partial Content with Content-Range ''; expected 206 and a part", 1),
+        (status(206, Content_Range="bytes 0-9/*" + "9" * 99), "with Content-Range 'bytes 0-9/*999", 1),
+        (status(206, Content_Range=f"bytes 0-9/{len(BODY)}"), "sent bytes 0-9/255744; asked for bytes 100-299", 4),
+    ],
+)
+def test_what_does_not_pass_is_an_error(
+    server: FaultyServer, url: str, pauses: list[float], fault: serving.Fault, message: str, tries: int
+) -> None:
+    server.for_ever["/0.tar"] = fault
+    text = str(refusal(remote(url)))
+    assert text.startswith(f"{url}: cannot be fetched: ")
+    assert message in text
+    assert f"Tries: {tries} of remote.tries=4, in " in text
+
+
+@pytest.mark.parametrize("size", [len(BODY) - 1, len(BODY) + 1, 200, 100])
+def test_another_size_is_a_changed_shard(server: FaultyServer, url: str, size: int) -> None:
+    server.files["/0.tar"] = (BODY + b"x")[:size]
+    error = refusal(remote(url))
+    assert error.kind == "changed shard"
+    assert (
+        f"{url}: has changed since it was indexed: {len(BODY)} bytes then, {'at most ' * (size == 100)}{size} bytes now"
+        in str(error)
+    )
+
+
+def test_a_body_that_is_longer_or_shorter_than_the_part(server: FaultyServer, url: str, pauses: list[float]) -> None:
+    for wrong in (BODY[:100], BODY[:300]):
+        server.faults["/0.tar"] = [
+            lambda handler, _, wrong=wrong: (
+                handler.send_response(206),
+                handler.send_header("Content-Range", f"bytes 100-299/{len(BODY)}"),
+                handler.end_headers(),
+                handler.wfile.write(wrong),
+            )
+        ]
+        assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+    assert len(pauses) == 2
+
+
+def test_a_slow_server_and_a_deadline(server: FaultyServer, url: str, pauses: list[float]) -> None:
+    server.faults["/0.tar"] = [serving.dribbling(server)]
+    assert remote(url, timeout_s=0.2).read([Part(0, 100, 300)]) == BODY[100:300]
+    server.for_ever["/0.tar"] = serving.silent(server)
+    assert "Tries: 1 of remote.tries=4, in 0." in str(refusal(remote(url, total_s=0.3)))
+
+
+def test_credentials_stay_out_of_messages(server: FaultyServer, url: str, pauses: list[float]) -> None:
+    server.for_ever["/0.tar"] = status(503)
+    text = str(refusal(remote(url.replace("//", "//me:hunter22@") + "?sig=s3cr3t-s3cr3t")))
+    assert "s3cr3t" not in text
+    assert "hunter22" not in text
