@@ -18,7 +18,7 @@ from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError, printable
 from vqclip.io.files import read_bounded
 
-__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "read_image", "strip_common_folders"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "read_image", "strip_common_folders"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -41,7 +41,55 @@ def read_image(file: Path, name: str) -> bytes:
     return data
 
 
-class ShardReader:
+class TarReader:
+    """Base of readers of the samples of tars: checks of sizes and texts, and names for messages."""
+
+    def _named(self, index: int) -> tuple[str, str]:
+        """Return a sample's shard and its name there."""
+        raise NotImplementedError
+
+    def read(self, index: int, kind: str) -> bytes:
+        """Read one member of one sample, of a kind of `vqclip.data.index.KINDS`.
+
+        Raises:
+            DataError: the sample lacks it, or it is too large.
+            StorageError: a shard cannot be read or downloaded, or has changed.
+        """
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """Return shard and sample, for messages."""
+        shard, key = self._named(index)
+        if len(key) > _SHOWN_KEY:
+            key = f"{key[:_SHOWN_KEY]}... ({len(key)} characters)"
+        return printable(f"{shard}: sample {key}", one_line=True)
+
+    def text(self, index: int, kind: str) -> str:
+        """Read one member as UTF-8 text, without white space around it.
+
+        Raises:
+            DataError: as `read`, or it is not UTF-8.
+        """
+        data = self.read(index, kind)
+        try:
+            return data.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8"
+            ) from None
+
+    def _require_readable(self, index: int, kind: str, size: int | None) -> None:
+        """Raise DataError for a member that is missing (size None) or too large."""
+        if size is None:
+            what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
+            raise DataError(f"{self.name(index)}: has no {what}", "missing member")
+        if size > MAX_BYTES[kind]:
+            raise DataError(
+                f"{self.name(index)}: {kind} of {size} bytes; at most {MAX_BYTES[kind]} are read", "too many bytes"
+            )
+
+
+class ShardReader(TarReader):
     """Reads members of samples by `pread` at the offsets of the shards' indexes.
 
     Works in any process and after a fork: reading does not move a file position, and descriptors are opened on demand.
@@ -67,13 +115,9 @@ class ShardReader:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def name(self, index: int) -> str:
-        """Return shard and sample, for messages."""
+    def _named(self, index: int) -> tuple[str, str]:
         shard, row = self._locate(index)
-        key = self._indexes[shard].key(row)
-        if len(key) > _SHOWN_KEY:
-            key = f"{key[:_SHOWN_KEY]}... ({len(key)} characters)"
-        return printable(f"{self._indexes[shard].path}: sample {key}", one_line=True)
+        return str(self._indexes[shard].path), self._indexes[shard].key(row)
 
     def key(self, index: int) -> str:
         """Return the sample's name in its shard."""
@@ -90,41 +134,16 @@ class ShardReader:
         return sum(int((index.offsets[:, KINDS.index(kind)] >= 0).sum()) for index in self._indexes)
 
     def read(self, index: int, kind: str) -> bytes:
-        """Read one member of one sample.
-
-        Raises:
-            DataError: the sample lacks it, or it is too large.
-            StorageError: a shard cannot be read or downloaded, or has changed.
-        """
+        """Read one member of one sample; see `TarReader.read`."""
         shard, row = self._locate(index)
         column = KINDS.index(kind)
         shard_index = self._indexes[shard]
         offset, size = int(shard_index.offsets[row, column]), int(shard_index.sizes[row, column])
-        if offset < 0:
-            what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
-            raise DataError(f"{self.name(index)}: has no {what}", "missing member")
-        if size > MAX_BYTES[kind]:
-            raise DataError(
-                f"{self.name(index)}: {kind} of {size} bytes; at most {MAX_BYTES[kind]} are read", "too many bytes"
-            )
+        self._require_readable(index, kind, size if offset >= 0 else None)
         path, stamp = shard_index.path, (shard_index.length, shard_index.modified_ns)
         if isinstance(path, Path):
             return self._files.read(path, stamp, offset, size, self.name(index))
         return self._read_cached(shard, path, size, offset, self.name(index))
-
-    def text(self, index: int, kind: str) -> str:
-        """Read one member as UTF-8 text, without white space around it.
-
-        Raises:
-            DataError: as `read`, or it is not UTF-8.
-        """
-        data = self.read(index, kind)
-        try:
-            return data.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8"
-            ) from None
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
