@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,21 +38,23 @@ def open_data(folder: Path, seed: int = 0, batch_size: int = G, **options) -> Tr
 
 
 def global_batch(parts: list[Batch]) -> tuple[torch.Tensor, ...]:
-    """The global batch that ranks' parts make: sample i is on rank i mod W."""
+    """The global batch that ranks' parts make."""
     assert len({(part.step, part.epoch) for part in parts}) == 1
     total = sum(len(part) for part in parts)
     result = []
     for name in ("sample_ids", "images", "texts", "labels"):
         tensors = [getattr(part, name) for part in parts]
         whole = torch.empty(total, *tensors[0].shape[1:], dtype=tensors[0].dtype)
-        for rank, tensor in enumerate(tensors):
-            whole[rank :: len(parts)] = tensor
+        for part, tensor in zip(parts, tensors, strict=True):
+            whole[part.places] = tensor
         result.append(whole)
     return tuple(result)
 
 
-def global_batches(data: TrainData, start: int, stop: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
-    ranks = [list(data.batches(start, stop, rank, world_size)) for rank in range(world_size)]
+def global_batches(
+    data: TrainData, start: int, stop: int, world_size: int, nodes: Sequence[int] | None = None
+) -> list[tuple[torch.Tensor, ...]]:
+    ranks = [list(data.batches(start, stop, rank, world_size, nodes=nodes)) for rank in range(world_size)]
     return [global_batch(list(parts)) for parts in zip(*ranks, strict=True)]
 
 

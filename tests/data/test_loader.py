@@ -41,6 +41,8 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(
     data = open_data(folder, workers=workers, order=order)
     assert same(global_batches(data, 0, 7, world_size), expected)
     assert same(global_batches(data, 4, 7, world_size), expected[4:])  # in the middle of an epoch
+    nodes = [rank * 3 // world_size for rank in range(world_size)]
+    assert same(global_batches(data, 4, 7, world_size, nodes), expected[4:])
 
 
 def test_batches_are_what_they_say(folder: Path) -> None:

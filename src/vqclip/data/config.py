@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
@@ -102,6 +103,7 @@ class DataConfig(Config):
             ),
             views=self.views,
             order=self.order,
+            nodes=dist.nodes(),
         )
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(

@@ -1,9 +1,9 @@
 """Training data: global batches that depend only on (configuration, data, seed, step).
 
 for step in range(start, stop):                        # in the workers, ahead of time; each makes a part of the rows
-    slots = order.batch(step, G, rank, W)              # (source, sample, epoch) of this rank's samples
+    slots, places = order.deal(step, G, rank, nodes)   # (source, sample, epoch) of this rank's samples; 0 ... G - 1
     samples = make each slot, or a substitute for a bad sample
-    yield Batch(stacked images, tokenized captions, sample ids, places in the global batch)
+    yield Batch(stacked images, tokenized captions, sample ids, places)
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Coverage:
 class _Rows:
     """Small fields of some rows of a batch; an array passes between processes faster than a tensor."""
 
+    places: np.ndarray
     texts: np.ndarray
     lengths: tuple[int, ...]
     captions: tuple[str, ...]
@@ -99,7 +100,7 @@ class BatchMaker:
         image_size: side of the images in pixels.
         batch_size: G.
         rank: this rank.
-        world_size: W.
+        nodes: node of every rank.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BatchMaker:
         image_size: int,
         batch_size: int,
         rank: int,
-        world_size: int,
+        nodes: Sequence[int],
     ):
         self._samples = samples
         self._order = order
@@ -118,12 +119,12 @@ class BatchMaker:
         self._image_size = image_size
         self._batch_size = batch_size
         self._rank = rank
-        self._world_size = world_size
+        self._nodes = nodes
 
     @property
     def layout(self) -> Layout:
         """Images and features of this rank's part of a batch; images have no pixels if features replace them."""
-        rows, stored = -(-self._batch_size // self._world_size), self._samples.features
+        rows, stored = -(-self._batch_size // len(self._nodes)), self._samples.features
         side = 0 if "image" in stored else self._image_size
         images = ((rows, 3, side, side), torch.uint8)
         empty = {name: reader.empty(0) for name, reader in stored.items()}
@@ -131,7 +132,7 @@ class BatchMaker:
 
     def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> _Rows:
         """Make one of ``parts`` equal parts of this rank's rows; see `vqclip.data.parts.PartMaker`."""
-        slots = self._order.batch(step, self._batch_size, self._rank, self._world_size)
+        slots, places = self._order.deal(step, self._batch_size, self._rank, self._nodes)
         count = len(slots.sample)
         first, end = count * part // parts, count * (part + 1) // parts
         captions, ids, labels, bad = [], [], [], []
@@ -148,7 +149,13 @@ class BatchMaker:
         texts, lengths = self._tokenize(captions or [""])
         size = end - first
         return _Rows(
-            texts[:size].numpy(), tuple(lengths[:size]), tuple(captions), tuple(ids), tuple(labels), tuple(bad)
+            places[first:end],
+            texts[:size].numpy(),
+            tuple(lengths[:size]),
+            tuple(captions),
+            tuple(ids),
+            tuple(labels),
+            tuple(bad),
         )
 
     def join(self, step: int, tensors: Mapping[str, Tensor], rests: Sequence[_Rows]) -> Batch:
@@ -161,7 +168,7 @@ class BatchMaker:
             texts=torch.from_numpy(np.concatenate([rest.texts for rest in rests])),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             labels=torch.tensor([each for rest in rests for each in rest.labels], dtype=torch.int64),
-            places=torch.arange(self._batch_size)[self._rank :: self._world_size],
+            places=torch.from_numpy(np.concatenate([rest.places for rest in rests])),
             global_size=self._batch_size,
             bad=tuple(each for rest in rests for each in rest.bad),
             lengths=tuple(each for rest in rests for each in rest.lengths),
@@ -191,6 +198,8 @@ class TrainData:
         options: how batches are prepared.
         views: number of different views of each image; None: a new one in every epoch.
         order: `FullOrder` or `WindowedOrder`.
+        nodes: node of every rank of the job (`vqclip.dist.nodes`); with the windowed order, those of one node read the
+            chunks that it owns.
     """
 
     def __init__(
@@ -205,10 +214,13 @@ class TrainData:
         options: LoaderOptions,
         views: int | None = None,
         order: Order | None = None,
+        nodes: Sequence[int] = (0,),
     ):
         sizes = [len(source) for source in sources]
         self.order = GlobalOrder(sizes, weights, derive_seed(seed, "data", "order"), order or FullOrder())
         self.batch_size = batch_size
+        self.nodes = tuple(nodes)
+        """Node of every rank of the job."""
         self.options = options
         self.seen = 0
         """Samples that this rank has read."""
@@ -267,6 +279,7 @@ class TrainData:
         world_size: int | None = None,
         pin_memory: bool = False,
         judge: bool = True,
+        nodes: Sequence[int] | None = None,
     ) -> Generator[Batch, None, None]:
         """Yield this rank's part of the global batches `start`, `start + 1`, ...
 
@@ -278,10 +291,14 @@ class TrainData:
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
             judge: raise at once if this rank `has_too_many_bad`; if False, the caller checks it together with the other
                 ranks.
+            nodes: node of every rank; default those of the job, or one node for another `world_size`.
 
         Raises:
             DataError: more than `max_bad_fraction` of the samples are bad, or a worker died.
         """
+        world_size = dist.world_size() if world_size is None else world_size
+        if nodes is None:
+            nodes = self.nodes if len(self.nodes) == world_size else (0,) * world_size
         make = BatchMaker(
             self._samples,
             self.order,
@@ -289,7 +306,7 @@ class TrainData:
             self._image_size,
             self.batch_size,
             dist.rank() if rank is None else rank,
-            dist.world_size() if world_size is None else world_size,
+            nodes,
         )
         options = self.options
         steps = range(start, sys.maxsize if stop is None else stop)
