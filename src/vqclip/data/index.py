@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from vqclip.data.arrays import load_arrays, save_arrays
+from vqclip.data.members import KINDS, MemberTable
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
@@ -30,14 +30,8 @@ __all__ = ["KINDS", "ShardIndex", "load_index", "remove_index"]
 
 logger = logging.getLogger("vqclip.data")
 
-KINDS = ("image", "txt", "json", "cls")
-"""Members of a sample; the columns of `ShardIndex.offsets` and `.sizes`."""
-
-_COLUMNS = {"jpg": 0, "jpeg": 0, "png": 0, "webp": 0, "txt": 1, "json": 2, "cls": 3}
-"""Extension → column. Members with other extensions are never read."""
 _VERSION = 1
 _FACTS = ("length", "modified_ns", "sha256")
-_KEY = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -130,7 +124,8 @@ def _index(path: Shard) -> ShardIndex:
         raise _open_error(path, error) from None
     try:
         status = os.fstat(file)
-        rows, ignored = _group_members(path, file, status.st_size)
+        members = MemberTable(path)
+        members.add(walk(path, file, status.st_size))
         sha256 = _hash(file)
         after = os.fstat(file)
     except OSError as error:
@@ -139,44 +134,15 @@ def _index(path: Shard) -> ShardIndex:
         os.close(file)
     if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
-    if not rows and ignored:  # an empty tar is valid: all downloads of img2dataset may have failed
-        raise DataError(
-            f"{path}: no samples; expected members such as 000000000.jpg and 000000000.txt "
-            f"(extensions: {', '.join(_COLUMNS)}; {ignored} members have others)"
-        )
-    keys = [key.encode("utf-8", "replace") for key in rows]
-    table = np.array(list(rows.values()), dtype=np.int64).reshape(len(rows), len(KINDS), 2)
-    logger.info("indexed %s: %d samples", path, len(rows))
+    table = members.finish()
+    logger.info("indexed %s: %d samples", path, len(members))
     return ShardIndex(
         path=path,
         length=status.st_size,
         modified_ns=status.st_mtime_ns,
         sha256=sha256,
-        offsets=np.ascontiguousarray(table[:, :, 0]),
-        sizes=np.ascontiguousarray(table[:, :, 1]),
-        keys=b"".join(keys),
-        key_ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
+        **table._asdict(),
     )
-
-
-def _group_members(path: Shard, file: int, length: int) -> tuple[dict[str, list[list[int]]], int]:
-    """Return the members by sample name, in order of first appearance, and the number of ignored members."""
-    rows: dict[str, list[list[int]]] = {}
-    ignored = 0
-    for name, offset, size in walk(path, file, length):
-        match = _KEY.match(name)
-        column = _COLUMNS.get(match[2].lower()) if match else None
-        if match is None or column is None:
-            ignored += 1
-            continue
-        row = rows.setdefault(match[1], [[-1, 0] for _ in KINDS])
-        if row[column][0] >= 0:
-            raise DataError(
-                f"{path}: sample {match[1]!r} has two members for its {KINDS[column]} (the second, {name!r}, at offset "
-                f"{offset}); names of samples must differ within a shard"
-            )
-        row[column] = [offset, size]
-    return rows, ignored
 
 
 def _hash(file: int) -> str:

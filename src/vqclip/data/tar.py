@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError
 
-__all__ = ["Member", "walk"]
+__all__ = ["Member", "TarWalk", "walk"]
 
 _BLOCK = 512
+_READ = 1 << 20
+"""Bytes read at a time; more than an extended header has."""
+_REGULAR = (b"0", b"\0", b"7")
+"""Types of regular files."""
 _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
@@ -36,6 +40,8 @@ class Member(NamedTuple):
     """A regular file in a tar."""
 
     name: str
+    begin: int
+    """Position of its header, or of the extended header before it."""
     offset: int
     """Position of its first byte."""
     size: int
@@ -52,55 +58,144 @@ def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
     Raises:
         DataError: see the module's docstring.
     """
-    _refuse_other_formats(path, os.pread(file, _BLOCK, 0), length)
-    at = 0
-    extended: dict[str, str] = {}
-    while at < length:
-        header = os.pread(file, _BLOCK, at)
-        if len(header) < _BLOCK:
-            raise DataError(
-                f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {len(header)} are left"
-            )
-        if not header.strip(b"\0"):
-            _check_end(path, file, at, length)
+    tar, before = TarWalk(path, length), -1
+    while before < tar.at < length:  # it stops at a header that is cut off
+        before = tar.at
+        yield from tar.feed(os.pread(file, _READ, before), before)
+    tar.finish()
+
+
+class TarWalk:
+    """Walk over the headers of a tar whose bytes come in blocks.
+
+    Args:
+        path: the tar's name, for messages.
+        length: size of the tar in bytes.
+        first: byte where the first header is.
+        end: byte at which the walk ends; before the end of the tar no end-of-archive mark is expected.
+    """
+
+    def __init__(self, path: Shard, length: int, first: int = 0, end: int | None = None):
+        self.at = first
+        """Byte that is needed next: bytes before it are done with, or are contents of members."""
+        self._path, self._length, self._end = path, length, length if end is None else end
+        self._extended: dict[str, str] = {}
+        self._begin = -1
+        self._zeros_at = -1
+        if length == 0:
+            raise DataError(f"{path}: is empty (0 bytes); expected a tar file")
+
+    def walk(self, blocks: Iterable[bytes]) -> Iterator[tuple[memoryview, list[Member]]]:
+        """Yield all bytes again, each time with the members whose headers begin in them; then `finish`.
+
+        Raises:
+            DataError: see the module's docstring.
+        """
+        offset, rest = self.at, b""
+        for block in blocks:
+            data = rest + block if rest else block
+            members = self.feed(data, offset)
+            used = min(len(data), self.at - offset)
+            yield memoryview(data)[:used], members
+            offset, rest = offset + used, data[used:]
+        yield memoryview(rest), []
+        self.finish()
+
+    def feed(self, data: bytes, offset: int) -> list[Member]:
+        """Return the members whose headers are complete in some bytes of the tar.
+
+        Args:
+            data: bytes of the tar; the byte `at` is among them, or after them.
+            offset: position of the first of them.
+
+        Raises:
+            DataError: see the module's docstring.
+        """
+        if offset == 0 and self.at == 0:
+            _refuse_other_formats(self._path, data[:_BLOCK])
+        found: list[Member] = []
+        while self._zeros_at < 0 and self.at + _BLOCK <= min(offset + len(data), self._end):
+            if not self._step(data, offset, found):
+                break
+        if self._zeros_at >= 0 and self.at < offset + len(data):
+            if data[self.at - offset :].strip(b"\0"):
+                raise DataError(
+                    f"{self._path}: zeroed header at offset {self._zeros_at} with data after it; the shard is damaged, "
+                    "or several tars in one file (unpack those and write one tar)"
+                )
+            self.at = offset + len(data)
+        return found
+
+    def finish(self) -> None:
+        """Require that the tar ends as it should.
+
+        Raises:
+            DataError: it is truncated, or the end-of-archive mark is missing.
+        """
+        path, at, end = self._path, self.at, self._end
+        if self._zeros_at >= 0 and at >= end:
             return
+        if at < end:
+            left = end - at
+            raise DataError(f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {left} are left")
+        if end == self._length:
+            raise DataError(
+                f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy the "
+                "shard again, or, if it is known to be complete, append the mark: head -c 1024 /dev/zero >> "
+                f"{path.name}"
+            )
+        if at > end or self._extended:
+            raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
+
+    def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
+        """Read one header; return False if bytes that belong to it are still to come."""
+        path, at = self._path, self.at
+        header = data[at - offset : at - offset + _BLOCK]
+        if not header.strip(b"\0"):
+            self._zeros_at = at
+            return True
         _check_sum(path, header, at)
         kind = header[156:157]
         size = _number(path, header[124:136], at)
-        if kind in (b"0", b"\0", b"7") and "size" in extended:
-            size = _decimal(path, extended["size"], at)
+        if kind in _REGULAR and "size" in self._extended:
+            size = _decimal(path, self._extended["size"], at)
         start = at + _BLOCK
-        if start + size > length:
-            name = _name(header, extended)
+        if start + size > self._length:
             raise DataError(
-                f"{path}: truncated: member {name!r} at offset {at} needs {start + size} bytes, the file has {length}; "
-                "copy the shard again"
+                f"{path}: truncated: member {_name(header, self._extended)!r} at offset {at} needs {start + size} "
+                f"bytes, the file has {self._length}; copy the shard again"
             )
         if kind in (b"x", b"L"):
-            extended |= _read_extended(path, file, kind, start, size, at)
-        elif kind in (b"0", b"\0", b"7"):
-            name = _name(header, extended)
+            if size > _MAX_EXTENDED:
+                raise DataError(
+                    f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read"
+                )
+            payload = data[start - offset : start - offset + size]
+            if len(payload) < size:
+                return False
+            self._extended |= _read_extended(path, kind, payload, at)
+            self._begin = at if self._begin < 0 else self._begin
+        elif kind in _REGULAR:
+            name = _name(header, self._extended)
             if not name.endswith("/"):  # a folder in old tars
-                yield Member(name, start, size)
-            extended = {}
+                found.append(Member(name, at if self._begin < 0 else self._begin, start, size))
+            self._forget()
         elif kind == b"5":
-            extended = {}
+            self._forget()
         elif kind not in (b"g", b"K"):
             what = {b"S": "a sparse file", b"1": "a hard link", b"2": "a symbolic link"}.get(kind, f"of type {kind!r}")
             raise DataError(
-                f"{path}: member {_name(header, extended)!r} at offset {at} is {what}; only regular files are read. "
-                "Write the shard again, with plain files (tar --hard-dereference --dereference)"
+                f"{path}: member {_name(header, self._extended)!r} at offset {at} is {what}; only regular files are "
+                "read. Write the shard again, with plain files (tar --hard-dereference --dereference)"
             )
-        at = start + -(-size // _BLOCK) * _BLOCK
-    raise DataError(
-        f"{path}: ends at offset {length} without the end-of-archive mark, so members may be missing; copy the shard "
-        f"again, or, if it is known to be complete, append the mark: head -c 1024 /dev/zero >> {path.name}"
-    )
+        self.at = start + -(-size // _BLOCK) * _BLOCK
+        return True
+
+    def _forget(self) -> None:
+        self._extended, self._begin = {}, -1
 
 
-def _refuse_other_formats(path: Shard, start: bytes, length: int) -> None:
-    if length == 0:
-        raise DataError(f"{path}: is empty (0 bytes); expected a tar file")
+def _refuse_other_formats(path: Shard, start: bytes) -> None:
     for magic, name in _COMPRESSED.items():
         if start.startswith(magic):
             raise DataError(
@@ -130,21 +225,6 @@ def _check_sum(path: Shard, header: bytes, at: int) -> None:
         )
 
 
-def _check_end(path: Shard, file: int, at: int, length: int) -> None:
-    """Require only zeros after a zero block; otherwise members may follow a zeroed header."""
-    position = at
-    while position < length:
-        block = os.pread(file, 1 << 20, position)
-        if block.strip(b"\0"):
-            raise DataError(
-                f"{path}: zeroed header at offset {at} with data after it; the shard is damaged, or several tars in "
-                "one file (unpack those and write one tar)"
-            )
-        if not block:
-            return
-        position += len(block)
-
-
 def _number(path: Shard, field: bytes, at: int) -> int:
     """Parse an octal number, or a binary one (GNU, for 8 GiB and more)."""
     if field[0] == 0x80:
@@ -171,11 +251,8 @@ def _name(header: bytes, extended: dict[str, str]) -> str:
     return name.decode("utf-8", "replace")
 
 
-def _read_extended(path: Shard, file: int, kind: bytes, start: int, size: int, at: int) -> dict[str, str]:
+def _read_extended(path: Shard, kind: bytes, payload: bytes, at: int) -> dict[str, str]:
     """Return `path` and `size` of the next member from a GNU long name or a PAX header."""
-    if size > _MAX_EXTENDED:
-        raise DataError(f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read")
-    payload = os.pread(file, size, start)
     if kind == b"L":
         return {"path": payload.partition(b"\0")[0].decode("utf-8", "replace")}
     records = {}

@@ -20,6 +20,7 @@ __all__ = [
     "file_name",
     "local_path",
     "mask_credentials",
+    "path_in_url",
     "protocol_of",
     "redact_message",
 ]
@@ -152,8 +153,13 @@ def beneath(url: str, name: str) -> str:
 
 def file_name(url: str) -> str:
     """Return the last part of the path, without credentials."""
+    return path_in_url(url).rpartition("/")[2]
+
+
+def path_in_url(url: str) -> str:
+    """Return protocol, host and path of a URL, without credentials and query."""
     hidden = _mask(url)
-    return hidden[: _end_of_path(hidden)].rpartition("/")[2]
+    return hidden[: _end_of_path(hidden)]
 
 
 def _end_of_path(url: str) -> int:

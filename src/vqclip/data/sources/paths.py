@@ -23,7 +23,7 @@ from vqclip.data.shard import Shard
 from vqclip.errors import DataError, printable
 from vqclip.io.files import expand_home
 
-__all__ = ["expand_braces", "find_shards"]
+__all__ = ["expand_braces", "find_shards", "strip_common_folders"]
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
@@ -75,6 +75,14 @@ def expand_braces(pattern: str) -> list[str]:
     if count > _MAX_SHARDS:
         raise DataError(f"{display_url(pattern)}: names {count} shards; at most {_MAX_SHARDS} are allowed")
     return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def strip_common_folders(paths: Sequence[str]) -> list[str]:
+    """Remove the folders that all paths have in common."""
+    parts = [path.split("/") for path in paths]
+    levels = zip(*(each[:-1] for each in parts), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+    return ["/".join(each[common:]) for each in parts]
 
 
 def _choices(content: str) -> list[str]:

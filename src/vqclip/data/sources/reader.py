@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -15,10 +14,11 @@ from vqclip.data.index import KINDS, ShardIndex, load_index, remove_index
 from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
+from vqclip.data.sources.paths import strip_common_folders
 from vqclip.errors import DataError, StorageError, printable
 from vqclip.io.files import read_bounded
 
-__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "read_image", "strip_common_folders"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "read_image"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -187,14 +187,6 @@ class ShardReader(TarReader):
     def close(self) -> None:
         """Close the open files; they are opened again on demand."""
         self._files.close()
-
-
-def strip_common_folders(paths: Sequence[str]) -> list[str]:
-    """Remove the folders that all paths have in common."""
-    parts = [path.split("/") for path in paths]
-    levels = zip(*(each[:-1] for each in parts), strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
-    return ["/".join(each[common:]) for each in parts]
 
 
 def _warn_if_cache_is_small(indexes: Sequence[ShardIndex]) -> None:
