@@ -187,7 +187,7 @@ class ChunkIndex:
         return tuple(found)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self.content)
+        return _open_same_index, (self.path, self.content)
 
 
 def chunk_digest(samples: bytes) -> bytes:
@@ -276,7 +276,7 @@ def open_index(path: Path, verify: bool = True) -> ChunkIndex:
     return index
 
 
-def _reopen(path: Path, content: str) -> ChunkIndex:
+def _open_same_index(path: Path, content: str) -> ChunkIndex:
     index = open_index(path, verify=False)
     if index.content != content:
         raise DataError(f"{path}: the index was replaced by one of other data while it was in use; start again")
