@@ -13,8 +13,7 @@ from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import FolderContent, NumberedSource, RawSample, Source
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig
-from vqclip.data.sources.paths import find_shards
-from vqclip.data.sources.reader import strip_common_folders
+from vqclip.data.sources.paths import find_shards, strip_common_folders
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
 from vqclip.data.sources.table import Columns, RowParser, TableConfig, find_columns, holds_image, image_path
 from vqclip.errors import ConfigError, DataError
