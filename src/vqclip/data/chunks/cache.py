@@ -1,13 +1,14 @@
 """A folder of chunks with a limit on bytes and files, shared by all processes of a machine.
 
 - `<key>` is a complete chunk and is never written to again. Its last 16 bytes are a mark and the number of bytes before
-  them: after a power cut a file may be shorter. It may be removed at any time; whoever has it open can still read it.
+  them: after a power cut a file may be shorter. It may be removed at any time; processes that have it open can still
+  read it.
 - `<key>.part` is being made by the process that holds its exclusive lock. It has its final size before its content is
   written. A process that dies releases its locks, so an unlocked part is a leftover.
-- `ledger` has the sum of the sizes, and the number of files. Sizes are added before files are written, and only
-  subtracted by counting the folder anew, which happens when the limit is reached: files are then removed, the least
-  recently used first, until a twentieth of the limit is free. So the sum is never too small, whatever dies, and the
-  folder is read once in thousands of chunks, not for each.
+- `ledger` has the sum of the sizes, and the number of files. Sizes are added before files are written. They are
+  subtracted only when the limit is reached: then the files are counted, and removed, the least recently used first,
+  until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
+  is listed once in thousands of chunks, not for each.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class ChunkCache:
             os.close(file)
 
     def _shrink(self, more: int) -> _Ledger:
-        """Count the folder, and remove leftovers and the least recently used files until `more` bytes are free."""
+        """Count the files, and remove leftovers and the least recently used files until `more` bytes are free."""
         whole: list[tuple[int, int, str]] = []
         size = files = 0
         for entry in os.scandir(self.folder):
