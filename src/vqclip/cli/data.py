@@ -18,6 +18,7 @@ COMMANDS = {
     "draw": "draw the scenes data set",
     "pack": "write data of any kind as WebDataset shards with their index",
     "check": "read every sample, and report what is bad, duplicated or unusual",
+    "plan": "say what a run needs before it starts",
     "show": "make a contact sheet of what the model sees",
 }
 """Name → description in one line; the module ``vqclip.cli.data_<name>`` has `configure` for its parser, and `run`."""

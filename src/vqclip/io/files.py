@@ -77,3 +77,12 @@ def sync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with three digits: 256 MB."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5 or unit == "PB":
+            return f"{size:,.3g} {unit}"
+        size /= 1000
+    raise AssertionError

@@ -24,6 +24,7 @@ from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.file_locks import ProcessLock
+from vqclip.io.files import format_bytes
 from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
@@ -212,7 +213,7 @@ def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> Non
     tokens = "1 token" if settings.tokens == 1 else f"{settings.tokens:,} tokens"
     what = (
         f"{settings.samples:,} samples x {unit} x {tokens} x {settings.width:,} features, "
-        f"{settings.dtype}: {_in_words(settings.samples * rows * settings.row_bytes)} in {folder.path}"
+        f"{settings.dtype}: {format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}"
     )
     if not missing:
         logger.info("feature cache (%s): %s; complete", network, what)
@@ -221,7 +222,7 @@ def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> Non
     free = shutil.disk_usage(folder.path).free
     if needed > free:
         raise ConfigError(
-            f"data.feature_cache: {what}; {_in_words(needed)} are missing, and the disk has {_in_words(free)} free; "
+            f"data.feature_cache: {what}; {format_bytes(needed)} are missing, and {format_bytes(free)} are free; "
             "expected another folder, dtype fp16 or bf16, fewer data.views, reduce: {kind: mean}, or a smaller tower"
         )
     there = settings.shards - len(missing)
@@ -245,12 +246,3 @@ def _captions_per_sample(samples: SampleMaker) -> float:
         with contextlib.suppress(DataError):
             counts.append(len(samples.read_captions(sample_id)))
     return sum(counts) / len(counts) if counts else 1.0
-
-
-def _in_words(size: float) -> str:
-    """Return a number of bytes with three digits: 256 MB."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            return f"{size:,.3g} {unit}"
-        size /= 1000
-    raise AssertionError

@@ -1,0 +1,205 @@
+"""``vqclip data plan``: say what a run needs before it starts.
+
+Start, memory, cache, requests, their price, hours of an epoch and shuffling quality, by formulas. The size of the data
+comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config, order,
+batch, workers and image size are those of a training configuration, and key=value changes the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+from vqclip.cli import arguments as types
+from vqclip.cli.data_pack import SOURCE_HELP
+from vqclip.config import parse_config
+from vqclip.data import parse_source
+from vqclip.data.order import FullOrder, WindowedOrder
+from vqclip.data_tools.plan import DataCounts, Job, Plan, make_plan
+from vqclip.data_tools.plan_counts import count_source
+from vqclip.errors import ConfigError, name_section
+from vqclip.io.files import format_bytes
+from vqclip.runlog.console import print_output
+
+__all__ = ["EXAMPLES", "configure", "run"]
+
+EXAMPLES = """\
+examples:
+  vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --nodes 64 --gpus 8 --batch 32768
+  vqclip data plan s3://bucket/shards --nodes 4 --gpus 8 --batch 16384 --request-price 0.0004
+  vqclip data plan --config configs/vit_b16.yaml --nodes 2 --gpus 8 data.order=windowed
+"""
+_TOGETHER = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add(
+        "given",
+        nargs="*",
+        metavar="SOURCE key=value",
+        help=f"{SOURCE_HELP}, and its keys; with --config: keys of the configuration",
+    )
+    add("--config", type=types.path, metavar="FILE", help="training configuration")
+    add("--samples", type=_number, metavar="N", help="samples of the data, instead of SOURCE")
+    add("--shards", type=_number, metavar="N", help="shards of the data, beside --samples")
+    add("--bytes", type=_number, metavar="N", help="bytes of all shards, beside --samples")
+    add("--nodes", type=types.whole(1, 100_000), default=1, help="machines (%(default)s)")
+    add("--gpus", type=types.whole(1, 1024), default=1, help="GPUs, and processes, of a machine (%(default)s)")
+    add("--batch", type=types.count, metavar="N", help="samples of a global batch, without --config")
+    add("--rate", type=_positive, default=1000.0, metavar="N", help="images a second and GPU (%(default)g)")
+    add("--order", choices=("full", "windowed"), help="order of the samples, without --config (windowed)")
+    for name, schema in (("chunk", WindowedOrder), ("window", WindowedOrder)):
+        field = schema.model_fields[name]
+        add(f"--{name}", type=types.count, metavar="N", help=f"of the windowed order ({field.default})")
+    add("--cache-gib", type=_positive, metavar="N", help="remote.cache_gib of a source without --config (100)")
+    add("--workers", type=types.workers, help="data.workers, without --config (2)")
+    add("--image-size", type=types.whole(1, 4096), help="side of the images in pixels, without --config (224)")
+    add("--bandwidth", type=_positive, metavar="MB/S", help="MB a second that a machine can read; unknown without it")
+    add("--request-price", type=_price, metavar="X", help="price of 1,000 requests; none without it")
+    add("--gb-price", type=_price, metavar="X", help="price of a GB (1e9 bytes) sent; none without it")
+    add("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan."""
+    data, job = _of_config(options) if options.config else _of_options(options)
+    plan = make_plan(data, job)
+    figures, advice = _figures(plan, options), plan.advice()
+    if options.json:
+        values = {name: value for name, value, _ in figures} | {"advice": advice}
+        print_output(json.dumps(values, indent=1))
+        return
+    lines = [f"{name:20} {text}" for name, _, text in figures]
+    print_output("\n".join([*lines, "", *(advice or ["it fits"])]))
+
+
+def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
+    if options.batch is None:
+        raise ConfigError("--batch: got nothing; expected the samples of a global batch, or --config")
+    given = {name: getattr(options, name) for name in ("chunk", "window") if getattr(options, name) is not None}
+    if options.order == "full" and given:
+        raise ConfigError(f"--{next(iter(given))}: got it beside --order full, which has no chunks")
+    order = FullOrder() if options.order == "full" else parse_config(WindowedOrder, given, (), "--order windowed")
+    fields = {name: getattr(options, name) for name in ("cache_gib", "workers", "image_size")}
+    given = {name: value for name, value in fields.items() if value is not None}
+    job = Job(options.batch, order=order, **_of_machines(options), **given)
+    if options.given:
+        path, *overrides = options.given
+        _refuse(options, "samples", "shards", "bytes", beside="SOURCE")
+        return [count_source(parse_source(path, overrides))], job
+    return [_given_counts(options, job)], job
+
+
+def _of_config(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
+    from vqclip.data_tools.model_inputs import ModelInputs  # here, as it imports the training code
+
+    _refuse(options, "batch", "order", "chunk", "window", "cache_gib", "workers", "image_size", beside="--config")
+    inputs = ModelInputs.load(options.config, options.given)
+    data, sources = inputs.config.data, inputs.config.data.sources
+    limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
+    job = Job(
+        inputs.config.train.batch_size,
+        order=data.order,
+        workers=data.workers,
+        prefetch=data.prefetch,
+        prefetch_gib=data.prefetch_gib,
+        image_size=inputs.image_size,
+        cache_gib=min(limits, default=Job.cache_gib),
+        seed=inputs.config.run.seed,
+        **_of_machines(options),
+    )
+    if options.samples is not None:
+        return [_given_counts(options, job)], job
+    _refuse(options, "shards", "bytes", beside="--config")
+    counts = []
+    for number, source in enumerate(sources):
+        with name_section(f"data.sources[{number}]"):
+            counts.append(count_source(source))
+    return counts, job
+
+
+def _of_machines(options: argparse.Namespace) -> dict[str, Any]:
+    bandwidth = None if options.bandwidth is None else options.bandwidth * 1e6
+    return {"nodes": options.nodes, "gpus": options.gpus, "rate": options.rate, "bandwidth": bandwidth}
+
+
+def _refuse(options: argparse.Namespace, *names: str, beside: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: got it beside {beside}, which has its own; expected one")
+
+
+def _given_counts(options: argparse.Namespace, job: Job) -> DataCounts:
+    missing = [f"--{name}" for name in ("samples", "shards", "bytes") if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]}: got nothing; expected SOURCE, or all of --samples, --shards and --bytes")
+    chunk = math.gcd(job.order.chunk, 128) if isinstance(job.order, WindowedOrder) else 128
+    return DataCounts(options.samples, options.shards, options.bytes, chunk)
+
+
+def _figures(plan: Plan, options: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Return name, value for JSON, and text of each figure."""
+    job, nodes, size = plan.job, plan.job.nodes, format_bytes
+    shards, simulated = sum(each.shards for each in plan.data), [plan.simulate(steps) for steps in (1, _TOGETHER)]
+    limit, rate = f"remote.cache_gib={job.cache_gib:g}", f"{job.rate:,g} images a second and GPU"
+    preparation, start = plan.preparation_bytes, plan.first_batch_bytes
+    bytes_s, requests_s = plan.node_bytes_s, plan.node_requests_s
+    rows: list[tuple[str, Any, str]] = [
+        ("samples", plan.samples, f"{plan.samples:,} in {shards:,} shards"),
+        ("bytes", plan.bytes, f"{size(plan.bytes)}, {size(plan.bytes / plan.samples)} a sample"),
+        ("order", job.order.model_dump(), plan.order_text),
+        ("index", plan.index_bytes, f"{size(plan.index_bytes)}, {plan.index_text}"),
+        ("preparation", preparation, f"{size(preparation)} to index, once{_seconds(preparation, job)}"),
+        ("first batch", start, f"{size(start)} a machine{_seconds(start, job)}"),
+        ("memory of a process", plan.rank_bytes, f"{size(plan.rank_bytes)}, beside model and Python"),
+        ("memory of a machine", plan.node_bytes, size(plan.node_bytes)),
+        ("cache of a machine", plan.cache_bytes, f"{size(plan.cache_bytes)} of {size(plan.cache_limit)} ({limit})"),
+        ("steps an epoch", plan.epoch_steps, f"{plan.epoch_steps:,.1f}"),
+        ("seconds an epoch", plan.epoch_s, f"{plan.epoch_s:,.0f}, {plan.epoch_s / 3600:,.2f} hours, at {rate}"),
+        ("bytes an epoch", plan.epoch_bytes, size(plan.epoch_bytes)),
+        ("requests an epoch", plan.epoch_requests, f"{plan.epoch_requests:,.0f}"),
+        ("bytes a second", bytes_s * nodes, f"{size(bytes_s * nodes)}, {size(bytes_s)} a machine"),
+        ("requests a second", requests_s * nodes, f"{requests_s * nodes:,.1f}, {requests_s:,.1f} a machine"),
+        ("mixing", plan.mixing, f"{plan.mixing:.2f}: variance of topic shares in a batch; 1: independent draws"),
+        ("mixing, simulated", simulated, f"{simulated[0]:.2f}; {simulated[1]:.1f} for {_TOGETHER} batches as one"),
+    ]
+    if options.request_price is not None or options.gb_price is not None:
+        price = plan.price(options.request_price or 0, options.gb_price or 0)
+        rows.append(("price of an epoch", price, f"{price:,.2f}, at the given prices"))
+    return rows
+
+
+def _seconds(count: float, job: Job) -> str:
+    return "" if job.bandwidth is None or not count else f", {count / job.bandwidth:,.1f} s"
+
+
+def _number(given: str) -> int:
+    """Convert a whole number of at least 1, also written as 1.3e9."""
+    try:
+        number = float(given)
+        assert number == int(number) >= 1
+    except (ValueError, OverflowError, AssertionError):
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number from 1, such as 1.3e9") from None
+    return int(number)
+
+
+def _positive(given: str) -> float:
+    return _real(given, "a number above 0", least=1e-12)
+
+
+def _price(given: str) -> float:
+    return _real(given, "a number from 0", least=0)
+
+
+def _real(given: str, expected: str, least: float) -> float:
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected {expected}")
+    return number
