@@ -3,7 +3,7 @@
     index       24 bytes a chunk, shared by the processes of a node; in the full order 88 bytes a sample in each process
     cache       two windows: the one in use, and the next one, which is fetched meanwhile
     requests    one a chunk, and one more where it crosses the end of a shard; each once an epoch
-    extra       chunks that several nodes need, where the number of nodes divides neither lanes nor batch
+    extra       chunks that several nodes need, where nodes do not divide the lanes, or ranks the batch
     mixing      with f = batch / chunks of a window: 1 + f * f / 3 up to f = 1, then f + 1 / (3 * f)
 
 A window is used in rounds, which take one sample of each of its chunks. A batch that consists of parts a and b of two
@@ -130,10 +130,9 @@ class Plan:
         """Memory of a rank beside model and Python: batches prepared ahead, and workers."""
         job, rows = self.job, -(-self.job.batch_size // self.ranks)
         size = rows * 3 * job.image_size**2
-        if not job.workers:
-            return size
-        ahead = PrefetchPlan.choose(rows, size, job.workers, job.prefetch, job.prefetch_gib * 2**30)
-        return max(1, ahead.tasks * job.workers / ahead.parts) * size + job.workers * WORKER_BYTES
+        ahead = PrefetchPlan.choose(rows, size, max(job.workers, 1), job.prefetch, int(job.prefetch_gib * 2**30))
+        batches = max(1, ahead.tasks * job.workers / ahead.parts)
+        return batches * size + job.workers * WORKER_BYTES
 
     @property
     def node_bytes(self) -> float:
@@ -279,9 +278,8 @@ class FullPlan(Plan):
 
     def _fetched(self, each: DataCounts) -> float:
         """Return how often each shard is fetched in an epoch, by all nodes."""
-        missing = max(0.0, 1 - self.cache_limit / self.cache_bytes)
-        again = self._batch_shards(each) * missing * self.epoch_steps / each.shards
-        return self.job.nodes * max(1.0, again)
+        missing = max(0.0, 1 - self.cache_limit / self.cache_bytes)  # samples come in random order
+        return max(self.job.nodes, each.samples * each.weight * missing / each.shards)
 
 
 class WindowedPlan(Plan):
@@ -381,7 +379,7 @@ class WindowedPlan(Plan):
             )
         if max(self.extra) > 0.02:
             nodes = self.job.nodes
-            near = [n for n in range(1, 2 * nodes) if 960 % n == 0 and self.job.batch_size % n == 0]
+            near = [n for n in range(1, 2 * nodes) if 960 % n == 0 and self.job.batch_size % (n * self.job.gpus) == 0]
             best = min(near, key=lambda n: (abs(n - nodes), n))
             found.append(
                 f"{max(self.extra):.0%} of the chunks are fetched by several of the {nodes} nodes; {best} nodes, which "
@@ -393,13 +391,13 @@ class WindowedPlan(Plan):
         return each.bytes / each.samples * min(self.kind.chunk, each.samples)
 
     def _extra(self, number: int) -> float:
-        """Return the lanes that a second node needs, from some dealt batches, over all lanes."""
-        windows, nodes = self.windows[number], NodeLayout(range(self.job.nodes))
+        """Return the lanes that a further node needs, of some dealt batches, over all lanes."""
+        windows, layout, gpus = self.windows[number], NodeLayout(self.nodes), self.job.gpus
         lanes = windows.lanes
-        needed = np.stack([nodes.lanes_of(node, lanes) for node in range(len(nodes))])
+        needed = np.stack([layout.lanes_of(node * gpus, lanes) for node in range(len(layout))])
         size = round(self.job.batch_size * self.data[number].weight * windows.size / self.order.epoch_size)
-        if lanes % len(nodes) or size % len(nodes):
+        if lanes % len(layout) or size % self.ranks:
             for step in range(_SIMULATED_STEPS):
                 lane = windows.lane_of(np.arange(step * size, (step + 1) * size) % windows.size)
-                needed[nodes.deal(np.zeros_like(lane), lane, [lanes]), lane] = True
+                needed[layout.deal(np.zeros_like(lane), lane, [lanes]), lane] = True
         return float(needed.sum() / lanes - 1)
