@@ -13,8 +13,8 @@ from vqclip.data_tools.plan import DataCounts, FullPlan, Job, WindowedPlan, make
 from vqclip.errors import ConfigError
 
 BILLION = DataCounts(1_300_000_000, 130_000, 10 * 10**12)
-SMALL = DataCounts(48_000, 24, 48_000_000, chunk=16)
-KIND = WindowedOrder(chunk=16, window=960)
+SMALL = DataCounts(24_000, 24, 24_000_000, chunk=8)
+KIND = WindowedOrder(chunk=8, window=960)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -36,14 +36,14 @@ def test_a_billion_samples_on_64_machines(capsys: pytest.CaptureFixture[str]) ->
     assert found["advice"] == []
 
 
-@pytest.mark.parametrize(("nodes", "batch"), [(1, 240), (4, 240), (7, 240), (9, 250), (8, 1000), (8, 1001)])
+@pytest.mark.parametrize(("nodes", "batch"), [(1, 480), (4, 480), (7, 480), (9, 500), (8, 1000), (8, 1001)])
 def test_chunks_that_several_nodes_need_are_those_of_the_order(nodes: int, batch: int) -> None:
     plan = WindowedPlan([SMALL], Job(batch, nodes, 2, KIND, seed=3))
     of_rank = np.repeat(np.arange(nodes), 2).tolist()
-    steps = range(int(plan.windows[0].first_chunk(1)) * 16 // batch)
+    steps = range(int(plan.windows[0].first_chunk(1)) * 8 // batch)
     chunks: list[set[int]] = [set() for _ in range(nodes)]
     for step, (rank, node) in itertools.product(steps, enumerate(of_rank)):
-        chunks[node].update((plan.order.deal(step, batch, rank, of_rank).slots.sample // 16).tolist())
+        chunks[node].update((plan.order.deal(step, batch, rank, of_rank).slots.sample // 8).tolist())
     real = sum(map(len, chunks)) / len(set().union(*chunks)) - 1
     assert real - 0.01 <= plan.extra[0] <= real + 0.051
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named_with_a_remedy(job: Job, words: str) -> None:
 
 def test_several_sources_share_the_batch() -> None:
     whole = WindowedPlan([SMALL], Job(240, 2, 1, KIND))
-    halves = WindowedPlan([DataCounts(24_000, 12, 24_000_000, chunk=16, crossing=0)] * 2, Job(240, 2, 1, KIND))
+    halves = WindowedPlan([DataCounts(12_000, 12, 12_000_000, chunk=8, crossing=0)] * 2, Job(240, 2, 1, KIND))
     assert halves.epoch_s == whole.epoch_s
     assert halves.epoch_bytes == whole.epoch_bytes
     assert halves.epoch_requests == whole.epoch_requests - 23
@@ -127,5 +127,5 @@ def test_numbers_are_whole(number: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_chunks_of_the_order_are_whole_chunks_of_the_index() -> None:
-    with pytest.raises(ConfigError, match="got 24; expected a multiple of the 16"):
-        WindowedPlan([SMALL], Job(240, order=WindowedOrder(chunk=24)))
+    with pytest.raises(ConfigError, match="got 12; expected a multiple of the 8"):
+        WindowedPlan([SMALL], Job(240, order=WindowedOrder(chunk=12)))
