@@ -162,6 +162,11 @@ class ChunkIndex:
         """Return the ETag of a shard; of a local file its modification time in ns."""
         return _text(self.tags, self.tag_ends, number)
 
+    def has_names(self, names: Sequence[str]) -> bool:
+        """Return whether these are the names of the shards, in order."""
+        expected, ends = _join(names)
+        return np.array_equal(self.names, expected) and np.array_equal(self.name_ends, ends)
+
     def samples_of(self, chunk: int) -> range:
         """Return the numbers of the samples of a chunk."""
         return range(chunk * self.chunk, min((chunk + 1) * self.chunk, self.samples))

@@ -9,16 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from vqclip.data.chunks.index_file import DIGEST, ChunkIndex, IndexContent, chunk_digest, write_index
+from vqclip.data.chunks.location import local_tag, shard_names
 from vqclip.data.chunks.scan import ShardPart, scan_shard
 from vqclip.data.members import KINDS
-from vqclip.data.remote import RemoteShard
-from vqclip.data.remote.urls import path_in_url
 from vqclip.data.shard import Shard
-from vqclip.data.sources.paths import strip_common_folders
 from vqclip.errors import DataError
 from vqclip.io.files import open_regular
 
-__all__ = ["CHUNK", "make_index", "shard_names"]
+__all__ = ["CHUNK", "make_index"]
 
 CHUNK = 128
 """Samples of a chunk by default."""
@@ -82,19 +80,13 @@ def join_parts(names: Sequence[str], parts: Iterable[ShardPart], chunk: int) -> 
     )
 
 
-def shard_names(shards: Sequence[Shard]) -> list[str]:
-    """Return the paths of shards without credentials and without the folders that all have in common."""
-    paths = [path_in_url(each.url) if isinstance(each, RemoteShard) else str(each) for each in shards]
-    return strip_common_folders(paths)
-
-
 def _read_part(shard: Shard) -> ShardPart:
     if not isinstance(shard, Path):
         raise DataError(f"{shard}: only plain tars on this machine are indexed by chunks so far")
     try:
         with open_regular(shard) as file:
             status = os.fstat(file.fileno())
-            part = scan_shard(shard, iter(lambda: file.read(_BLOCK), b""), status.st_size, str(status.st_mtime_ns))
+            part = scan_shard(shard, iter(lambda: file.read(_BLOCK), b""), status.st_size, local_tag(status))
             after = os.fstat(file.fileno())
     except OSError as error:
         raise DataError(f"{shard}: shard cannot be read: {error.strerror}") from None

@@ -23,6 +23,7 @@ __all__ = [
     "path_in_url",
     "protocol_of",
     "redact_message",
+    "split_query",
 ]
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs", "az", "hf")
@@ -160,6 +161,12 @@ def path_in_url(url: str) -> str:
     """Return protocol, host and path of a URL, without credentials and query."""
     hidden = _mask(url)
     return hidden[: _end_of_path(hidden)]
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """Return a URL up to its path, and its query and fragment with their delimiter."""
+    end = _end_of_path(url)
+    return url[:end], url[end:]
 
 
 def _end_of_path(url: str) -> int:

@@ -1,0 +1,81 @@
+"""Where an index is looked for, and which one is used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.data import serving
+from tests.data.chunks.test_index_file import tiny
+from tests.data.serving import FaultyServer
+from vqclip.data.chunks.index_file import open_index
+from vqclip.data.chunks.location import cached_index, data_folder, find_index, index_name
+from vqclip.data.chunks.make import make_index
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.errors import StorageError
+
+
+def remote(*urls: str, **options: float) -> list[RemoteShard]:
+    return [RemoteShard(url, RemoteConfig(**{"tries": 3, "total_s": 5.0, **options})) for url in urls]
+
+
+def test_folder_of_the_data() -> None:
+    assert data_folder([Path("/a/b/0.tar"), Path("/a/b/1.tar")]) == Path("/a/b")
+    assert data_folder([Path("/a/b/0.tar"), Path("/a/c/1.tar")]) == Path("/a")
+    assert data_folder([Path("/a/b/0.tar"), *remote("s3://x/1.tar")]) is None
+    assert data_folder([]) is None
+    assert data_folder(remote("s3://x/a/0.tar", "s3://x/a/b/1.tar")) == "s3://x/a"
+    assert data_folder(remote("s3://x/ab/0.tar", "s3://x/ac/1.tar")) == "s3://x"
+    assert data_folder(remote("s3://x/0.tar", "s3://y/0.tar")) is None
+    assert data_folder(remote("https://u:p@x/a/0.tar?k=1", "https://u:p@x/a/1.tar?k=1")) == "https://u:p@x/a?k=1"
+    assert data_folder(remote("https://x/a/0.tar?k=1", "https://x/a/1.tar?k=2")) is None
+
+
+def test_name_depends_on_the_names_below_the_folder() -> None:
+    one = index_name(remote("https://me:pw@x/a/0.tar?k=1", "https://me:pw@x/a/1.tar?k=2"))
+    assert one == index_name([Path("/d/0.tar"), Path("/d/1.tar")])
+    assert one != index_name([Path("/d/0.tar"), Path("/d/2.tar")])
+
+
+def test_index_beside_local_data_or_in_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shards = tiny(tmp_path)
+    assert find_index(shards) is None
+    cached = make_index(shards, cached_index(shards)).path
+    assert find_index(shards) == cached
+    beside = make_index(shards, tmp_path / index_name(shards)).path
+    assert find_index(shards) == beside
+    assert find_index(shards[:-1]) is None
+    beside.write_bytes(b"x")
+    assert find_index(shards) == cached
+    assert f"{beside}: is not an index of chunks" in caplog.text
+    os.utime(shards[2])
+    assert find_index(shards) is None  # made from another file
+    shards[2].unlink()
+    assert find_index(shards) is None
+
+
+def test_index_at_a_url_is_fetched_once(tmp_path: Path, server: FaultyServer, pauses: list[float]) -> None:
+    shards = tiny(tmp_path)
+    there = remote(*(f"{server.url}/a/{path.name}?key=secret" for path in shards))
+    assert find_index(there) is None
+    index = make_index(shards, tmp_path / index_name(shards))
+    server.files[f"/a/{index.path.name}"] = index.path.read_bytes()
+    server.faults[f"/a/{index.path.name}"] += [serving.status(503), serving.truncated]
+    found = find_index(there)
+    assert found == cached_index(there)
+    assert len(pauses) == 2
+    assert found is not None
+    assert open_index(found).content == index.content
+    before = len(server.requests)
+    assert find_index(there) == found
+    assert len(server.requests) == before
+    shutil.rmtree(found.parent)
+    server.for_ever[f"/a/{index.path.name}"] = serving.status(503)
+    with pytest.raises(StorageError, match=r"HTTP 503") as error:
+        find_index(there)
+    assert "secret" not in str(error.value)
+    server.for_ever[f"/a/{index.path.name}"] = serving.status(403)
+    assert find_index(there) is None
