@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
@@ -50,6 +50,8 @@ class Body(NamedTuple):
     length: int | None
     """Announced size in bytes, of the part if one was asked for; None if the server announces none."""
     blocks: Iterator[bytes]
+    tag: str = ""
+    """The server's name for this version of the file (ETag; else the time of its last change, if stated)."""
 
 
 class Span(NamedTuple):
@@ -88,8 +90,9 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
     if protocol_of(url) in _OVER_HTTP:
         with _translate_errors(url):
             file, length = _open_http(url, timeout_s, deadline, span)
+            tag = _tag(file.r.headers)
         try:
-            yield Body(length, _check_speed(lambda: file.read(1 << 20), url, timeout_s, deadline))
+            yield Body(length, _check_speed(lambda: file.read(1 << 20), url, timeout_s, deadline), tag)
         finally:
             with contextlib.suppress(Exception):
                 file.close()
@@ -97,7 +100,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         with _translate_errors(url):
             store = _ObjectStore(url, timeout_s, deadline)
             length = store.begin(span)
-        yield Body(length, _check_speed(store.next_block, url, timeout_s, deadline))
+        yield Body(length, _check_speed(store.next_block, url, timeout_s, deadline), store.tag)
 
 
 def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
@@ -137,6 +140,11 @@ class _ObjectStore:
         self._at, self._end = (span.first, span.end) if span else (0, int(self._info["size"]))
         return self._end - self._at
 
+    @property
+    def tag(self) -> str:
+        """See `Body.tag`; none of a part."""
+        return _tag(self._info)
+
     def next_block(self) -> bytes:
         """Return the next bytes, none at the end; the file must not change from the first request to the last."""
         start = self._at
@@ -166,6 +174,14 @@ class _ObjectStore:
     def _call(self, method: Callable[..., Any], **options: Any) -> Any:
         # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`.
         return method(self._path, timeout=max(self._deadline.left, 0.001), **options)
+
+
+def _tag(facts: Mapping[str, Any]) -> str:
+    """Return the ETag in headers, or in what s3fs, gcsfs and adlfs call it, without quotes."""
+    found = next(
+        (facts[name] for name in ("ETag", "etag", "Last-Modified", "LastModified", "mtime") if name in facts), ""
+    )
+    return str(found).removeprefix("W/").strip('"')[:128]
 
 
 def _store_options(protocol: str, timeout_s: float) -> dict[str, Any]:
