@@ -55,14 +55,14 @@ def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() ->
     for nodes, step in itertools.product((2, 3, 60), (0, 3, 117, 250)):
         passes, place = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
         windows = order.kind.windows(order.seed, 0, size, int(passes[0]))
-        assert (windows.lanes, windows.windows, int(passes[-1])) == (480, 2, step // 200)
+        assert (windows.lanes, windows.windows, int(passes[-1])) == (960, 2, step // 200)
         assert np.array_equal(order.nodes(step, batch, layout(nodes, 2)), windows.lane_of(place) % nodes)
 
 
 @pytest.mark.parametrize(("nodes", "batch"), [(4, 600), (4, 599), (7, 600), (16, 600), (9, 601)])
 def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int) -> None:
     """Pairs of a node and a chunk that it reads, per chunk of the window."""
-    order = GlobalOrder([60_000], [1.0], 5, WindowedOrder(chunk=30, window=2000))  # 240 lanes
+    order = GlobalOrder([60_000], [1.0], 5, WindowedOrder(chunk=30, window=2000))
     pairs = set()
     for step in range(60_000 // batch):
         node = order.nodes(step, batch, layout(nodes, 2))

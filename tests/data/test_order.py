@@ -157,12 +157,12 @@ def test_a_window_as_large_as_the_source_shuffles_all_samples() -> None:
 @pytest.mark.parametrize("topics", [50, 1000])
 def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
     """Samples sorted by topic: variance of topic shares, independent draws = 1; it is 1, or G / window if larger."""
-    size, batch = 1_000_000, 4096
+    size, batch = 4_000_000, 4096
     windows = {window: WindowedOrder(chunk=100, window=window) for window in (5000, 1000)}
     for kind, expected in ((FullOrder(), 1), (windows[5000], 1), (windows[1000], batch / 1000)):
         order, of_batch = GlobalOrder([size], [1.0], 1, kind), batch / topics
         counts = [
-            np.bincount(order.batch(t, batch).sample * topics // size, minlength=topics) for t in range(0, 240, 8)
+            np.bincount(order.batch(t, batch).sample * topics // size, minlength=topics) for t in range(0, 960, 32)
         ]
         found = np.mean([((each - of_batch) ** 2 / of_batch).sum() / (topics - 1) for each in counts])
         assert 0.75 * expected < found < 1.25 * expected

@@ -24,9 +24,10 @@ from vqclip.data.permutation import permute
 __all__ = ["Windows", "apportion"]
 
 _CHUNKS, _WITHIN, _ROUNDS = 1, 2, 3
-_LANES = [lanes for lanes in range(960, 0, -1) if 960 % lanes == 0]
-_ROWS = 8
-"""Rows of the smallest window, at least, where it has as many chunks."""
+_LANES = (960, 480, 240, 120, 48, 24, 12, 4, 2, 1)
+"""Possible numbers of lanes. They have many divisors: nodes whose number divides that of the lanes own equally many."""
+_ROWS = 4
+"""Smallest number of rows of a window with several lanes. Fewer would repeat batches that are smaller than a row."""
 
 
 class _Cells(NamedTuple):
@@ -66,7 +67,7 @@ class Windows:
         self.windows = max(1, round(self.chunks / window))
         """Windows of the pass."""
         self.lanes = next(each for each in _LANES if each * _ROWS * self.windows <= self.chunks or each == 1)
-        """Lanes of every window, a divisor of 960; 960 for at least 7,680 chunks in a window."""
+        """Lanes of every window; 960 for windows of at least 3,840 chunks."""
         self.rows = -(-self.chunks // self.lanes)
         """Rows of all windows together."""
         self.most_rows = -(-self.rows // self.windows)
