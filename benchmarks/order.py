@@ -1,25 +1,47 @@
-"""Orders of samples beside those of other loaders: how well a batch mixes data that are sorted by topic.
+"""Orders of samples: time and memory before the first batch, and shuffling of data that are sorted by topic.
 
+    python benchmarks/order.py start                        # made indexes of 1e6, 1e7 and 1.3e9 samples, 30 s, 250 MB
     python benchmarks/order.py mixing                       # 1.3e9 samples in 130,000 shards, batches of 32,768
     python benchmarks/order.py mixing --samples 1e6 --shards 100 --scale 16
 
-Every shard has one topic. The figure is the variance of the topic shares of a batch, over that of independent draws;
-in the second column that of 16 successive batches together. MosaicML's py1br and a shuffle buffer are simulated from
-their documentation: blocks of 0.75 to 1.25 times 4,000,000 / canonical nodes samples, of consecutive shards in a random
-order; a buffer of samples in each of 64 workers, which read one shard after another.
+start: a process of its own reads the index and computes its part of a batch of 32,768, as rank 0 of 8 on each of 64
+nodes; a further process does so at the same time. Seconds begin with the process; of the index, after the imports. MB
+are its share of all memory (PSS): for index and order alone, and with Python and its modules. Milliseconds are medians,
+of a whole batch and of a rank's part. The full order reads the indexes of all shards, made without them.
+
+mixing: every shard has one topic. The figure is the variance of the topic shares of a batch, over that of independent
+draws; in the second column that of 16 successive batches together. MosaicML's py1br and a shuffle buffer are simulated
+from their documentation: blocks of 0.75 to 1.25 times 4,000,000 / canonical nodes samples, of consecutive shards in a
+random order; a buffer of samples in each of 64 workers, which read one shard after another.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from vqclip.data import index as shard_index
+from vqclip.data.chunks.index_file import DIGEST, IndexContent, open_index, write_index
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data_tools.mixing import simulate_mixing, topic_variance
 
 DRAWS, TOGETHER = 8, 16
+BATCH, NODES, GPUS = 32_768, 64, 8
+SHARD, SAMPLE_BYTES, CHUNK = 10_000, 7680, 128
+"""Samples of a shard, bytes of a sample, samples of a chunk."""
 
 
 def blocks(samples: int, shards: int, batch: int, nodes: int, block: int, seed: int) -> np.ndarray:
@@ -80,20 +102,156 @@ def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> li
     return rows
 
 
+def make_chunk_index(path: Path, samples: int) -> None:
+    """Write the index of shards that do not exist."""
+    shards = -(-samples // SHARD)
+    firsts = np.minimum(np.arange(shards + 1) * SHARD, samples)
+    begins = np.arange(0, samples, CHUNK)
+    names = [f"{number:06}.tar" for number in range(shards)]
+    write_index(
+        path,
+        IndexContent(
+            chunk=CHUNK,
+            names=names,
+            tags=["1"] * shards,
+            lengths=np.diff(firsts) * SAMPLE_BYTES + 1024,
+            firsts=firsts,
+            starts=begins % SHARD * SAMPLE_BYTES,
+            digests=np.random.default_rng(0).integers(256, size=(len(begins), DIGEST), dtype=np.uint8),
+            members=[samples, samples, 0, 0],
+        ),
+    )
+
+
+def make_shard_indexes(folder: Path, samples: int) -> None:
+    """Write the indexes of shards that are empty but for their size, as the full order reads them."""
+    folder.mkdir()
+    offsets = np.full((SHARD, 4), -1, np.int64)
+    offsets[:, :2] = np.arange(SHARD)[:, None] * SAMPLE_BYTES + np.array([512, 6656])
+    sizes = np.tile(np.array([6000, 100, 0, 0]), (SHARD, 1))
+    keys = b"".join(b"%09d" % number for number in range(SHARD))
+    for number in range(samples // SHARD):
+        path = folder / f"{number:06}.tar"
+        with open(path, "wb") as file:
+            os.truncate(file.fileno(), SHARD * SAMPLE_BYTES + 1024)
+        status = path.stat()
+        ends = np.arange(1, SHARD + 1) * 9
+        index = shard_index.ShardIndex(
+            path, status.st_size, status.st_mtime_ns, f"{number:064x}", offsets, sizes, keys, ends
+        )
+        shard_index._write(shard_index._cache_file(path, None), index)
+
+
+def memory() -> dict[str, float]:
+    """Return this process's share of all memory, and its private memory, in MB."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = {name: float(size) / 1000 for name, size in re.findall(r"(\w+): +(\d+) kB", text)}
+    return {"pss": found["Pss"], "uss": found["Private_Clean"] + found["Private_Dirty"]}
+
+
+def measure(path: Path, verify: bool, began: float) -> None:
+    """Print, as JSON, what this process needs to the first positions; wait until its input ends."""
+    before, start = memory(), time.time()
+    if path.is_dir():
+        held = [shard_index.load_index(each) for each in sorted(path.iterdir())]
+        samples, kind = sum(map(len, held)), FullOrder()
+    else:
+        index = open_index(path, verify=verify)
+        samples, kind = index.samples, WindowedOrder()
+    order, nodes = GlobalOrder([samples], [1.0], 1, kind), np.repeat(np.arange(NODES), GPUS).tolist()
+    part = order.deal(0, BATCH, 0, nodes)
+    end, after = time.time(), memory()
+    whole = [median_ms(lambda step=step: order.batch(step, BATCH)) for step in (0, 1_000_000)]  # type: ignore[misc]
+    found = {"since_start": end - began, "seconds": end - start, "before": before, "after": after, "whole": whole}
+    dealt = median_ms(lambda: order.deal(1_000_000, BATCH, 0, nodes))
+    print(json.dumps({**found, "dealt": dealt, "samples": part.slots.sample.tolist()}), flush=True)
+    sys.stdin.read()
+
+
+def median_ms(function: Callable[[], object], rounds: int = 15) -> float:
+    """Return the median time of a call in milliseconds."""
+    times = []
+    for _ in range(rounds):
+        last = time.perf_counter()
+        function()
+        times.append(1000 * (time.perf_counter() - last))
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def measured(path: Path, verify: bool) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+    """Run `measure` in a process of its own, which lives until the context ends."""
+    command = [sys.executable, __file__, "measure", str(path), str(verify), str(time.time())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline()), process
+
+
+def start(samples: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the first and a further process of a node need in the windowed order."""
+    path = folder / f"{samples}.index"
+    make_chunk_index(path, samples)
+    with measured(path, True) as (first, _), measured(path, False) as (further, _):
+        path.unlink()
+        return first, further
+
+
+def start_full(samples: int, folder: Path) -> dict[str, Any]:
+    """Return what every process needs in the full order."""
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    make_shard_indexes(folder / str(samples), samples)
+    with measured(folder / str(samples), True) as (found, _):
+        return found
+
+
+def print_start() -> None:
+    """Measure and print the table of `start`; the full order has 1,300 million samples by extrapolation."""
+    print(
+        f"{'':40}{'seconds':>8}{'index':>8}{'MB':>8}{'with Python':>12}{'ms, step 0':>12}{'1,000,000':>12}{'dealt':>8}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for samples in (10**6, 10**7, 1_300_000_000):
+            rows = dict(zip(("first process", "further process"), start(samples, Path(folder)), strict=True))
+            for name, found in rows.items():
+                print_row(f"{samples:,} windowed, {name}", found)
+        for samples in (10**6, 10**7):
+            print_row(f"{samples:,} full, each process", found := start_full(samples, Path(folder)))
+        found["seconds"] *= 130
+        found["since_start"] += found["seconds"] * 129 / 130
+        for kind in ("pss", "uss"):
+            found["after"][kind] = found["before"][kind] + 130 * (found["after"][kind] - found["before"][kind])
+        print_row("1,300,000,000 full, extrapolated", found)
+
+
+def print_row(name: str, found: dict[str, Any]) -> None:
+    """Print a line of the table of `start`."""
+    before, after, ms = found["before"]["pss"], found["after"]["pss"], found["whole"]
+    print(
+        f"{name:40}{found['since_start']:8.1f}{found['seconds']:8.2f}{after - before:8,.0f}{after:12,.0f}"
+        f"{ms[0]:12.1f}{ms[1]:12.1f}{found['dealt']:8.1f}"
+    )
+
+
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
+    if sys.argv[1:2] == ["measure"]:
+        return measure(Path(sys.argv[2]), sys.argv[3] == "True", float(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("start", help="time and memory to the first positions")
     chosen = commands.add_parser("mixing", help="topics in a batch")
     chosen.add_argument("--samples", type=float, default=1.3e9)
     chosen.add_argument("--shards", type=int, default=130_000)
-    chosen.add_argument("--batch", type=int, default=32_768)
+    chosen.add_argument("--batch", type=int, default=BATCH)
     chosen.add_argument("--scale", type=int, default=1, help="divides the batch, windows, blocks and buffers")
     options = parser.parse_args()
+    if options.command == "start":
+        return print_start()
     rows = mixing(int(options.samples), options.shards, options.batch, options.scale)
     print(f"{'order':42}{'a batch':>10}{'16 batches':>12}")
     for name, one, many in rows:
         print(f"{name:42}{one:10.2f}{many:12.2f}")
+    return None
 
 
 if __name__ == "__main__":
