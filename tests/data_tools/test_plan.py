@@ -83,7 +83,7 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
         (Job(32_768, 64, 8, order=WindowedOrder(window=1024)), "raise data.order.window to 32,768"),
         (
             Job(4096, 7, 8, WindowedOrder(window=1024)),
-            "5% of the chunks are fetched by several of the 7 nodes; 8 nodes",
+            "3% of the chunks are fetched by several of the 7 nodes; 8 nodes",
         ),
         (Job(32_768, 64, 8, bandwidth=30e6), "at 30 MB/s a GPU gets 488 images a second"),
         (Job(32_768, order=FullOrder()), "114.4 GB of indexes"),
