@@ -11,9 +11,9 @@ from vqclip.config import Config
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
-from vqclip.data.order import FullOrder, OrderConfig
+from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.sources.base import Source, SourceConfigBase
+from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
 from vqclip.data.workers import StartMethod
@@ -26,7 +26,7 @@ def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
     return source.model_copy(update={"split": "train"}) if getattr(source, "split", "") is None else source
 
 
-def _open(key: str, source: SourceConfigBase) -> Source:
+def _open(key: str, source: OpensSource) -> Source:
     with name_section(key):
         return source.build()
 
@@ -84,9 +84,12 @@ class DataConfig(Config):
                     "read the hub's Parquet files (kind: parquet), or write shards first (vqclip data pack)"
                 )
         keys = [f"data.sources[{number}]" for number in range(len(self.sources))]
-        prepare_sources(self.sources, keys)
+        sources: list[OpensSource] = [*self.sources]
+        if isinstance(self.order, WindowedOrder):
+            sources = [source.in_chunks(self.order.chunk) for source in self.sources]
+        prepare_sources(sources, keys)
         data = TrainData(
-            sources=[_open(key, source) for key, source in zip(keys, self.sources, strict=True)],
+            sources=[_open(key, source) for key, source in zip(keys, sources, strict=True)],
             weights=[1.0 if source.weight is None else source.weight for source in self.sources],
             transform=self.transform.build(image_size),
             tokenize=tokenize,

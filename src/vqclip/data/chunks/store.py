@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import RemoteShard
 from vqclip.data.remote.deadline import Deadline
@@ -39,7 +41,7 @@ class ShardTable(Protocol):
     """Facts about shards when they were indexed; `ChunkIndex` has them."""
 
     @property
-    def lengths(self) -> Sequence[int]:
+    def lengths(self) -> Sequence[int] | np.ndarray:
         """Size of each shard in bytes."""
 
     def tag(self, shard: int, /) -> str:

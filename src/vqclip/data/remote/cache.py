@@ -89,6 +89,8 @@ class ShardCache:
 
     def remove(self, key: str) -> None:
         """Remove a shard's files that are not in use."""
+        if not self.folder.exists():
+            return
         with hold_lock(self.folder / "lock"):
             for path in self.folder.glob(f"{key}-*.tar"):
                 _remove_unused(path)

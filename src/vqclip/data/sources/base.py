@@ -13,7 +13,16 @@ from vqclip.config import Config
 from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError
 
-__all__ = ["FolderContent", "NumberedSource", "Place", "RawSample", "ShardedSource", "Source", "SourceConfigBase"]
+__all__ = [
+    "FolderContent",
+    "NumberedSource",
+    "OpensSource",
+    "Place",
+    "RawSample",
+    "ShardedSource",
+    "Source",
+    "SourceConfigBase",
+]
 
 Place = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), Field(min_length=1)]
 """A path or URL."""
@@ -70,6 +79,18 @@ class ShardedSource(Source, Protocol):
     @property
     def shards(self) -> list[dict[str, str | int]]:
         """Every shard in order: file ``name``, ``bytes``, ``samples`` and ``sha256``."""
+        ...
+
+
+class OpensSource(Protocol):
+    """Prepares and opens a source."""
+
+    def shards(self) -> Sequence[Shard | Part]:
+        """Return what is indexed before the first sample is read; see `SourceConfigBase.shards`."""
+        ...
+
+    def build(self, cache: Path | None = None) -> Source:
+        """Open the data; see `SourceConfigBase.build`."""
         ...
 
 
@@ -143,6 +164,14 @@ class SourceConfigBase(Config):
             DataError: data are missing.
         """
         return ()
+
+    def in_chunks(self, chunk: int) -> OpensSource:
+        """Return what prepares and opens the data for an order of chunks; by default this configuration itself.
+
+        Args:
+            chunk: consecutive samples that stay together.
+        """
+        return self
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the data, after indexing what has no index.

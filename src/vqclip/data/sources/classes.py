@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.chunks.tars import ChunkedTars
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Shard
-from vqclip.data.sources.base import FolderContent, Place, RawSample, SourceConfigBase
+from vqclip.data.sources.base import FolderContent, OpensSource, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.class_folder import CLASSNAMES, choose_split, open_folder, read_lines, read_templates
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import ShardReader
@@ -53,9 +56,13 @@ class ClassShardsConfig(SourceConfigBase):
         """
         return open_folder(self.path, self.remote).shards(choose_split(self.path, self.split))
 
+    def in_chunks(self, chunk: int) -> OpensSource:
+        """See `SourceConfigBase.in_chunks`."""
+        return ChunkedTars(self, chunk, partial(ClassShards, self))
+
     def build(self, cache: Path | None = None) -> ClassShards:
         """Open the shards, after indexing those without an index."""
-        return ClassShards(self, cache)
+        return ClassShards(self, ShardReader(self.shards(), cache))
 
 
 class ClassShards(TarSource):
@@ -63,16 +70,16 @@ class ClassShards(TarSource):
 
     Args:
         config: the folder.
-        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+        reader: reads the shards.
 
     Raises:
-        DataError: no shards, a damaged one, or class names or templates missing.
+        DataError: class names or templates missing.
         ConfigError: there are several splits, and none is named.
     """
 
-    def __init__(self, config: ClassShardsConfig, cache: Path | None = None):
+    def __init__(self, config: ClassShardsConfig, reader: ShardReader | ChunkReader):
         self.config = config.model_copy(update={"split": choose_split(config.path, config.split)})
-        self._reader = ShardReader(config.shards(), cache)
+        self._reader = reader
         folder = open_folder(config.path, config.remote)
         require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
         self.classnames = read_lines(folder, CLASSNAMES, "one class name a line")

@@ -44,7 +44,7 @@ def read_image(file: Path, name: str) -> bytes:
 class TarReader:
     """Base of readers of the samples of tars: checks of sizes and texts, and names for messages."""
 
-    def _named(self, index: int) -> tuple[str, str]:
+    def _shard_and_key(self, index: int) -> tuple[str, str]:
         """Return a sample's shard and its name there."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class TarReader:
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
-        shard, key = self._named(index)
+        shard, key = self._shard_and_key(index)
         if len(key) > _SHOWN_KEY:
             key = f"{key[:_SHOWN_KEY]}... ({len(key)} characters)"
         return printable(f"{shard}: sample {key}", one_line=True)
@@ -115,7 +115,7 @@ class ShardReader(TarReader):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _named(self, index: int) -> tuple[str, str]:
+    def _shard_and_key(self, index: int) -> tuple[str, str]:
         shard, row = self._locate(index)
         return str(self._indexes[shard].path), self._indexes[shard].key(row)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.chunks.tars import ChunkedTars
 from vqclip.data.remote import RemoteConfig, display_url, is_tar
 from vqclip.data.shard import Shard
-from vqclip.data.sources.base import FolderContent, RawSample, SourceConfigBase
+from vqclip.data.sources.base import FolderContent, OpensSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.paths import find_shards
@@ -64,15 +67,24 @@ class CaptionShardsConfig(SourceConfigBase):
         """
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote)
 
+    def in_chunks(self, chunk: int) -> OpensSource:
+        """See `SourceConfigBase.in_chunks`."""
+        return ChunkedTars(self, chunk, partial(CaptionShards, self))
+
     def build(self, cache: Path | None = None) -> CaptionShards:
         """Open the shards, after indexing those without an index."""
-        return CaptionShards(self, cache)
+        return CaptionShards(self, ShardReader(self.shards(), cache))
 
 
 class TarSource:
     """Base of sources that read tars: their names, keys and shards come from `_reader`."""
 
-    _reader: ShardReader
+    _reader: ShardReader | ChunkReader
+
+    @property
+    def chunks(self) -> ChunkReader | None:
+        """Reader of the chunks, if the source is read in chunks."""
+        return self._reader if isinstance(self._reader, ChunkReader) else None
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -99,19 +111,19 @@ class CaptionShards(TarSource):
     """A `Source` of images with captions.
 
     Args:
-        config: the shards and the place of their captions.
-        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+        config: the place of the captions.
+        reader: reads the shards.
 
     Raises:
-        DataError: no shards, a damaged one, or no sample with an image and a caption.
+        DataError: no sample with an image and a caption.
     """
 
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def __init__(self, config: CaptionShardsConfig, cache: Path | None = None):
+    def __init__(self, config: CaptionShardsConfig, reader: ShardReader | ChunkReader):
         self.config = config
-        self._reader = ShardReader(config.shards(), cache)
+        self._reader = reader
         self._captions = CaptionFiles(config.captions, config.json_keys)
         where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
         require_members(self._reader, "image", self._captions.kind, where)
@@ -128,7 +140,7 @@ class CaptionShards(TarSource):
         return {"kind": "shards", "samples": len(self), "sha256": self._reader.sha256, **settings}
 
 
-def require_members(reader: ShardReader, first: str, second: str, path: object) -> None:
+def require_members(reader: ShardReader | ChunkReader, first: str, second: str, path: object) -> None:
     """Raise DataError if no sample has these members: then the layout is wrong, not a single sample."""
     if not len(reader):
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")

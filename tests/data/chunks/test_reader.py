@@ -1,0 +1,185 @@
+"""Reading in chunks gives the samples that reading shard by shard gives, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from tests.data.making import caption_members, write_tar
+from tests.data.serving import FaultyServer, answer
+from vqclip.data.chunks.cache import ChunkCache
+from vqclip.data.chunks.make import make_index
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.chunks.store import ChunkStore
+from vqclip.data.chunks.table import ROW
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.shard import Shard
+from vqclip.data.sources.reader import ShardReader
+from vqclip.errors import DataError, StorageError
+
+COUNTS = (0, 5, 1, 0, 7)
+"""Samples of the shards; chunks of four cross their ends."""
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[Path]:
+    paths, first = [], 0
+    for number, count in enumerate(COUNTS):
+        members = caption_members(first, count)
+        if number == 1:
+            members["000000001.txt"] = b""
+            del members["000000002.txt"]
+            members["000000003.json"] = b" " * ((4 << 20) + 1)
+        paths.append(write_tar(tmp_path / "shards" / f"{number}.tar", members))
+        first += count
+    return paths
+
+
+def open_reader(
+    shards: Sequence[Shard], folder: Path, local: Sequence[Path] | None = None, chunk: int = 4
+) -> ChunkReader:
+    index = make_index(local or [shard for shard in shards if isinstance(shard, Path)], folder / "index", chunk)
+    return ChunkReader(shards, index, ChunkStore(shards, index), ChunkCache(folder / "chunks", 1 << 30), 20.0)
+
+
+def outcome(reader: ChunkReader | ShardReader, sample: int, kind: str) -> bytes | tuple[str, str]:
+    try:
+        return reader.read(sample, kind)
+    except StorageError:
+        raise
+    except DataError as error:
+        return str(error), error.kind
+
+
+def require_equal(reader: ChunkReader, expected: ShardReader) -> None:
+    assert len(reader) == len(expected) == sum(COUNTS)
+    for kind in ("image", "txt", "json", "cls"):
+        assert reader.count(kind) == expected.count(kind)
+        for sample in reversed(range(len(expected))):
+            assert outcome(reader, sample, kind) == outcome(expected, sample, kind)
+    for sample in range(len(expected)):
+        assert reader.name(sample) == expected.name(sample)
+        assert reader.key(sample) == expected.key(sample)
+        assert reader.place(sample) == expected.place(sample)
+    facts = [{key: value for key, value in shard.items() if key != "sha256"} for shard in expected.shards]
+    assert reader.shards == facts
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
+def test_samples_are_those_of_the_shards(shards: list[Path], tmp_path: Path, chunk: int) -> None:
+    reader, expected = open_reader(shards, tmp_path, chunk=chunk), ShardReader(shards)
+    require_equal(reader, expected)
+    require_equal(pickle.loads(pickle.dumps(reader)), expected)
+    assert sum(path.stat().st_size for path in (tmp_path / "chunks").iterdir()) < 20_000  # tables only
+    for sample in (-1, 13):
+        with pytest.raises(IndexError):
+            reader.read(sample, "txt")
+
+
+def tables(folder: Path) -> list[Path]:
+    return [path for path in (folder / "chunks").iterdir() if path.name not in ("lock", "ledger")]
+
+
+def test_a_damaged_table_is_made_again(shards: list[Path], tmp_path: Path) -> None:
+    reader, expected = open_reader(shards, tmp_path, chunk=13), ShardReader(shards)
+    assert reader.read(0, "image") == expected.read(0, "image")
+    (table,) = tables(tmp_path)
+    whole = table.read_bytes()
+    for at in (*range(0, ROW, 7), 13 * ROW, 13 * ROW + 8):  # of the row and the name of the first sample
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        table.write_bytes(damaged)
+        reader.close()
+        assert (reader.read(0, "image"), reader.key(0)) == (expected.read(0, "image"), "000000000")
+        assert table.read_bytes() == whole
+    (tmp_path / "chunks").rename(tmp_path / "away")
+    reader.close()
+    require_equal(reader, expected)
+
+
+def test_what_was_changed_is_named(shards: list[Path], tmp_path: Path) -> None:
+    reader = open_reader(shards, tmp_path)
+    times = shards[1].stat()
+    data = bytearray(shards[1].read_bytes())
+    at = data.find(b"caption 4")
+    data[at + 8] ^= 1
+    with open(shards[1], "r+b") as file:
+        file.write(data)
+    with pytest.raises(StorageError, match=r"1\.tar.*the shard has changed since it was indexed") as error:
+        reader.read(4, "txt")
+    assert error.value.kind == "changed shard"
+    os.utime(shards[1], ns=(times.st_atime_ns, times.st_mtime_ns))
+    for sample in (4, 5):  # the chunk of samples 4 to 7
+        with pytest.raises(
+            StorageError, match=r"bytes \d+ to \d+ of .*1\.tar.*another digest.*chunk 1 of .*index"
+        ) as error:
+            reader.read(sample, "image")
+        assert error.value.kind == "changed shard"
+    assert reader.read(3, "txt") == b"caption 3"
+
+
+def test_a_change_after_the_verification_is_named(shards: list[Path], tmp_path: Path) -> None:
+    reader = open_reader(shards, tmp_path)
+    assert reader.read(4, "txt") == b"caption 4"
+    times = shards[1].stat()
+    with open(shards[1], "r+b") as file:
+        file.seek(shards[1].read_bytes().find(b"caption 4"))
+        file.write(b"C")
+    os.utime(shards[1], ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(StorageError, match=r"1\.tar: sample 000000004: its bytes have changed"):
+        reader.read(4, "txt")
+
+
+# ---- at URLs
+
+
+def flipped(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+    """One bit is lost on the way."""
+    answer(handler, body[:-600] + bytes([body[-600] ^ 1]) + body[-599:], part=handler.headers["Range"])
+
+
+def open_remote(server: FaultyServer, shards: list[Path], folder: Path) -> ChunkReader:
+    server.add(shards[0].parent, "/d")
+    remote = [RemoteShard(f"{server.url}/d/{path.name}", RemoteConfig(tries=2, total_s=20.0)) for path in shards]
+    return open_reader(remote, folder, shards)
+
+
+def test_shards_on_a_server(shards: list[Path], tmp_path: Path, server: FaultyServer) -> None:
+    reader, expected = open_remote(server, shards, tmp_path), ShardReader(shards)
+    for sample in range(len(expected)):
+        for kind in ("image", "txt", "json"):
+            one, other = outcome(reader, sample, kind), outcome(expected, sample, kind)
+            assert one == other or str(one).replace(f"{server.url}/d", str(shards[0].parent)) == str(other)
+    assert len(tables(tmp_path)) == len(reader.index) == 4
+    assert len(server.requests) == sum(len(reader.index.ranges(chunk)) for chunk in range(4))
+    for table in tables(tmp_path):  # a bit in the content of a sample
+        data = bytearray(table.read_bytes())
+        data[data.find(b"caption") + 8] ^= 1
+        table.write_bytes(data)
+    reader.close()
+    for sample in (0, 4, 8, 12):
+        assert reader.read(sample, "txt") == expected.read(sample, "txt")
+
+
+def test_damage_on_the_way_and_changes_on_the_server(
+    shards: list[Path], tmp_path: Path, server: FaultyServer, pauses: list[float]
+) -> None:
+    reader, expected = open_remote(server, shards, tmp_path), ShardReader(shards)
+    reader.read(0, "image")
+    server.faults["/d/4.tar"] = [flipped]
+    assert reader.read(12, "image") == expected.read(12, "image")
+    data = server.files["/d/4.tar"]
+    server.files["/d/4.tar"] = data.replace(b"caption 8", b"Caption 8")
+    with pytest.raises(StorageError, match=r"bytes \d+ to \d+ of http.*/d/4\.tar: changed.*read twice") as error:
+        reader.read(8, "image")
+    assert error.value.kind == "changed shard"
+    server.files["/d/4.tar"] = data + bytes(512)
+    with pytest.raises(StorageError, match=r"4\.tar: has changed since it was indexed"):
+        reader.read(8, "image")
+    server.files["/d/4.tar"] = data
+    assert reader.read(8, "image") == expected.read(8, "image")
