@@ -2,7 +2,7 @@
 
     format, height, width = from the first bytes, never from the file's name
     raise if height * width > max_pixels                    # before a pixel is decoded
-    decode: JPEG and WebP by torchvision (twice as fast as Pillow), PNG by Pillow
+    decode: JPEG (see `vqclip.data.jpeg`) and WebP by torchvision (twice as fast as Pillow), PNG by Pillow
     composite transparency on white; grey -> RGB; 16 bits -> 8; apply the EXIF orientation
 
 The decoder always uses the size that was checked: the checked frame header of a JPEG is moved in front of all
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vqclip.data.jpeg import decode_jpeg
 from vqclip.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,12 +49,14 @@ _FRAMES = {b"%c" % marker for marker in range(0xC0, 0xD0)} - {b"\xc4", b"\xc8", 
 _SOURCE_PLACE = re.compile(r"^.*\.cpp:\d+, ")  # position in torchvision's source
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS, min_side: int | None = None) -> Tensor:
     """Decode a JPEG, PNG or WebP file.
 
     Args:
         data: the whole file.
         max_pixels: larger images are not decoded.
+        min_side: decode large JPEGs at a fraction of their size, with at least as many pixels on the shorter side;
+            see `vqclip.data.jpeg.decode_jpeg`.
 
     Returns:
         ``(3, H, W)`` uint8 RGB, usually a channels-last view.
@@ -71,7 +74,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
         )
     try:
         if kind == "jpeg":
-            return _decode_jpeg(data)
+            return decode_jpeg(data, min_side)
         if kind == "webp":
             return _decode_webp(data)
         return _decode_png(data, (width, height))
@@ -157,13 +160,6 @@ def _on_white(image: Image) -> Image:
     white = Image.new(_RGB_MODE, image.size, (255, 255, 255))
     white.paste(image, mask=image.getchannel("A"))
     return white
-
-
-def _decode_jpeg(data: bytes) -> Tensor:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    with torch.no_grad():
-        return decode_jpeg(_as_tensor(data), mode=ImageReadMode.RGB, apply_exif_orientation=True)
 
 
 def _decode_webp(data: bytes) -> Tensor:

@@ -43,15 +43,15 @@ class Sample(NamedTuple):
     """Name → ``(N, D)`` from the feature cache."""
 
 
-def read_decoded(source: Source, index: int, max_pixels: int) -> tuple[RawSample, Tensor]:
-    """Read one sample of a source and decode its image to ``(3, H, W)`` uint8.
+def read_decoded(source: Source, index: int, max_pixels: int, min_side: int | None = None) -> tuple[RawSample, Tensor]:
+    """Read one sample of a source and decode its image to ``(3, H, W)`` uint8; see `decode_image`.
 
     Raises:
         DataError: the sample is bad; the message names shard and sample.
     """
     raw = source.read(index)
     try:
-        return raw, decode_image(raw.image, max_pixels)
+        return raw, decode_image(raw.image, max_pixels, min_side)
     except DataError as error:
         raise DataError(f"{source.name(index)}: {error}", error.kind) from error
 
@@ -124,7 +124,7 @@ class SampleMaker:
             DataError: the sample is bad, as in `make`.
         """
         assert self.views is not None
-        _, image = read_decoded(*self.locate(sample_id), self._max_pixels)
+        _, image = read_decoded(*self.locate(sample_id), self._max_pixels, self._transform.min_side)
         return torch.stack([self._view(image, view, sample_id) for view in range(self.views)])
 
     def read_captions(self, sample_id: int) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class SampleMaker:
         sample_id, image, stored = self._id(source, index), None, self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
         if "image" not in stored:
-            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels)
+            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self._transform.min_side)
             image = self._view(decoded, view, sample_id)
         else:
             raw = self.sources[source].read(index)

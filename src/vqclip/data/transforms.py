@@ -8,12 +8,12 @@ on the worker nor on the rank.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torchvision.transforms.v2.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
@@ -57,6 +57,14 @@ class TrainTransformConfig(Config):
     """Saturation is multiplied by a factor in 1 ± this."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Hue is shifted by up to ± this fraction of the colour circle. Wrong for captions that mention colours."""
+    dct_scaling: bool = False
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, where no crop is enlarged by it: less time, other pixels.
+    Files with EXIF, or in CMYK, are decoded in full."""
+
+    @model_serializer(mode="wrap")
+    def _omit_dct_scaling(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off, so that runs and features from before this setting are continued."""
+        return {name: value for name, value in dump(self).items() if name != "dct_scaling" or value}
 
     @model_validator(mode="after")
     def _check_ranges(self) -> TrainTransformConfig:
@@ -97,6 +105,8 @@ class TrainTransform:
     def __init__(self, config: TrainTransformConfig, image_size: int):
         self.config = config
         self.image_size = image_size
+        self.min_side = _shortest_side(config, image_size) if config.dct_scaling else None
+        """Shorter side that decoded images should have at least; None: images are decoded in full."""
         self._interpolation = InterpolationMode(config.interpolation)
         self._moves = config.rotation > 0 or config.translation > 0
         self._colours = any((config.brightness, config.contrast, config.saturation, config.hue))
@@ -172,6 +182,12 @@ class EvalTransform:
             top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
             image = image[:, top : top + side, left : left + side]
         return _resize(image, (self.image_size, self.image_size), self._interpolation)
+
+
+def _shortest_side(config: TrainTransformConfig, image_size: int) -> int:
+    """Return the shorter side from which on no side of a crop has fewer pixels than the result."""
+    narrowest = min(config.ratio[0], 1 / config.ratio[1], 1.0)
+    return math.ceil(image_size / math.sqrt(config.scale[0] * narrowest))
 
 
 def _check_image(image: Tensor) -> None:
