@@ -1,4 +1,4 @@
-"""Where the index of a data set is: beside its shards, or in the cache.
+"""Locate the index of a data set: beside its shards, or in the cache.
 
 Its name is a function of the names of the shards, so training finds what `vqclip data index` wrote, and a folder can
 have an index for each list of shards.
