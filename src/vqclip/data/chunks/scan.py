@@ -20,10 +20,6 @@ __all__ = ["ShardPart", "scan_chunk", "scan_shard"]
 class ShardPart(NamedTuple):
     """The part of an index that comes from one shard."""
 
-    length: int
-    """Bytes of the shard."""
-    tag: str
-    """See `ChunkIndex.tag`."""
     begins: np.ndarray
     """``(samples,)`` int64: byte where each sample begins."""
     digests: np.ndarray
@@ -32,14 +28,13 @@ class ShardPart(NamedTuple):
     """``(4,)`` int64: samples with each of `vqclip.data.members.KINDS`."""
 
 
-def scan_shard(shard: Shard, blocks: Iterable[bytes], length: int, tag: str) -> ShardPart:
+def scan_shard(shard: Shard, blocks: Iterable[bytes], length: int) -> ShardPart:
     """Index one shard in one pass over its bytes.
 
     Args:
         shard: for messages.
         blocks: all its bytes, in order.
         length: their number.
-        tag: see `ChunkIndex.tag`.
 
     Raises:
         DataError: it is damaged, or members of other samples are between those of a sample.
@@ -49,7 +44,7 @@ def scan_shard(shard: Shard, blocks: Iterable[bytes], length: int, tag: str) -> 
     table = samples.members.finish()
     digests = np.frombuffer(b"".join(samples.digests), np.uint8).reshape(-1, DIGEST)
     begins, members = np.array(samples.begins, dtype=np.int64), (table.offsets >= 0).sum(axis=0)
-    return ShardPart(length, tag, begins, digests, members)
+    return ShardPart(begins, digests, members)
 
 
 def scan_chunk(index: ChunkIndex, chunk: int, data: bytes, shards: Sequence[Shard]) -> SampleTable:

@@ -15,7 +15,7 @@ from vqclip.data.remote.retry import FetchError
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
-__all__ = ["Body", "ChangedError", "NoRangesError", "Span", "list_urls", "open_url"]
+__all__ = ["Body", "ChangedError", "NoRangesError", "Span", "list_facts", "list_urls", "open_url", "url_facts"]
 
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
@@ -39,6 +39,7 @@ _PERMANENT_NAMES = {
     "ClientAuthenticationError",
 } | {f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")}
 """Errors of aiohttp, botocore, google.auth and azure by name, since the packages may not be installed."""
+_MAX_TAG = 200
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
 _systems: dict[tuple[object, ...], Any] = {}
 """File systems of fsspec by process, protocol and options: their connections are used again."""
@@ -114,6 +115,42 @@ def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
         return _ObjectStore(url, timeout_s, deadline).glob()
 
 
+def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tuple[int, str]]:
+    """Return size and tag of every file in a folder of an object store, by bucket and path.
+
+    Raises:
+        FetchError: the store cannot be reached.
+        StorageError: the protocol's package is not installed.
+    """
+    with _translate_errors(url):
+        files = _ObjectStore(url, timeout_s, deadline).list()
+        return {str(info["name"]): _facts(info) for info in files if info["type"] == "file"}
+
+
+def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]:
+    """Return size in bytes and tag of a file: its ETag, or the time of its last change.
+
+    Raises:
+        FetchError: it cannot be reached, or the server announces no size.
+        StorageError: the protocol's package is not installed.
+    """
+    with _translate_errors(url):
+        if protocol_of(url) not in _OVER_HTTP:
+            return _facts(_ObjectStore(url, timeout_s, deadline).info())
+        file, length = _open_http(url, timeout_s, deadline, None)
+        headers = file.r.headers
+        with contextlib.suppress(Exception):
+            file.close()
+    if length is None:
+        raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
+    return length, str(headers.get("ETag") or headers.get("Last-Modified") or "")[:_MAX_TAG]
+
+
+def _facts(info: dict[str, Any]) -> tuple[int, str]:
+    names = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
+    return int(info["size"]), str(next((info[name] for name in names if info.get(name)), ""))[:_MAX_TAG]
+
+
 class _ObjectStore:
     """A file or glob in an object store; its package (s3fs, gcsfs, adlfs) finds credentials and endpoint by itself.
 
@@ -131,6 +168,13 @@ class _ObjectStore:
     def glob(self) -> list[str]:
         self._system.invalidate_cache()  # a second listing in a run must return what is there then
         return [str(name) for name in self._call(self._system.glob)]
+
+    def list(self) -> list[dict[str, Any]]:
+        self._system.invalidate_cache()
+        return list(self._call(self._system.ls, detail=True))
+
+    def info(self) -> dict[str, Any]:
+        return dict(self._call(self._system.info))
 
     def begin(self, span: Span | None) -> int:
         """Go to the begin of the file or of a part, and return its size."""

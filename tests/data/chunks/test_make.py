@@ -1,0 +1,149 @@
+"""Indexes are made of parts, which processes share, and of which only missing ones are made."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data import serving
+from tests.data.chunks.test_index_file import read, tiny
+from tests.data.chunks.test_location import remote
+from tests.data.making import caption_members, write_tar
+from tests.data.serving import FaultyServer
+from vqclip.data.chunks import make
+from vqclip.data.chunks.make import IndexMaker, make_index
+from vqclip.data.chunks.parts import LocalParts
+from vqclip.data.chunks.scan import scan_chunk
+from vqclip.data.remote import GzipShard, RemoteConfig
+from vqclip.errors import DataError, StorageError
+
+
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards that are read."""
+    names: list[str] = []
+    scan = make.scan_shard
+
+    def count(shard, *args):
+        names.append(shard.name)
+        return scan(shard, *args)
+
+    monkeypatch.setattr(make, "scan_shard", count)
+    return names
+
+
+def test_only_changed_shards_are_read_again(tmp_path: Path, scanned: list[str]) -> None:
+    shards = tiny(tmp_path / "a")
+    parts = LocalParts(tmp_path / "parts")
+    first = make_index(shards, tmp_path / "1", 4, parts).content
+    assert sorted(scanned) == [path.name for path in shards]
+    scanned.clear()
+    assert make_index(shards, tmp_path / "2", 4, parts).content == first
+    assert make_index(shards[:5], tmp_path / "3", 7, parts).samples == 13
+    assert scanned == []
+    tiny(tmp_path / "b", (0, 3, 8, 2, 0, 2, 5, 0))[2].replace(shards[2])
+    changed = make_index(shards, tmp_path / "4", 4, parts)
+    assert scanned == ["2.tar"]
+    assert (changed.samples, changed.content == first) == (19, False)
+    for number in range(len(changed)):
+        scan_chunk(changed, number, read(changed, number, shards), shards)
+    scanned.clear()
+    (damaged, *_) = sorted((tmp_path / "parts").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-40] + bytes(40))
+    assert make_index(shards, tmp_path / "5", 4, parts).content == changed.content
+    assert len(scanned) == 1
+
+
+def test_threads_and_order_make_the_same_index(tmp_path: Path) -> None:
+    shards = tiny(tmp_path)
+    finished: list[tuple[int, int]] = []
+    maker = IndexMaker(shards, LocalParts(tmp_path / "parts"))
+    maker.read_all(3, lambda count, size: finished.append((count, size)))
+    assert [sum(each) for each in zip(*finished, strict=True)] == [8, sum(path.stat().st_size for path in shards)]
+    one = maker.write(tmp_path / "1", 4).path.read_bytes()
+    assert one == make_index(shards, tmp_path / "2", 4).path.read_bytes()
+
+
+def test_damaged_shards_are_named_and_the_others_are_read(tmp_path: Path, scanned: list[str]) -> None:
+    shards = tiny(tmp_path)
+    for number in (1, 2):
+        os.truncate(shards[number], 5000)
+    maker = IndexMaker(shards, LocalParts(tmp_path / "parts"))
+    with pytest.raises(DataError, match=r"(?s)2 shards cannot be indexed:.*[12].tar: ends at .*[12].tar: ends at"):
+        maker.read_all(2)
+    assert maker.missing() == [1, 2]
+    with pytest.raises(DataError, match=r"1.tar: ends at offset 5000"):
+        make_index(shards[:2], tmp_path / "1")
+
+
+def test_what_cannot_be_indexed(tmp_path: Path) -> None:
+    for shard, message in (
+        (tmp_path / "none.tar", "none.tar: shard cannot be opened: No such file"),
+        (tmp_path, "is compressed|Is a directory"),
+        (GzipShard.at(write_tar(tmp_path / "a.tar.gz", {}), RemoteConfig()), "a.tar.gz: is compressed, so that chunks"),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_index([shard], tmp_path / "index")
+    shards = tiny(tmp_path / "a")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"index cannot be written \((File exists|Not a directory)\).*--out"):
+        make_index(shards, tmp_path / "file" / "index", parts=LocalParts(tmp_path / "parts"))
+    with pytest.raises(
+        DataError, match=r"parts of the index cannot be written \((File exists|Not a directory)\).*--out"
+    ):
+        make_index(shards, tmp_path / "index", parts=LocalParts(tmp_path / "file" / "parts"))
+
+
+def test_a_shard_that_is_written_to_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = tiny(tmp_path)
+    maker = IndexMaker(shards, LocalParts(tmp_path / "parts"))
+    with shards[1].open("ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(DataError, match=r"1.tar: was written to while it was indexed"):
+        maker.read_all()
+
+
+def test_shards_at_urls_are_read_in_streams(
+    tmp_path: Path, server: FaultyServer, pauses: list[float], cache: Path
+) -> None:
+    shards = [write_tar(tmp_path / f"{n}.tar", caption_members(4 * n, 4)) for n in range(3)]
+    for path in shards:
+        server.files[f"/{path.name}"], server.tags[f"/{path.name}"] = path.read_bytes(), f'"{path.name}"'
+    there = remote(*(f"{server.url}/{path.name}?key=secret" for path in shards))
+    parts = LocalParts(tmp_path / "parts")
+    maker = IndexMaker(there, parts)
+    server.faults["/1.tar"] += [serving.truncated, serving.status(503)]
+    maker.read_all(2)
+    index = maker.write(tmp_path / "index", 5)
+    assert len(pauses) == 2
+    assert index.content == make_index(shards, tmp_path / "local", 5).content
+    assert [index.tag(n) for n in range(3)] == ['"0.tar"', '"1.tar"', '"2.tar"']
+    assert not (cache / "shards").exists()
+    assert b"secret" not in index.path.read_bytes()
+    # one object changes, with equal size
+    server.tags["/2.tar"] = '"other"'
+    assert IndexMaker(there, parts).missing() == [2]
+    server.for_ever["/2.tar"] = serving.status(404)
+    with pytest.raises(StorageError, match=r"2.tar.* not found \(404\)") as error:
+        IndexMaker(there, parts)
+    assert "secret" not in str(error.value)
+    server.for_ever["/2.tar"] = serving.unannounced
+    with pytest.raises(StorageError, match="the server announces no size"):
+        IndexMaker(there, parts)
+
+
+def test_an_error_of_a_server_stops_all(tmp_path: Path, server: FaultyServer, pauses: list[float]) -> None:
+    shards = [write_tar(tmp_path / f"{n}.tar", caption_members(n, 1)) for n in range(2)]
+    url = server.add(tmp_path)
+    maker = IndexMaker(remote(*(f"{url}/{path.name}" for path in shards)), LocalParts(tmp_path / "parts"))
+    server.for_ever["/0.tar"] = serving.status(503)
+    server.for_ever["/1.tar"] = serving.dribbling(server, 0.001)
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=r"0.tar: cannot be fetched: HTTP 503"):
+        maker.read_all(2)
+    assert time.monotonic() - start < 5
+    assert threading.active_count() < 20
