@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.making import caption_shards
 from vqclip.cli.data import main
+from vqclip.data.chunks.index_file import open_index
+from vqclip.data.chunks.location import index_name
+from vqclip.data.chunks.make import make_index
 from vqclip.data.order import FullOrder, WindowedOrder
 from vqclip.data_tools.plan import DataCounts, FullPlan, Job, WindowedPlan, make_plan
+from vqclip.data_tools.plan_counts import count_index
 from vqclip.errors import ConfigError
 
 BILLION = DataCounts(1_300_000_000, 130_000, 10 * 10**12)
@@ -26,7 +32,7 @@ def test_a_billion_samples_on_64_machines(capsys: pytest.CaptureFixture[str]) ->
     numbers = ["--samples", "1.3e9", "--shards", "130000", "--bytes", "10e12"]
     found = run(capsys, *numbers, "--nodes", "64", "--gpus", "8", "--batch", "32768", "--request-price", "0.5")
     assert found["index"] == pytest.approx(256e6, rel=0.01)
-    assert found["cache of a machine"] == pytest.approx(2 * 4.2e6 / 64 * 10e12 / 1.3e9, rel=0.03)
+    assert found["cache of a machine"] == pytest.approx(2 * 4.2e6 / 64 * (10e12 / 1.3e9 + 80), rel=0.03)
     assert found["bytes an epoch"] == pytest.approx(10e12)
     assert found["requests an epoch"] == pytest.approx(1.3e9 / 128 + 130_000, rel=1e-3)
     assert found["price of an epoch"] == pytest.approx((1.3e9 / 128 + 130_000) / 1000 * 0.5, rel=1e-3)
@@ -79,7 +85,7 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job(32_768, cache_gib=50), "raise remote.cache_gib to 61.6, or lower data.order.window to 26,5"),
+        (Job(32_768, cache_gib=50), "raise remote.cache_gib to 65.6, or lower data.order.window to 24,9"),
         (Job(32_768, 64, 8, order=WindowedOrder(window=1024)), "raise data.order.window to 32,768"),
         (
             Job(4096, 7, 8, WindowedOrder(window=1024)),
@@ -91,6 +97,20 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
 )
 def test_what_does_not_fit_is_named_with_a_remedy(job: Job, words: str) -> None:
     assert any(words in each for each in make_plan([BILLION], job).advice()), make_plan([BILLION], job).advice()
+
+
+def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = caption_shards(tmp_path / "shards", counts=(5, 3, 8))
+    assert main(["plan", str(folder), "--batch", "4"]) == 1
+    assert "vqclip data index" in capsys.readouterr().err
+    shards = sorted(folder.glob("*.tar"))
+    make_index(shards, folder / index_name(shards), chunk=4)
+    found = run(capsys, str(folder), "--batch", "4", "--chunk", "4", "--window", "2")
+    assert (found["samples"], found["requests an epoch"]) == (16, 0)
+    assert found["bytes an epoch"] == sum(each.stat().st_size for each in shards)
+    assert count_index(open_index(folder / index_name(shards)), at_urls=True).requests == 4 + 1
+    assert main(["plan", str(folder), "--batch", "4", "--chunk", "6"]) == 2
+    assert "multiple of the 4 samples" in capsys.readouterr().err
 
 
 def test_several_sources_share_the_batch() -> None:

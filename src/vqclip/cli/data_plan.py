@@ -16,6 +16,8 @@ from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import SOURCE_HELP
 from vqclip.config import parse_config
 from vqclip.data import parse_source
+from vqclip.data.chunks.make import CHUNK
+from vqclip.data.chunks.tars import choose_chunk
 from vqclip.data.order import FullOrder, WindowedOrder
 from vqclip.data_tools.plan import DataCounts, Job, Plan, make_plan
 from vqclip.data_tools.plan_counts import count_source
@@ -137,7 +139,7 @@ def _given_counts(options: argparse.Namespace, job: Job) -> DataCounts:
     missing = [f"--{name}" for name in ("samples", "shards", "bytes") if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"{missing[0]}: got nothing; expected SOURCE, or all of --samples, --shards and --bytes")
-    chunk = math.gcd(job.order.chunk, 128) if isinstance(job.order, WindowedOrder) else 128
+    chunk = choose_chunk(job.order.chunk) if isinstance(job.order, WindowedOrder) else CHUNK
     return DataCounts(options.samples, options.shards, options.bytes, chunk)
 
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from vqclip.data.chunks.cache import ChunkCache
+from vqclip.data.chunks.table import ROW
 from vqclip.data.dealing import NodeLayout
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.parts import PrefetchPlan
@@ -32,6 +35,8 @@ SAMPLE_BYTES = 88
 """Bytes of a sample in the indexes of the full order, which every process has."""
 WORKER_BYTES = 120e6
 """Private memory of a worker that reads and decodes."""
+NAME_BYTES, DISK_BLOCK = 16, 4096
+"""Bytes of the name of a sample in the cache, and of a block of a disk."""
 _SIMULATED_STEPS = 16
 
 
@@ -102,7 +107,8 @@ class Plan:
             )
         self.samples = sum(each.samples for each in data)
         self.bytes = sum(each.bytes for each in data)
-        self.cache_limit = job.cache_gib * 2**30
+        self.cache_limit = int(job.cache_gib * 2**30)
+        """Bytes of the cache that data may take."""
         self.ranks = job.nodes * job.gpus
 
     @property
@@ -298,6 +304,7 @@ class WindowedPlan(Plan):
                     f"data.order.chunk: got {self.kind.chunk}; expected a multiple of the {each.chunk} samples of a "
                     "chunk of the index"
                 )
+        self.cache_limit = ChunkCache(Path(), int(self.cache_limit)).room
         self.windows = [self.kind.windows(job.seed, n, each.samples, 0) for n, each in enumerate(data)]
         """Windows of a pass through each source."""
         self.window_chunks = [each.chunks / each.windows for each in self.windows]
@@ -333,9 +340,8 @@ class WindowedPlan(Plan):
         """See `Plan.cache_bytes`: two windows of the chunks of the node with most of them."""
         return 2 * sum(
             max(self.order.window_chunks(number, node * self.job.gpus, self.nodes) for node in range(self.job.nodes))
-            * self._chunk_bytes(each)
+            * self._cached_bytes(each)
             for number, each in enumerate(self.data)
-            if each.at_urls
         )
 
     @property
@@ -368,8 +374,9 @@ class WindowedPlan(Plan):
         found = super().advice()
         if self.cache_bytes > self.cache_limit:
             window = int(self.kind.window * self.cache_limit / self.cache_bytes)
+            needed = self.job.cache_gib * self.cache_bytes / self.cache_limit
             found.append(
-                f"two windows do not fit in the cache: raise remote.cache_gib to {self.cache_bytes / 2**30:,.1f}, or "
+                f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.1f}, or "
                 f"lower data.order.window to {window:,}, or use more nodes"
             )
         if self.mixing > 2:
@@ -389,6 +396,12 @@ class WindowedPlan(Plan):
 
     def _chunk_bytes(self, each: DataCounts) -> float:
         return each.bytes / each.samples * min(self.kind.chunk, each.samples)
+
+    def _cached_bytes(self, each: DataCounts) -> float:
+        """Return the bytes on the disk of a chunk in the cache: tables, and the data if they are at URLs."""
+        data = each.bytes / each.samples if each.at_urls else 0
+        blocks = -(-each.chunk * (data + ROW + NAME_BYTES) // DISK_BLOCK)
+        return blocks * DISK_BLOCK * self.kind.chunk / each.chunk
 
     def _extra(self, number: int) -> float:
         """Return the lanes that a further node needs, of some dealt batches, over all lanes."""
