@@ -15,9 +15,9 @@ class RemoteConfig(Config):
     """Download and caching of shards at URLs. No option changes which samples are read."""
 
     cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
-    """Largest size in GiB of the downloaded shards of all runs on this machine, in `shards` of the cache folder. The
-    least recently used are removed first. Samples come in random order, so data that do not fit are downloaded again
-    and again."""
+    """Largest size in GiB of the downloaded shards of all runs on this machine, in `shards` of the cache folder, and
+    likewise of the parts of shards that the windowed order reads, in `chunks`. The least recently used are removed
+    first. In the order `full`, shards that do not fit are downloaded again and again."""
     tries: Annotated[int, Field(ge=1, le=100)] = 8
     """Number of tries for a shard when the connection breaks, stalls or ends early, or the server answers 408, 425, 429
     or 5xx; the pauses double, from half a second to half a minute."""
@@ -25,9 +25,9 @@ class RemoteConfig(Config):
     """Longest wait for a connection and for the next bytes, in seconds. A download of less than 16 KiB a second over
     that time counts as stalled."""
     total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """Longest time for one shard, in seconds: all tries and pauses, and waiting for space and for another process that
-    downloads it. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end the run
-    before the failure is reported; raise all three for shards that take longer."""
+    """Longest time for one shard, or a part of one, in seconds: all tries and pauses, and waiting for space and for
+    another process that downloads it. Keep it well below `data.timeout_s` and `run.step_timeout_s`, which would
+    otherwise end the run before the failure is reported; raise all three for shards that take longer."""
 
     @property
     def cache_bytes(self) -> int:

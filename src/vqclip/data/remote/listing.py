@@ -17,7 +17,7 @@ __all__ = ["remote_shards"]
 
 
 def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_ENDINGS) -> list[RemoteShard]:
-    """Return the shard at a URL, or, at s3 and gs, the shards of a folder or a glob, sorted by name.
+    """Return the shard at a URL, or, except at http, the shards of a folder or a glob, sorted by name.
 
     Args:
         url: without braces. A path in an object store without one of the endings is a folder.

@@ -216,8 +216,10 @@ class _ObjectStore:
                 raise ChangedError(f"{now} bytes")
 
     def _call(self, method: Callable[..., Any], **options: Any) -> Any:
-        # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`.
-        return method(self._path, timeout=max(self._deadline.left, 0.001), **options)
+        # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`; that of the hub has its own.
+        if getattr(self._system, "async_impl", False):
+            options["timeout"] = max(self._deadline.left, 0.001)
+        return method(self._path, **options)
 
 
 def _tag(facts: Mapping[str, Any]) -> str:
@@ -319,10 +321,16 @@ def _check_part(response: Any, span: Span) -> None:
 
 def _at_hub(url: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return the https URL of a file at the Hugging Face hub, and the headers with the token."""
-    from huggingface_hub import get_token
+    from huggingface_hub import get_token, hf_hub_url
 
+    system = _file_system("hf")
+    file = system.resolve_path(url.partition("://")[2])  # asks the hub once for each repository
+    if not hasattr(file, "repo_id"):
+        raise FetchError("is in a bucket; expected hf://datasets/OWNER/NAME/PATH", again=False)
     token = get_token()  # aiohttp does not send it on to the hosts that the hub redirects to
-    where = str(_file_system("hf").url(url.partition("://")[2]))
+    where = hf_hub_url(
+        file.repo_id, file.path_in_repo, repo_type=file.repo_type, revision=file.revision, endpoint=system.endpoint
+    )
     return where, headers | ({"Authorization": f"Bearer {token}"} if token else {})
 
 

@@ -35,8 +35,8 @@ class ParquetConfig(TableConfig):
     """Parquet files."""
     path: str | tuple[str, ...]
     """A file, a folder of *.parquet, a pattern such as train-{00000..00041}.parquet or train-*.parquet, or a list of
-    these. URLs (file, s3, gs, http, https) work the same way; with http and https every file must be named, or written
-    with braces."""
+    these. URLs (file, s3, gs, az, hf, http, https) work the same way; with http and https every file must be named, or
+    written with braces."""
     memory_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     """Decoded row groups that each process keeps, in MiB; the last one always stays, whatever its size."""
 

@@ -32,8 +32,8 @@ class CaptionShardsConfig(SourceConfigBase):
     """Caption shards."""
     path: str | tuple[str, ...]
     """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs
-    (file, s3, gs, http, https) work the same way; with http and https every shard must be named, or written with
-    braces."""
+    (file, s3, gs, az, hf, http, https) work the same way; with http and https every shard must be named, or written
+    with braces."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
     json_keys: tuple[str, ...] = ("caption",)
