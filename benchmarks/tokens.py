@@ -114,12 +114,12 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
     import torch
 
     from vqclip.data import CaptionShardsConfig
-    from vqclip.tokenize_dataset import job
+    from vqclip.tokenize_dataset import job, maker
 
     source = CaptionShardsConfig(path=str(options.shards))
-    load = job._encoders
+    load = maker._encoders
     loaded = cache(lambda: load(make_options(Path()), torch.device("cpu")))
-    job._encoders = lambda *_: loaded()
+    maker._encoders = lambda *_: loaded()
 
     def make_options(out: Path) -> job.Options:
         return job.Options(

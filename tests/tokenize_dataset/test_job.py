@@ -328,7 +328,9 @@ def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
     """A name on the hub may mean another model a moment later."""
     shards(tmp_path / "in", (3,))
     other = tokenizer_folder(tmp_path / "other", seed=1)
-    with mock.patch("vqclip.tokenize_dataset.job.find_folder", side_effect=[Path(tokenizer), Path(other), Path(other)]):
+    with mock.patch(
+        "vqclip.tokenize_dataset.maker.find_folder", side_effect=[Path(tokenizer), Path(other), Path(other)]
+    ):
         run("owner/name", tmp_path / "in", tmp_path / "out")
     made_by = {each: fingerprint(load_tokenizer(tokenizer, each)) for each in ("image", "text")}
     assert TokenDataset(tmp_path / "out").tokenizer_sha256 == made_by
@@ -344,7 +346,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tok
         return loaded
 
     with (
-        mock.patch("vqclip.tokenize_dataset.job.load_tokenizer", load),
+        mock.patch("vqclip.tokenize_dataset.maker.load_tokenizer", load),
         pytest.raises(CheckpointError, match="changed while it was loaded"),
     ):
         run(tokenizer, tmp_path / "in", tmp_path / "out")

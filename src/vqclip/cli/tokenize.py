@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
+from vqclip.cli.engine import add_engine, ray_options
 from vqclip.data import SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import log_to_stderr
 from vqclip.tokenize_dataset.job import Options, tokenize
+from vqclip.tokenize_dataset.on_ray import tokenize_on_ray
 
 __all__ = ["main"]
 
@@ -23,6 +25,7 @@ examples:
   vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
   vqclip tokenize --tokenizer runs/eurosat/tokenizer --data /datasets/cls_eurosat split=train --out tokens/eurosat
   torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
+  vqclip tokenize --engine ray --ray-address auto --tokenizer ... --data 's3://bucket/{00000..09999}.tar' --out ...
 
 Run the same command again to continue after a stop. docs/reuse.md describes the files that it writes.
 """
@@ -34,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     log_to_stderr(mask_credentials)
     dist.stop_with_launcher()
-    done = tokenize(_options(options))
+    ray = ray_options(options)
+    done = tokenize(_options(options)) if ray is None else tokenize_on_ray(_options(options), ray)
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     print(done.describe(options.out, "other processes", who), flush=True)
 
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     types.add_fields(parser, Options, *_FIELDS)
+    add_engine(parser)
     return parser
 
 

@@ -12,11 +12,12 @@ manifest. It is a function of the records, so two processes that do so at once w
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
@@ -176,8 +177,8 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         """Write the file of a shard; it counts as finished after `add_record`."""
         return atomic.write_file(self.folder / self.name(shard), content)
 
-    def add_record(self, shard: int, file: FileDigest, samples: int, bad: Iterable[Any], **more: object) -> None:
-        """Record a finished shard.
+    def add_record(self, shard: int, file: FileDigest, samples: int, bad: Iterable[Any], **more: object) -> ShardInfo:
+        """Record a finished shard, and return its description.
 
         Args:
             shard: its number.
@@ -191,6 +192,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         facts = ShardInfo(name=self.name(shard), size=file.size, sha256=file.sha256, samples=samples, bad=kinds)
         record = self.record_type.model_validate({"facts": facts, "bad": left_out, **more})
         atomic.write_file(self._record_file(shard), self._json(record))
+        return facts
 
     def finish(self, allowed: int) -> ManifestT | None:
         """Write the manifest if every shard is finished.
@@ -221,6 +223,12 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
         for folder in (self.folder, self._records):
             atomic.remove_leftovers(folder)
         return manifest
+
+    def bad_reasons(self) -> Iterator[str]:
+        """Yield the reasons for which samples of finished shards were left out."""
+        for shard in range(self.shards):
+            if (record := self._record(shard)) is not None:
+                yield from (each.reason for each in record.bad)
 
     def missing(self) -> int:
         """Return the number of shards without a record."""
@@ -275,7 +283,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
 def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
     """Check the number of samples left out; raise DataError if it is larger than allowed."""
     if count > allowed:
-        shown = "\n".join(f"  {reason}" for reason in [*reasons][:5])
+        shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
         raise DataError(
             f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
             f"run the command again. Some of them:\n{shown}"

@@ -7,18 +7,18 @@ a function of the shard, the tokenizer and the batch size, and not of the proces
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from vqclip.data import BadSample, ShardedSource
+from vqclip.data import BadSample, RawSample
 from vqclip.data.decode import decode_image
 from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.tokens.layout import require_key
 from vqclip.errors import DataError, StorageError
 
-__all__ = ["DecodedBatch", "DecodedSample", "ShardBatches"]
+__all__ = ["DecodedBatch", "DecodedSample", "ShardBatches", "ShardSamples"]
 
 
 class DecodedSample(NamedTuple):
@@ -47,11 +47,28 @@ class DecodedBatch(NamedTuple):
     """The unusable samples, each with its key."""
 
 
+class ShardSamples(Protocol):
+    """The part of a `ShardedSource` that reads samples."""
+
+    def key(self, index: int) -> str:
+        """See `ShardedSource.key`."""
+        ...
+
+    def name(self, index: int) -> str:
+        """See `Source.name`."""
+        ...
+
+    def read(self, index: int) -> RawSample:
+        """See `Source.read`."""
+        ...
+
+
 class ShardBatches:
     """Batches of some shards, by number; workers get a copy of it.
 
     Args:
         source: source of the samples.
+        sizes: number of samples of every shard of the data set.
         shards: numbers of the shards wanted.
         batch_size: B.
         transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
@@ -61,14 +78,14 @@ class ShardBatches:
 
     def __init__(
         self,
-        source: ShardedSource,
+        source: ShardSamples,
+        sizes: Sequence[int],
         shards: Sequence[int],
         batch_size: int,
         transform: Callable[[Tensor], Tensor] | None,
         image_size: int,
         max_pixels: int,
     ):
-        sizes = [int(shard["samples"]) for shard in source.shards]
         self._slices = ShardSlices(sizes, shards, batch_size)
         self._source, self._batch_size = source, batch_size
         self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels

@@ -8,7 +8,7 @@ from typing import Any
 
 from vqclip.data.shard_folder import ShardFolder, ShardRecord
 from vqclip.data.tokens import SUFFIXES, Manifest, TokenRecord, write_shard
-from vqclip.data.tokens.manifest import VERSIONS, Settings
+from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo
 
 __all__ = ["TokenFolder"]
 
@@ -38,10 +38,10 @@ class TokenFolder(ShardFolder[ShardRecord, Manifest]):
         """Return the file name of a token shard."""
         return f"{shard:05d}{SUFFIXES[self.settings.storage]}"
 
-    def write(self, shard: int, records: Iterable[TokenRecord], count: int, bad: Iterable[Any]) -> None:
-        """Write a token shard of ``count`` samples, and then its record; ``bad`` as in `add_record`."""
+    def write(self, shard: int, records: Iterable[TokenRecord], count: int, bad: Iterable[Any]) -> ShardInfo:
+        """Write a token shard of ``count`` samples, and then its record; arguments and result as of `add_record`."""
         file = self.write_file(shard, lambda file: write_shard(file, records, self.settings))
-        self.add_record(shard, file, count, bad)
+        return self.add_record(shard, file, count, bad)
 
     def make_manifest(self, records: Sequence[ShardRecord], samples: int, bad: dict[str, int]) -> Manifest:
         """Return the manifest; see `ShardFolder.make_manifest`."""

@@ -64,6 +64,10 @@ class ClassShardsConfig(SourceConfigBase):
         """Open the shards, after indexing those without an index."""
         return ClassShards(self, ShardReader(self.shards(), cache))
 
+    def build_part(self, shards: Sequence[Shard]) -> ClassShards:
+        """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
+        return ClassShards(self, ShardReader(shards), is_part=True)
+
 
 class ClassShards(TarSource):
     """A `Source` of labelled images; every prompt with the class name is a caption.
@@ -71,17 +75,19 @@ class ClassShards(TarSource):
     Args:
         config: the folder.
         reader: reads the shards.
+        is_part: whether these are some of the shards, which need no usable sample.
 
     Raises:
-        DataError: class names or templates missing.
+        DataError: no sample with an image and a label, or class names or templates missing.
         ConfigError: there are several splits, and none is named.
     """
 
-    def __init__(self, config: ClassShardsConfig, reader: ShardReader | ChunkReader):
+    def __init__(self, config: ClassShardsConfig, reader: ShardReader | ChunkReader, is_part: bool = False):
         self.config = config.model_copy(update={"split": choose_split(config.path, config.split)})
         self._reader = reader
         folder = open_folder(config.path, config.remote)
-        require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
+        if not is_part:
+            require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
         self.classnames = read_lines(folder, CLASSNAMES, "one class name a line")
         self.templates = read_templates(folder)
         self._prompts = Prompts(self.templates, self.classnames)

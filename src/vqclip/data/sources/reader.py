@@ -18,7 +18,7 @@ from vqclip.data.sources.paths import strip_common_folders
 from vqclip.errors import DataError, StorageError, printable
 from vqclip.io.files import read_bounded
 
-__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "read_image"]
+__all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "join_checksums", "read_image"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -156,7 +156,7 @@ class ShardReader(TarReader):
     @property
     def sha256(self) -> str:
         """Checksum of all shards in their order; names and folders of the files do not matter."""
-        return hashlib.sha256("".join(index.sha256 for index in self._indexes).encode()).hexdigest()
+        return join_checksums([index.sha256 for index in self._indexes])
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -187,6 +187,11 @@ class ShardReader(TarReader):
     def close(self) -> None:
         """Close the open files; they are opened again on demand."""
         self._files.close()
+
+
+def join_checksums(shards: Sequence[str]) -> str:
+    """Return the checksum of a data set from those of its shards."""
+    return hashlib.sha256("".join(shards).encode()).hexdigest()
 
 
 def _warn_if_cache_is_small(indexes: Sequence[ShardIndex]) -> None:

@@ -75,6 +75,10 @@ class CaptionShardsConfig(SourceConfigBase):
         """Open the shards, after indexing those without an index."""
         return CaptionShards(self, ShardReader(self.shards(), cache))
 
+    def build_part(self, shards: Sequence[Shard]) -> CaptionShards:
+        """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
+        return CaptionShards(self, ShardReader(shards), is_part=True)
+
 
 class TarSource:
     """Base of sources that read tars: their names, keys and shards come from `_reader`."""
@@ -113,6 +117,7 @@ class CaptionShards(TarSource):
     Args:
         config: the place of the captions.
         reader: reads the shards.
+        is_part: whether these are some of the shards, which need no usable sample.
 
     Raises:
         DataError: no sample with an image and a caption.
@@ -121,12 +126,13 @@ class CaptionShards(TarSource):
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def __init__(self, config: CaptionShardsConfig, reader: ShardReader | ChunkReader):
+    def __init__(self, config: CaptionShardsConfig, reader: ShardReader | ChunkReader, is_part: bool = False):
         self.config = config
         self._reader = reader
         self._captions = CaptionFiles(config.captions, config.json_keys)
         where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
-        require_members(self._reader, "image", self._captions.kind, where)
+        if not is_part:
+            require_members(self._reader, "image", self._captions.kind, where)
 
     def read(self, index: int) -> RawSample:
         """Return image and captions of one sample; see `Source.read`."""

@@ -1,0 +1,113 @@
+"""Connect to a Ray cluster, or start a Ray on this machine, with its output in the log."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from vqclip.config import Config
+from vqclip.data.on_ray.cluster import RayCluster
+from vqclip.data.on_ray.worker import first_line
+from vqclip.data.remote import mask_credentials
+from vqclip.errors import ConfigError
+
+__all__ = ["RayOptions", "connect_to_ray"]
+
+logger = logging.getLogger(__name__)
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it reports to its makers otherwise
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a warning about GPUs that workers without GPUs do not use
+    "RAY_DATA_LOG_LEVEL": "CRITICAL",
+}
+_OBJECT_STORE_BYTES = 100 << 20
+"""Shared memory of a Ray on this machine alone: only numbers and counts pass through it."""
+_SHOWN = 160
+"""Characters of a message of Ray in the log."""
+
+
+class RayOptions(Config):
+    """Where and on what the workers of a job run."""
+
+    address: str | None = None
+    """Ray cluster, such as auto or HOST:6379; without it RAY_ADDRESS, else a Ray on this machine for this job."""
+    actors: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Number of workers; without it Ray starts with one and adds workers as far as the cluster has or gets room."""
+    cpus: Annotated[float, Field(gt=0, le=1024)] | None = None
+    """CPUs of a worker; without it one for each of its threads and data workers."""
+    gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
+    """GPUs of a worker, such as 0.5 for two on one; without it 1 if the cluster has GPUs."""
+
+
+@contextlib.contextmanager
+def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
+    """Connect to a cluster, or start a Ray on this machine, for the time of the block. A Ray in use is left as it is.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    ray = _import_ray()
+    here = (options.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+    started = not ray.is_initialized()
+    with _messages_to_log():
+        if started:
+            _start(ray, options, here)
+        try:
+            yield RayCluster(ray, options, here)
+        finally:
+            if started:
+                ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.data")
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine ray: cannot import ray.data ({error}); pip install 'vqclip[ray]', or --engine local"
+        ) from None
+    return ray
+
+
+def _start(ray: Any, options: RayOptions, here: bool) -> None:
+    limits: dict[str, Any] = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False} if here else {}
+    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **limits)
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError, those of grpc, ...
+        raise ConfigError(
+            f"--ray-address: got {address}, which cannot be used ({first_line(error)}); expected the address of a "
+            "running cluster (auto on one of its machines), or nothing for a Ray on this machine"
+        ) from None
+
+
+@contextlib.contextmanager
+def _messages_to_log() -> Iterator[None]:
+    """Send what Ray prints to stdout within the block to the log, shortened."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(_Log()):
+        warnings.filterwarnings("ignore", module=r"ray\..*")
+        yield
+
+
+class _Log(io.TextIOBase):
+    """A stream whose lines are shortened and written to the log."""
+
+    def write(self, text: str) -> int:
+        for line in re.sub(r"\x1b\[\d*m", "", text).splitlines():
+            if line := line.strip():
+                more = "..." if len(line) > _SHOWN else ""
+                logger.info("Ray: %s%s", mask_credentials(line[:_SHOWN]), more)
+        return len(text)

@@ -1,0 +1,168 @@
+"""Jobs on a Ray of two workers; `tests/tokenize_dataset/test_on_ray.py` has the command that uses it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_ray import small_ray
+from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
+from vqclip.data.on_ray import mark as mark_module
+from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
+
+ray = pytest.fixture(scope="module")(small_ray)
+
+
+@pytest.fixture
+def cluster(ray: None) -> Iterator[RayCluster]:
+    with connect_to_ray(RayOptions(actors=2)) as found:
+        yield found
+
+
+@dataclass
+class Job:
+    """Does one thing to item 3, and answers with the square of the others."""
+
+    deed: Callable[[int], Any]
+
+    def open(self) -> Callable[[int], dict[str, Any]]:
+        return self._work
+
+    def _work(self, item: int) -> dict[str, Any]:
+        if item == 3:
+            self.deed(item)
+        return {"square": item * item}
+
+
+def fail_on_disk(item: int) -> None:
+    raise StorageError(f"{item}.tar: gone", "changed shard")
+
+
+def fail_by_mistake(item: int) -> None:
+    raise ZeroDivisionError("a mistake\nin two lines")
+
+
+def full_disk(item: int) -> None:
+    raise OSError(28, "No space left on device", "/full/00003.tar")
+
+
+def die(item: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class DieOnce:
+    flag: Path
+
+    def __call__(self, item: int) -> None:
+        if not self.flag.exists():
+            self.flag.touch()
+            die(item)
+
+
+def nothing(item: int) -> None:
+    pass
+
+
+def squares(cluster: RayCluster, deed: Callable[[int], Any], items: range = range(40)) -> dict[int, int]:
+    return {item: result["square"] for item, result in cluster.map(Job(deed), items, "shard", 1, 0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [16384, 7])
+def test_each_item_once(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    monkeypatch.setattr("vqclip.data.on_ray.cluster._BLOCKS", blocks)  # several items in a task
+    assert squares(cluster, nothing) == {item: item * item for item in range(40)}
+    assert squares(cluster, nothing, range(0)) == {}
+
+
+@pytest.mark.slow
+def test_an_item_whose_worker_dies_is_done_by_another(cluster: RayCluster, tmp_path: Path) -> None:
+    assert squares(cluster, DieOnce(tmp_path / "flag")) == {item: item * item for item in range(40)}
+    assert (tmp_path / "flag").exists()
+
+
+@pytest.mark.slow
+def test_an_item_that_always_kills_its_worker_ends_the_job(cluster: RayCluster) -> None:
+    with pytest.raises(VqclipError, match="shard 3: the worker that made it died 4 times"):
+        squares(cluster, die)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "kind", "message"),
+    [
+        (fail_on_disk, StorageError, "^3.tar: gone$"),
+        (fail_by_mistake, VqclipError, "^ZeroDivisionError: a mistake$"),
+        (full_disk, VqclipError, "^/full/00003.tar: No space left on device$"),
+    ],
+)
+def test_errors_of_workers_arrive_in_one_line(
+    cluster: RayCluster,
+    deed: Callable[[int], Any],
+    kind: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(kind, match=message) as error:
+        squares(cluster, deed)
+    assert type(error.value) is kind
+    assert getattr(error.value, "kind", "changed shard") == "changed shard"
+    assert ("in fail_by_mistake" in caplog.text) == (deed is fail_by_mistake)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_a_worker_that_fits_nowhere_is_refused(cluster: RayCluster) -> None:
+    with pytest.raises(ConfigError, match="3 CPUs and 0 GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"):
+        list(cluster.map(Job(nothing), range(2), "shard", 3, 0))
+
+
+@pytest.mark.slow
+def test_devices_and_gpus(cluster: RayCluster) -> None:
+    assert [cluster.gpus(device) for device in ("cpu", "auto", "cuda")] == [0, 0, 1]
+    with connect_to_ray(RayOptions(gpus=0.5)) as other:
+        assert [other.gpus(device) for device in ("auto", "cuda")] == [0.5, 0.5]
+        with pytest.raises(ConfigError, match="--ray-gpus: got 0.5 with --device cpu"):
+            other.gpus("cpu")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with (
+        pytest.raises(ConfigError, match=r"--engine ray: cannot import .* pip install 'vqclip\[ray\]'"),
+        connect_to_ray(RayOptions()),
+    ):
+        pass
+
+
+def test_another_folder_of_the_same_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mark_module, "_VISIBLE_S", 0.0)
+    mark = ShareMark(tmp_path / "out", "--out")
+    with mark.shown():
+        mark.require()
+        (tmp_path / "out").rename(tmp_path / "elsewhere")
+        (tmp_path / "out").mkdir()
+        with pytest.raises(ConfigError, match=r"--out: machine .* does not see the folder .*out"):
+            mark.require()
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match="--out: .* cannot be written to"),
+        ShareMark(tmp_path / "file", "--out").shown(),
+    ):
+        pass
+
+
+def test_classes_of_errors_survive() -> None:
+    from vqclip.data.on_ray.worker import read_reply
+
+    with pytest.raises(DataError, match="^bad$") as error:
+        read_reply('{"failure": "bad", "error": "DataError", "kind": "damaged shard"}')
+    assert error.value.kind == "damaged shard"

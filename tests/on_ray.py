@@ -1,0 +1,58 @@
+"""A Ray of two workers for the tests of a module: ``ray = pytest.fixture(scope="module")(small_ray)``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def small_ray() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level=logging.CRITICAL,
+    )
+    yield
+    ray.shutdown()
+
+
+def kill_worker() -> int | None:
+    """Kill one worker of this process's Ray by SIGKILL; None if there is none now."""
+    for process in workers():
+        os.kill(process, signal.SIGKILL)
+        return process
+    return None
+
+
+def workers() -> list[int]:
+    """Processes of Ray's pools whose driver is this process or one that it started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if name.startswith(b"ray::MapWorker(") and _descends(int(folder.name)):
+            found.append(int(folder.name))
+    return found
+
+
+def _descends(process: int) -> bool:
+    while process > 1:
+        if process == os.getpid():
+            return True
+        try:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return False
