@@ -8,8 +8,9 @@ share; only numbers pass through Ray.
 """
 
 from vqclip.data.on_ray.cluster import RayCluster
-from vqclip.data.on_ray.connection import RayOptions, connect_to_ray
+from vqclip.data.on_ray.connection import connect_to_ray
 from vqclip.data.on_ray.mark import ShareMark
+from vqclip.data.on_ray.options import RayOptions
 from vqclip.data.on_ray.worker import RayJob
 
 __all__ = ["RayCluster", "RayJob", "RayOptions", "ShareMark", "connect_to_ray"]

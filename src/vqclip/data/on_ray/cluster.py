@@ -6,15 +6,13 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vqclip.data.on_ray.options import RayOptions
 from vqclip.data.on_ray.worker import RayJob, Starts, Worker, first_line, read_reply
 from vqclip.errors import ConfigError, VqclipError
 
 __all__ = ["RayCluster"]
-
-if TYPE_CHECKING:
-    from vqclip.data.on_ray.connection import RayOptions
 
 logger = logging.getLogger(__name__)
 

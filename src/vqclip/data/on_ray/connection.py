@@ -10,17 +10,15 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from vqclip.config import Config
 from vqclip.data.on_ray.cluster import RayCluster
+from vqclip.data.on_ray.options import RayOptions
 from vqclip.data.on_ray.worker import first_line
 from vqclip.data.remote import mask_credentials
 from vqclip.errors import ConfigError
 
-__all__ = ["RayOptions", "connect_to_ray"]
+__all__ = ["connect_to_ray"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +32,6 @@ _OBJECT_STORE_BYTES = 100 << 20
 """Shared memory of a Ray on this machine alone: only numbers and counts pass through it."""
 _SHOWN = 160
 """Characters of a message of Ray in the log."""
-
-
-class RayOptions(Config):
-    """Where and on what the workers of a job run."""
-
-    address: str | None = None
-    """Ray cluster, such as auto or HOST:6379; without it RAY_ADDRESS, else a Ray on this machine for this job."""
-    actors: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Number of workers; without it Ray starts with one and adds workers as far as the cluster has or gets room."""
-    cpus: Annotated[float, Field(gt=0, le=1024)] | None = None
-    """CPUs of a worker; without it one for each of its threads and data workers."""
-    gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
-    """GPUs of a worker, such as 0.5 for two on one; without it 1 if the cluster has GPUs."""
 
 
 @contextlib.contextmanager

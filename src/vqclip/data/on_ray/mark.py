@@ -36,7 +36,7 @@ class ShareMark:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Keep the file for the time of the block; it is locked, so that it is no leftover of a killed process."""
+        """Keep the file within the block, locked like a file that is being written, so that nobody removes it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = open(self._path, "xb")  # noqa: SIM115
