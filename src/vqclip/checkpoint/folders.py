@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,12 @@ def checkpoints(folder: Path) -> list[Path]:
         return []
     # A save that was killed while it replaced a checkpoint of the same step leaves the old one under ".replaced-";
     # it sorts before ("." < "s") a folder of the same step, so it is tried last.
-    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sort_checkpoints(folder.iterdir())
+
+
+def sort_checkpoints(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths with names of checkpoints, oldest first."""
+    found = [path for path in paths if _STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
@@ -65,20 +70,21 @@ def latest(folder: Path) -> Path | None:
     return use_latest(folder, verify)
 
 
-def use_latest(folder: Path, use: Callable[[Path], T]) -> T | None:
+def use_latest(folder: Path, use: Callable[[Path], T], paths: Sequence[Path] | None = None) -> T | None:
     """Return the result of ``use`` on the newest checkpoint in ``folder`` that it accepts; None if there is none.
 
     Args:
         folder: of the checkpoints.
         use: raises CheckpointError for a checkpoint that cannot be used; the error is logged, and the next older one
             is tried. An OtherRunError is raised at once.
+        paths: of the checkpoints, oldest first; None for those that are in ``folder``.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be used. (To start over, use another folder.)
         OtherRunError: raised by ``use``.
     """
     problems: list[str] = []
-    for path in reversed(checkpoints(folder)):
+    for path in reversed(checkpoints(folder) if paths is None else paths):
         try:
             return use(path)
         except OtherRunError:
@@ -146,10 +152,7 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int], bool]) -> None:
     """Remove the checkpoints before the last ``keep_last`` up to ``newest``, unless ``keep`` is true for their step."""
-    older = [path for path in checkpoints(folder) if step_of(path) <= step_of(newest)]
-    for path in older[: max(0, len(older) - keep_last)]:
-        if keep(step_of(path)):
-            continue
+    for path in find_old(checkpoints(folder), newest, keep_last, keep):
         # Renamed first: an interrupted removal must not leave half a checkpoint under its old name.
         doomed = folder / f"{TEMPORARY}removed-{path.name}"
         try:
@@ -157,6 +160,12 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int],
             shutil.rmtree(doomed)
         except OSError as error:
             logger.error("%s: the old checkpoint could not be removed: %s", path, error)
+
+
+def find_old(paths: Iterable[Path], newest: Path, keep_last: int, keep: Callable[[int], bool]) -> list[Path]:
+    """Return those of some checkpoints, oldest first, that `remove_old` removes."""
+    older = [path for path in paths if step_of(path) <= step_of(newest)]
+    return [path for path in older[: max(0, len(older) - keep_last)] if not keep(step_of(path))]
 
 
 def _clean_up(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from vqclip.config import Config
+from vqclip.data import mask_credentials
 
 if TYPE_CHECKING:
     import torch
@@ -140,5 +141,8 @@ def text(given: str) -> str:
 
 
 def path(given: str) -> Path:
-    """Convert a path that is not empty; ``Path("")`` would be the current folder."""
-    return Path(text(given))
+    """Convert a path that is not empty, which would be the current folder, and no URL."""
+    if "://" in text(given):
+        hint = "expected a path on this machine; `vqclip copy-run URL FOLDER` copies a run from a URL"
+        raise argparse.ArgumentTypeError(f"got {mask_credentials(given)!r}, {hint}")
+    return Path(given)

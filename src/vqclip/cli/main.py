@@ -37,6 +37,7 @@ COMMANDS = {
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
     "report": Command("vqclip.cli.report", "write the page of a run, or one that compares several"),
+    "copy-run": Command("vqclip.cli.copy_run", "copy a run from a URL to a folder, which the other commands read"),
     "clip-benchmark": Command("vqclip.cli.clip_benchmark", "evaluate models with clip_benchmark, on its data sets"),
     "data": Command("vqclip.cli.data", "pack, check and show data of any kind; draw the scenes data set"),
     "search": Command("vqclip.cli.search", "index images by their codes, and search them by words"),

@@ -17,7 +17,7 @@ from vqclip.io.files import name_file_in_errors
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-_FILES = (LOCK_FILE, f".{LOCK_FILE}")
+LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")
 """Two files: a job that loses one to an ``rm`` still holds the folder."""
 
 
@@ -60,7 +60,7 @@ class RunLock:
                         return "another run in this process"
                     _claims.add(self._folder.resolve())
                 self._claimed = self._folder.resolve()
-            return next((holder for name in _FILES if (holder := self._acquire(self._folder / name))), None)
+            return next((holder for name in LOCK_FILES if (holder := self._acquire(self._folder / name))), None)
 
         holder = dist.run_on_main(acquire)
         if holder is not None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from vqclip.io.tensors import checksums, first_names, nonfinite_names
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.tokenizer.stored import FROZEN_FOLDER
 from vqclip.train.frozen_weights import FrozenWeights
+from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Checkpointer:
         step: the training step, whose model, optimizer, gradient scaler and guards are saved.
         retention: which checkpoints stay.
         in_background: write during the next steps, from a copy in host memory.
+        mirror: of a run at a URL, on rank 0; a checkpoint is saved when it is there.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class Checkpointer:
         step: TrainStep,
         retention: RetentionPolicy,
         in_background: bool = True,
+        mirror: RunMirror | None = None,
     ):
+        self.mirror = mirror
         self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
         self.identity = json.loads(json.dumps(identity))  # as it is read back
         self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model)
@@ -121,7 +125,7 @@ class Checkpointer:
         self.wait()
         model, step = self.step.model, self.step
         save = functools.partial(
-            checkpoint.save,
+            self._save,
             self.folder,
             done,
             write_model=functools.partial(
@@ -150,13 +154,20 @@ class Checkpointer:
         if not self.in_background:
             self.wait()
 
+    def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
+        path = checkpoint.save(folder, done, keep_last=keep_last, keep=keep, **content)
+        if self.mirror is not None:
+            self.mirror.upload_checkpoint(path, keep_last, keep)
+
     def raise_if_failed(self) -> None:
         """Raise an error of the background thread, without waiting for it.
 
         Raises:
-            CheckpointError: on rank 0, when a checkpoint could not be written.
+            CheckpointError: on rank 0, when a checkpoint could not be written, or another job has the run's folder.
         """
         self._writer.raise_if_failed()
+        if self.mirror is not None:
+            self.mirror.raise_if_lost()
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -254,6 +265,20 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._writer.close(failed=error is not None)
+
+    def find(self) -> list[Path]:
+        """Return the checkpoints of the run, oldest first, on rank 0; `fetch` them before they are read."""
+        return checkpoint.checkpoints(self.folder) if self.mirror is None else self.mirror.checkpoints()
+
+    def fetch(self, path: Path) -> Path:
+        """Fetch a checkpoint of a run at a URL unless it is on this disk, on rank 0, and return its path."""
+        return path if self.mirror is None else self.mirror.fetch(path)
+
+    def set_aside_newer(self, done: int) -> None:
+        """Rename checkpoints newer than ``done`` steps, on rank 0; see `vqclip.checkpoint.set_aside_newer`."""
+        checkpoint.set_aside_newer(self.folder, done)
+        if self.mirror is not None:
+            self.mirror.set_aside_newer(done)
 
     def path(self, done: int) -> Path:
         """Return the folder of the checkpoint after ``done`` steps."""

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from vqclip import dist
@@ -16,7 +16,9 @@ from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.features import Modality
 from vqclip.data.order import FullOrder
+from vqclip.data.remote import TransferConfig
 from vqclip.evaluation import Evaluations, scalar_names
+from vqclip.io.cache import cache_folder
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.runlog.best import PREFIX
@@ -28,6 +30,7 @@ from vqclip.train.ema import EmaConfig
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.report import ReportConfig
+from vqclip.train.run_store import require_writable
 from vqclip.train.step import ComputeConfig
 
 
@@ -36,8 +39,11 @@ class RunConfig(Config):
 
     name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its folder is `folder/name`."""
-    folder: Path = Path("runs")
-    """Folder of all runs."""
+    folder: Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)] = "runs"
+    """Folder of all runs: on a disk that rank 0 sees, or a URL of s3, gs or az. A run at a URL has a copy in `runs` of
+    the cache folder of rank 0's machine, which it works on."""
+    remote: TransferConfig = TransferConfig(total_s=600.0)
+    """Transfers of a run folder at a URL."""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest intact checkpoint if there is one. never: refuse a folder that has checkpoints."""
     resume_allow: tuple[str, ...] = ()
@@ -58,10 +64,22 @@ class RunConfig(Config):
     """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard`, `wandb` and
     `trackio`, or mappings with settings, such as `{kind: wandb, project: mine}`."""
 
+    @field_validator("folder")
+    @classmethod
+    def _folder_can_be_written(cls, folder: str) -> str:
+        return require_writable(folder)
+
+    @property
+    def url(self) -> str | None:
+        """URL of the run; None if its folder is on a disk."""
+        return f"{self.folder}/{self.name}" if "://" in self.folder else None
+
     @property
     def path(self) -> Path:
-        """Folder of the run."""
-        return self.folder / self.name
+        """Folder of the run on this machine."""
+        if self.url is None:
+            return Path(self.folder, self.name)
+        return cache_folder() / "runs" / hashlib.sha256(self.folder.encode()).hexdigest()[:16] / self.name
 
 
 class ScheduleConfig(ComputeConfig):

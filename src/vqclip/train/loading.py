@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vqclip import checkpoint
 from vqclip.config import load_config
+from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
 from vqclip.tokenizer.folder import CONFIG_FILE
@@ -45,6 +46,10 @@ def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
         CheckpointError: the folder contains no model, or a damaged one.
         ConfigError: ``weights`` is "current", and the folder is no run and no checkpoint.
     """
+    if "://" in name:
+        raise CheckpointError(
+            f"{mask_credentials(name)}: models are not read from URLs; `vqclip copy-run URL FOLDER` copies a run"
+        )
     path = Path(name).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path}: got a file, expected a folder: {MODEL_HELP}")

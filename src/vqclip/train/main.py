@@ -5,6 +5,7 @@ Reads top to bottom in the order of the data flow: model, samples, step, checkpo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vqclip import checkpoint, dist
+from vqclip import dist
 from vqclip.config import load_config, to_yaml
 from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
@@ -41,6 +42,7 @@ from vqclip.train.process_state import exclusive_run, preserve_torch_state
 from vqclip.train.report import store_details, write_page
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
+from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep, towers_draw
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
 
@@ -96,11 +98,13 @@ def run(
             progress.report_to(stop.raise_if_requested),
         ):
             try:
-                with RunLock(config.run.path) as lock:
-                    summary = _run(config, device, lock, log, stop, [*in_order(callbacks), watch], owns_process)
-                return RunResult(config, summary.step, watch.metrics, None, summary, _stop_reason(stop))
-            except StopRequested:
-                return _report_stop(config, stop, watch)
+                with RunLock(config.run.path) as lock, _mirror(config) as mirror:
+                    try:
+                        every = [*in_order(callbacks), watch]
+                        summary = _run(config, device, lock, mirror, log, stop, every, owns_process)
+                        return RunResult(config, summary.step, watch.metrics, None, summary, _stop_reason(stop))
+                    except StopRequested:
+                        return _report_stop(config, mirror, stop, watch)
             finally:
                 if joined:
                     dist.shutdown()  # before the handlers are removed: a scheduler may send its signal more than once
@@ -110,12 +114,13 @@ def _run(
     config: TrainConfig,
     device: torch.device,
     lock: RunLock,
+    mirror: RunMirror | None,
     log: LogFile,
     stop: StopSignals,
     callbacks: Sequence[Callback],
     owns_process: bool,
 ) -> RunSummary:
-    _claim_folder(config, lock, log)
+    _claim_folder(config, lock, mirror, log)
 
     model = _build_model(config, device)
     _leave_if_requested(stop)
@@ -123,10 +128,10 @@ def _run(
     _leave_if_requested(stop)
     prepare(config.evaluation)  # so that a wrong path is an error now, not at the end
     step = _build_step(config, model)
-    checkpointer = _build_checkpointer(config, step, data)
+    checkpointer = _build_checkpointer(config, step, data, mirror)
     resumed = resume(checkpointer, config.run.resume_allow)
     _leave_if_requested(stop)
-    _write_config(config)
+    _write_config(config, mirror)
     if resumed.step < config.train.steps:
         store_features(config, model, data, step.distillation)
 
@@ -145,7 +150,14 @@ def _run(
     return _summarise(training, outcome, exported, best)
 
 
-def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
+def _mirror(config: TrainConfig) -> contextlib.AbstractContextManager[RunMirror | None]:
+    """Return the mirror of a run at a URL on rank 0."""
+    if config.run.url is None or not dist.is_main():
+        return contextlib.nullcontext()
+    return RunMirror(config.run.url, config.run.path, config.run.remote)
+
+
+def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
     """Make and lock the run's folder before any work is done, and begin the log in it."""
     share, batch_size = config.train.batch_size // dist.world_size(), config.train.batch_size
     if share == 0:
@@ -168,6 +180,8 @@ def _claim_folder(config: TrainConfig, lock: RunLock, log: LogFile) -> None:
         except OSError as error:
             raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
     lock.acquire()
+    if config.run.url is not None:
+        dist.run_on_main(lambda: None if mirror is None else mirror.open())
     if dist.is_main():
         remove_leftovers(folder)
     log.open()
@@ -203,14 +217,11 @@ def _build_step(config: TrainConfig, model: CLIP) -> TrainStep:
     )
 
 
-def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -> Checkpointer:
+def _build_checkpointer(
+    config: TrainConfig, step: TrainStep, data: TrainData, mirror: RunMirror | None
+) -> Checkpointer:
     _require_same_data(config, data.fingerprint)
     folder = config.run.path / "checkpoints"
-    found = dist.run_on_main(lambda: len(checkpoint.checkpoints(folder)))
-    if config.run.resume == "never" and found:
-        raise ConfigError(
-            f"run.resume: got 'never', but {folder} contains checkpoints; choose another run.name, or 'auto'"
-        )
     distillation = [] if step.distillation is None else step.distillation.identity
     identity = config.identity(
         data.fingerprint,
@@ -220,7 +231,13 @@ def _build_checkpointer(config: TrainConfig, step: TrainStep, data: TrainData) -
     )
     dist.run_on_main(lambda: require_space(config.run.path, step))
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
-    return Checkpointer(folder, identity, step, retention, config.train.save_in_background)
+    checkpointer = Checkpointer(folder, identity, step, retention, config.train.save_in_background, mirror)
+    if config.run.resume == "never" and dist.run_on_main(lambda: len(checkpointer.find())):
+        raise ConfigError(
+            f"run.resume: got 'never', but {config.run.url or config.run.path} contains checkpoints; choose another "
+            "run.name, or 'auto'"
+        )
+    return checkpointer
 
 
 def _open_records(config: TrainConfig, data: TrainData, resumed: Resumed) -> Records:
@@ -229,11 +246,22 @@ def _open_records(config: TrainConfig, data: TrainData, resumed: Resumed) -> Rec
     return Records(config.run.path, resumed.step, data, resumed.counts, keep_best, best, trackers, facts)
 
 
-def _write_config(config: TrainConfig) -> None:
+def _write_config(config: TrainConfig, mirror: RunMirror | None) -> None:
     """Write the configuration, with credentials masked so that it can be shared."""
     if dist.is_main():
         write_text(config.run.path / "config.yaml", to_yaml(config, mask_credentials))
         remove_stopped(config.run.path)
+    _upload_files(mirror)
+
+
+def _upload_files(mirror: RunMirror | None) -> None:
+    """Upload the files of a run at a URL from rank 0. A collective."""
+
+    def upload() -> None:
+        if mirror is not None and mirror.is_open:
+            mirror.upload_files()
+
+    dist.run_on_main(upload)
 
 
 def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, dict[str, Any] | None]:
@@ -289,6 +317,7 @@ def _summarise(
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)
     write_page(config.report, folder, training.done)
+    _upload_files(training.checkpointer.mirror)
     require_success(outcome)
     if dist.is_main():
         log_to_file(render(summary))
@@ -306,10 +335,11 @@ def _stop_reason(stop: StopSignals) -> str | None:
     return next((each for each in dist.gather_json(stop.reason) if each is not None), None)
 
 
-def _report_stop(config: TrainConfig, stop: StopSignals, watch: WatchTraining) -> RunResult:
+def _report_stop(config: TrainConfig, mirror: RunMirror | None, stop: StopSignals, watch: WatchTraining) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
     reason = _stop_reason(stop) or "requested"
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
+    _upload_files(mirror)
     result = RunResult(config, saved if watch.done is None else watch.done, watch.metrics, reason, None)
     if dist.is_main():
         if dist.launcher_has_died():

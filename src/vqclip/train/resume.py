@@ -59,15 +59,20 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     step, read = checkpointer.step, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
 
     def restore() -> dict[str, Any] | None:
-        if checkpoint.checkpoints(checkpointer.folder):
+        paths = checkpointer.find()
+        if paths:
             checkpointer.frozen.verify()
-        found = checkpoint.use_latest(checkpointer.folder, lambda path: _restore(path, checkpointer, allow))
+        found = checkpoint.use_latest(
+            checkpointer.folder, lambda path: _restore(checkpointer.fetch(path), checkpointer, allow), paths
+        )
         if found is None:
             checkpointer.frozen.write()
             return None
         saved, state, optimizer, tensors = found
         read.append((optimizer.tensors, tensors))
-        checkpoint.set_aside_newer(checkpointer.folder, saved.step)
+        checkpointer.set_aside_newer(saved.step)
+        if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
+            checkpointer.fetch(best)
         return {
             "path": str(saved.path),
             "step": saved.step,

@@ -1,6 +1,6 @@
 """Shards at URLs, and compressed ones: whole in a bounded cache on this machine, then read like local shards."""
 
-from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.config import RemoteConfig, TransferConfig
 from vqclip.data.remote.gunzip import TAR_ENDINGS, GzipShard, is_gzip, is_tar
 from vqclip.data.remote.image import fetch_image
 from vqclip.data.remote.listing import remote_shards
@@ -12,6 +12,7 @@ __all__ = [
     "GzipShard",
     "RemoteConfig",
     "RemoteShard",
+    "TransferConfig",
     "beneath",
     "display_url",
     "fetch_image",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.config import TransferConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.urls import display_url
 from vqclip.errors import StorageError
@@ -40,7 +40,7 @@ class FetchError(Exception):
         self.again, self.after_s = again, after_s
 
 
-def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: Deadline) -> T:
+def retry(action: Callable[[], T], url: str, options: TransferConfig, deadline: Deadline, done: str = "fetched") -> T:
     """Call `action` until it does not raise `FetchError`, and return its result.
 
     Args:
@@ -48,6 +48,7 @@ def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: De
         url: for messages.
         options: number of tries.
         deadline: ends the pauses too.
+        done: what is done to the URL, for messages.
 
     Raises:
         StorageError: the last failure; names URL, tries, time and the options that limit them. Its `kind` is "gone" if
@@ -67,7 +68,7 @@ def retry(action: Callable[[], T], url: str, options: RemoteConfig, deadline: De
         _sleep(pause)
     why = "" if last.again else "; this is not tried again"
     raise StorageError(
-        f"{display_url(url)}: cannot be fetched: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
+        f"{display_url(url)}: cannot be {done}: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
         f"{deadline.spent:.1f} s of remote.total_s={deadline.total_s:g}",
         "storage" if last.again else "gone",
     )

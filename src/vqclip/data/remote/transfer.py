@@ -15,7 +15,18 @@ from vqclip.data.remote.retry import FetchError
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
-__all__ = ["Body", "ChangedError", "NoRangesError", "Span", "list_facts", "list_urls", "open_url", "url_facts"]
+__all__ = [
+    "Body",
+    "ChangedError",
+    "NoRangesError",
+    "Span",
+    "list_facts",
+    "list_urls",
+    "object_store",
+    "open_url",
+    "translate_errors",
+    "url_facts",
+]
 
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
@@ -89,7 +100,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         ChangedError: the file does not have the size in `span`; here or while the blocks are read.
     """
     if protocol_of(url) in _OVER_HTTP:
-        with _translate_errors(url):
+        with translate_errors(url):
             file, length = _open_http(url, timeout_s, deadline, span)
             tag = _tag(file.r.headers)
         try:
@@ -98,7 +109,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
             with contextlib.suppress(Exception):
                 file.close()
     else:
-        with _translate_errors(url):
+        with translate_errors(url):
             store = _ObjectStore(url, timeout_s, deadline)
             length = store.begin(span)
         yield Body(length, _check_speed(store.next_block, url, timeout_s, deadline), store.tag)
@@ -111,7 +122,7 @@ def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
         FetchError: the store cannot be reached.
         StorageError: the protocol's package is not installed.
     """
-    with _translate_errors(url):
+    with translate_errors(url):
         return _ObjectStore(url, timeout_s, deadline).glob()
 
 
@@ -122,7 +133,7 @@ def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tupl
         FetchError: the store cannot be reached.
         StorageError: the protocol's package is not installed.
     """
-    with _translate_errors(url):
+    with translate_errors(url):
         files = _ObjectStore(url, timeout_s, deadline).list()
         return {str(info["name"]): _facts(info) for info in files if info["type"] == "file"}
 
@@ -134,7 +145,7 @@ def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]
         FetchError: it cannot be reached, or the server announces no size.
         StorageError: the protocol's package is not installed.
     """
-    with _translate_errors(url):
+    with translate_errors(url):
         if protocol_of(url) not in _OVER_HTTP:
             return _facts(_ObjectStore(url, timeout_s, deadline).info())
         file, length = _open_http(url, timeout_s, deadline, None)
@@ -161,8 +172,7 @@ class _ObjectStore:
     """
 
     def __init__(self, url: str, timeout_s: float, deadline: Deadline):
-        protocol = str(protocol_of(url))
-        self._system = _file_system(protocol, **_store_options(protocol, timeout_s))
+        self._system = object_store(url, timeout_s)
         self._path, self._deadline = url.partition("://")[2], deadline
 
     def glob(self) -> list[str]:
@@ -230,6 +240,20 @@ def _tag(facts: Mapping[str, Any]) -> str:
     return str(found).removeprefix("W/").strip('"')[:128]
 
 
+def object_store(url: str, timeout_s: float) -> Any:
+    """Return the file system of fsspec for the object store of a URL; its package finds credentials by itself.
+
+    Args:
+        url: of an object or folder.
+        timeout_s: longest wait for a connection and for bytes.
+
+    Raises:
+        StorageError: the protocol's package is not installed.
+    """
+    protocol = str(protocol_of(url))
+    return _file_system(protocol, **_store_options(protocol, timeout_s))
+
+
 def _store_options(protocol: str, timeout_s: float) -> dict[str, Any]:
     options: dict[str, Any] = {"use_listings_cache": False}
     if protocol == "s3":
@@ -243,7 +267,7 @@ def _store_options(protocol: str, timeout_s: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _translate_errors(url: str) -> Iterator[None]:
+def translate_errors(url: str) -> Iterator[None]:
     """Turn errors of fsspec and of its packages into `FetchError`, without the credentials that they may show."""
     try:
         yield
@@ -352,7 +376,7 @@ def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline
     waited, received = 0.0, 0
     while True:
         since = time.monotonic()
-        with _translate_errors(url):
+        with translate_errors(url):
             block = read()
         waited += time.monotonic() - since
         if not block:

@@ -1,0 +1,166 @@
+"""Files below a URL in an object store, with retries and time limits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vqclip.data.remote import TransferConfig, display_url, local_path, protocol_of
+from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import FetchError, retry
+from vqclip.data.remote.transfer import object_store, translate_errors
+from vqclip.errors import ConfigError, StorageError
+
+__all__ = ["RemoteFolder", "require_writable"]
+
+T = TypeVar("T")
+
+_STORES = ("s3", "gs", "az")
+"""Protocols of object stores that can be written to."""
+_SMALL = 1 << 20
+"""Bytes of a file that is read into memory."""
+
+
+def require_writable(folder: str) -> str:
+    """Return a local path, or the URL of a folder in an object store, without a slash at its end.
+
+    Raises:
+        DataError: another protocol.
+        ConfigError: a URL that cannot be written to.
+    """
+    protocol = protocol_of(folder)
+    if protocol is None:
+        return folder
+    if protocol == "file":
+        return local_path(folder)
+    if protocol not in _STORES or set(folder) & set("?#*"):
+        raise ConfigError(
+            f"got {display_url(folder)}; expected a local folder, or a URL of {', '.join(_STORES)} without ?, # and *"
+        )
+    return folder.rstrip("/")
+
+
+class RemoteFolder:
+    """Files below a URL; names are relative to it. Every method may be called from any thread.
+
+    An object store has no folders and renames nothing. A file appears whole or not at all, and is seen by all readers
+    as soon as it is written.
+
+    Args:
+        url: of an object store.
+        options: retries and time limits of each call.
+    """
+
+    def __init__(self, url: str, options: TransferConfig):
+        self.url, self.options = url, options
+
+    def __str__(self) -> str:
+        return display_url(self.url)
+
+    def with_limits(self, tries: int, total_s: float) -> RemoteFolder:
+        """Return the same folder with other limits for each call."""
+        return RemoteFolder(self.url, self.options.model_copy(update={"tries": tries, "total_s": total_s}))
+
+    def list(self, below: str = "") -> dict[str, int]:
+        """Return the names of all files below a name, with their sizes in bytes."""
+        root = self._path("")
+
+        def find(system: Any, path: str, timeout: float) -> dict[str, int]:
+            with contextlib.suppress(FileNotFoundError):
+                found = system.find(path, detail=True, timeout=timeout)
+                names = {each.removeprefix(root): int(info["size"]) for each, info in found.items()}
+                return {name: size for name, size in names.items() if _is_plain(name)}
+            return {}
+
+        return self._call(below, "listed", find)
+
+    def read(self, name: str) -> bytes | None:
+        """Return a small file; None if there is none.
+
+        Raises:
+            StorageError: it cannot be read, or is larger than a MiB.
+        """
+
+        def read(system: Any, path: str, timeout: float) -> bytes | None:
+            try:
+                return bytes(system.cat_file(path, start=0, end=_SMALL + 1, timeout=timeout))
+            except FileNotFoundError:
+                return None
+
+        content = self._call(name, "read", read)
+        if content is not None and len(content) > _SMALL:
+            raise StorageError(f"{self._show(name)}: has more than {_SMALL} bytes; at most these are read")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file; replaces another one."""
+        self._call(name, "written", lambda system, path, timeout: system.pipe_file(path, content, timeout=timeout))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small file unless there is one; return whether the file now has this content.
+
+        Of several processes that create one file at once with different contents, one gets True, if the store decides
+        such races (`If-None-Match` of S3, generations of Google, ETags of Azure). Another store keeps the content of
+        the last one, and the others notice it in their next `read`.
+        """
+
+        def create(system: Any, path: str, timeout: float) -> None:
+            try:
+                system.pipe_file(path, content, mode="create", timeout=timeout)
+            except Exception:
+                if self.read(name) is None:  # otherwise it exists, or an earlier try has written it
+                    raise
+
+        self._call(name, "written", create)
+        return self.read(name) == content
+
+    def upload(self, name: str, path: Path) -> None:
+        """Copy a local file to a name; replaces another one."""
+        self._call(name, "written", lambda system, to, timeout: system.put_file(str(path), to, timeout=timeout))
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to a local path, in blocks."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._call(name, "fetched", lambda system, of, timeout: system.get_file(of, str(path), timeout=timeout))
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+
+        def remove(system: Any, path: str, timeout: float) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                system.rm_file(path, timeout=timeout)
+
+        self._call(name, "removed", remove)
+
+    def copy(self, name: str, to: str) -> None:
+        """Copy a file to another name within the store."""
+        target = self._path(to)
+        self._call(name, "copied", lambda system, path, timeout: system.cp_file(path, target, timeout=timeout))
+
+    def _call(self, name: str, done: str, action: Callable[[Any, str, float], T]) -> T:
+        url, deadline = f"{self.url}/{name}", Deadline(self.options.total_s)
+
+        def once() -> T:
+            with translate_errors(url):
+                system = object_store(url, self.options.timeout_s)
+                try:
+                    return action(system, self._path(name), max(deadline.left, 0.001))
+                except FileNotFoundError:
+                    raise FetchError(
+                        f"there is no such {'bucket' if done == 'written' else 'file'}", again=False
+                    ) from None
+
+        return retry(once, url, self.options, deadline, done)
+
+    def _path(self, name: str) -> str:
+        return f"{self.url.partition('://')[2]}/{name}"
+
+    def _show(self, name: str) -> str:
+        return display_url(f"{self.url}/{name}")
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name can be a path below a local folder; markers of empty folders are left out too."""
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
