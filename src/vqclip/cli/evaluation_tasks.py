@@ -27,6 +27,7 @@ from vqclip.evaluation import (
     WinogroundData,
     ZeroShotConfig,
 )
+from vqclip.train.loading import require_local
 
 __all__ = ["EvaluationFile", "tasks_of_file", "tasks_of_options"]
 
@@ -55,6 +56,7 @@ def tasks_of_file(model: str, file: Path | None, overrides: Sequence[str]) -> Ev
         ConfigError: there is no file, it is invalid, or it contains no task.
     """
     if file is None:
+        require_local(model)
         folder = Path(model).expanduser()
         file = folder / "config.yaml"
         if not file.is_file():

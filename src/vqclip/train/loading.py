@@ -46,10 +46,7 @@ def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
         CheckpointError: the folder contains no model, or a damaged one.
         ConfigError: ``weights`` is "current", and the folder is no run and no checkpoint.
     """
-    if "://" in name:
-        raise CheckpointError(
-            f"{mask_credentials(name)}: models are not read from URLs; `vqclip copy-run URL FOLDER` copies a run"
-        )
+    require_local(name)
     path = Path(name).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path}: got a file, expected a folder: {MODEL_HELP}")
@@ -72,6 +69,18 @@ def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
         )
     model, has_averages = load_checkpoint_model(newest, weights)
     return LoadedModel(model, str(newest / "model"), "current" if weights == "current" or not has_averages else weights)
+
+
+def require_local(name: str) -> None:
+    """Refuse a URL in place of a model.
+
+    Raises:
+        CheckpointError: it is a URL.
+    """
+    if "://" in name:
+        raise CheckpointError(
+            f"{mask_credentials(name)}: models are not read from URLs; `vqclip copy-run URL FOLDER` copies a run"
+        )
 
 
 def _find_checkpoint(path: Path) -> Path | None:
