@@ -33,8 +33,8 @@ CHUNK_BYTES, SHARD_BYTES = 24, 96
 """Bytes of a chunk and of a shard in the index."""
 SAMPLE_BYTES = 88
 """Bytes of a sample in the indexes of the full order, which every process has."""
-WORKER_BYTES = 120e6
-"""Private memory of a worker that reads and decodes."""
+WORKER_BYTES = 160e6
+"""Private memory of a forked worker; a spawned one has 520e6."""
 NAME_BYTES, DISK_BLOCK = 16, 4096
 """Bytes of the name of a sample in the cache, and of a block of a disk."""
 _SIMULATED_STEPS = 16

@@ -22,8 +22,8 @@ class TransferConfig(Config):
     that time counts as stalled."""
     total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
     """Longest time for one file, or a part of a shard, in seconds: all tries and pauses, and waiting for space and for
-    another process that downloads it. For shards, keep it well below `data.timeout_s` and `run.step_timeout_s`, which would otherwise end
-    the run before the failure is reported; raise all three for shards that take longer."""
+    another process that downloads it. For shards, keep it well below `data.timeout_s` and `run.step_timeout_s`, which
+    would otherwise end the run before the failure is reported; raise all three for shards that take longer."""
 
 
 class RemoteConfig(TransferConfig):
