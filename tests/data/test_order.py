@@ -131,7 +131,7 @@ WINDOWED_SAMPLES = [0, 16, 9, 4, 8, 2, 19, 17, 1, 11, 18, 10]
 
 
 @settings(deadline=None, max_examples=40)
-@given(size=st.integers(1, 300), chunk=st.integers(1, 40), window=st.integers(1, 9), key=st.integers(0, 2**64 - 1))
+@given(size=st.integers(1, 900), chunk=st.integers(1, 40), window=st.integers(1, 120), key=st.integers(0, 2**64 - 1))
 def test_a_window_reads_its_chunks_and_no_others(size: int, chunk: int, window: int, key: int) -> None:
     windows = Windows(size, chunk, window, key)
     places = np.arange(size)
@@ -139,13 +139,35 @@ def test_a_window_reads_its_chunks_and_no_others(size: int, chunk: int, window: 
     assert (np.diff(of) >= 0).all()
     assert of.max() == windows.windows - 1
     sizes = np.diff([windows.first_chunk(each) for each in range(windows.windows + 1)])
-    assert sizes.max() - sizes.min() <= 1
-    assert sizes.min() >= min(windows.chunks, 2 * window // 3)
+    assert sizes.max() - sizes.min() < 2 * windows.lanes
+    assert -(-sizes.max() // windows.lanes) == windows.most_rows
+    assert window / 2 <= sizes.mean() <= 3 * window / 2 or windows.windows == 1
     for number in range(windows.windows):
         chunks = windows.chunks_of(number).tolist()
         assert len(set(chunks)) == sizes[number]
         within = [sample for each in chunks for sample in range(each * windows.chunk, (each + 1) * windows.chunk)]
         assert sorted(samples[of == number].tolist()) == [sample for sample in within if sample < size]
+
+
+@settings(deadline=None, max_examples=40)
+@given(size=st.integers(1, 900), chunk=st.integers(1, 9), window=st.integers(1, 120), key=st.integers(0, 2**64 - 1))
+def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
+    size: int, chunk: int, window: int, key: int
+) -> None:
+    windows = Windows(size, chunk, window, key, shift=5)
+    places = np.arange(size)
+    chunks, lanes = windows.samples(places) // windows.chunk, windows.lane_of(places)
+    assert all(len(set(lanes[chunks == each])) == 1 for each in range(windows.chunks))
+    short = size % windows.chunk
+    for number in range(windows.windows):
+        first, end = windows.first_chunk(number), windows.first_chunk(number + 1)
+        place = first * windows.chunk
+        for each in range(windows.chunk):
+            count = end - first - (0 < short <= each and number == windows.windows - 1)
+            assert len(set(chunks[place : place + count])) == count
+            assert np.array_equal(lanes[place : place + count], (np.arange(count) + 5) % windows.lanes)
+            place += count
+        assert place == min(size, end * windows.chunk)
 
 
 def test_a_window_as_large_as_the_source_shuffles_all_samples() -> None:
