@@ -59,15 +59,17 @@ def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() ->
         assert np.array_equal(order.nodes(step, batch, layout(nodes, 2)), windows.lane_of(place) % nodes)
 
 
-@pytest.mark.parametrize(("nodes", "batch"), [(4, 600), (4, 599), (7, 600), (16, 600), (9, 601)])
-def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "batch", "most"), [(4, 600, 1), (4, 599, 1.01), (7, 600, 1.03), (16, 600, 1.05), (9, 601, 1.05)]
+)
+def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -> None:
     """Pairs of a node and a chunk that it reads, per chunk of the window."""
     order = GlobalOrder([60_000], [1.0], 5, WindowedOrder(chunk=30, window=2000))
     pairs = set()
     for step in range(60_000 // batch):
         node = order.nodes(step, batch, layout(nodes, 2))
         pairs |= set(zip(node.tolist(), (order.batch(step, batch).sample // 30).tolist(), strict=True))
-    assert len(pairs) / 2000 < (1.0001 if batch % nodes == 0 == 240 % nodes else 1.25)
+    assert 1 <= len(pairs) / 2000 <= most
 
 
 def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
@@ -77,7 +79,7 @@ def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
     assert np.array_equal(node, np.where(lanes % 3 == 2, 1, 0))
 
 
-@pytest.mark.parametrize(("nodes", "rank", "start"), [([0, 0], 1, 17), (layout(3, 2), 5, 0), (layout(7, 1), 3, 16)])
+@pytest.mark.parametrize(("nodes", "rank", "start"), [([0, 0], 1, 1), (layout(3, 2), 5, 0), (layout(7, 1), 3, 16)])
 def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], rank: int, start: int) -> None:
     sizes, batch = [6011, 900], 400
     order, used, foreign = GlobalOrder(sizes, [1.0, 1.0], 5, SMALL), 0, 0

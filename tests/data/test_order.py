@@ -154,7 +154,7 @@ def test_a_window_reads_its_chunks_and_no_others(size: int, chunk: int, window: 
 def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
     size: int, chunk: int, window: int, key: int
 ) -> None:
-    windows = Windows(size, chunk, window, key, shift=5)
+    windows = Windows(size, chunk, window, key)
     places = np.arange(size)
     chunks, lanes = windows.samples(places) // windows.chunk, windows.lane_of(places)
     assert all(len(set(lanes[chunks == each])) == 1 for each in range(windows.chunks))
@@ -165,7 +165,7 @@ def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
         for each in range(windows.chunk):
             count = end - first - (0 < short <= each and number == windows.windows - 1)
             assert len(set(chunks[place : place + count])) == count
-            assert np.array_equal(lanes[place : place + count], (np.arange(count) + 5) % windows.lanes)
+            assert np.array_equal(lanes[place : place + count], np.arange(count) % windows.lanes)
             place += count
         assert place == min(size, end * windows.chunk)
 

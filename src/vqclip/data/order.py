@@ -166,8 +166,7 @@ class WindowedOrder(Config):
 
     def windows(self, seed: int, source: int, size: int, passes: int) -> Windows:
         """Return the windows of one pass through a source of ``size`` samples."""
-        key = int(hash_integers(seed, _WINDOWS, source, passes))
-        return Windows(size, self.chunk, self.window, key, passes * size)
+        return Windows(size, self.chunk, self.window, int(hash_integers(seed, _WINDOWS, source, passes)))
 
 
 def _mix_block(seed: int, slots: Sequence[int], epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:

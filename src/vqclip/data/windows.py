@@ -56,11 +56,9 @@ class Windows:
         chunk: samples of a chunk.
         window: chunks of a window, up to rounding: the pass has round(chunks / window) windows, at least one.
         key: selects the order, from source and pass.
-        shift: number of the lane of the first place. With the samples of the earlier passes, the lanes of consecutive
-            places of all passes follow one another.
     """
 
-    def __init__(self, size: int, chunk: int, window: int, key: int, shift: int = 0):
+    def __init__(self, size: int, chunk: int, window: int, key: int):
         self.size, self.chunk = size, min(chunk, size)
         self.chunks = -(-size // self.chunk)
         """Chunks of the pass."""
@@ -73,7 +71,6 @@ class Windows:
         self.most_rows = -(-self.rows // self.windows)
         """Rows of the largest window."""
         self._key = key
-        self._shift = shift % self.lanes
         self._whole = size // self.chunk
 
     def samples(self, places: np.ndarray) -> np.ndarray:
@@ -88,7 +85,7 @@ class Windows:
 
     def lane_of(self, places: np.ndarray) -> np.ndarray:
         """Return the lane of each place, int64 below `lanes`; all samples of a chunk have one lane."""
-        return (self._cells(places).column + self._shift) % self.lanes
+        return self._cells(places).column
 
     def window_of(self, places: np.ndarray) -> np.ndarray:
         """Return the window of each place of the pass."""
