@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError
 
@@ -23,8 +25,13 @@ _READ = 1 << 20
 """Bytes read at a time; more than an extended header has."""
 _REGULAR = (b"0", b"\0", b"7")
 """Types of regular files."""
+_NAMED = (b"x", b"L")
+"""Types of extended headers with the name of the next member."""
+_ORDINARY = [ord(kind) for kind in (*_REGULAR, *_NAMED, b"5", b"g", b"K")]
 _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
+_MAX_BEFORE = 1 << 20
+"""Bytes of all extended headers of a member."""
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
 """Bytes that are in no text, whether UTF-8 or Latin-1."""
 _COMPRESSED = {
@@ -95,7 +102,9 @@ class TarWalk:
         for block in blocks:
             data = rest + block if rest else block
             members = self.feed(data, offset)
-            used = min(len(data), self.at - offset)
+            if 0 <= self._begin < self.at - _MAX_BEFORE:
+                raise DataError(f"{self._path}: extended headers of more than {_MAX_BEFORE} bytes at {self._begin}")
+            used = min(len(data), (self.at if self._begin < 0 else self._begin) - offset)
             yield memoryview(data)[:used], members
             offset, rest = offset + used, data[used:]
         yield memoryview(rest), []
@@ -114,7 +123,10 @@ class TarWalk:
         if offset == 0 and self.at == 0:
             _refuse_other_formats(self._path, data[:_BLOCK])
         found: list[Member] = []
-        while self._zeros_at < 0 and self.at + _BLOCK <= min(offset + len(data), self._end):
+        limit = min(offset + len(data), self._end)
+        self._read_ordinary(data, offset, limit, found)
+        # What ends it is the end of the archive, damage, or a rare notation: from there, header by header.
+        while self._zeros_at < 0 and self.at + _BLOCK <= limit:
             if not self._step(data, offset, found):
                 break
         if self._zeros_at >= 0 and self.at < offset + len(data):
@@ -147,6 +159,29 @@ class TarWalk:
         if at > end or self._extended:
             raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
 
+    def _read_ordinary(self, data: bytes, offset: int, limit: int, found: list[Member]) -> None:
+        """Read the headers up to the first one that is not written as usual, all at once."""
+        headers = _chain(data, self.at - offset, limit - offset)
+        for header, kind, size, name in _parse_headers(data, headers, self._length - offset):
+            start = header + _BLOCK
+            if kind in _NAMED:
+                if start + size > len(data) or "size" in self._extended:
+                    break
+                self._extended |= _read_extended(self._path, kind, data[start : start + size], offset + header)
+                self._begin = offset + header if self._begin < 0 else self._begin
+            elif kind in _REGULAR:
+                if "size" in self._extended:
+                    break
+                name = self._extended.get("path", name)
+                if not name.endswith("/"):
+                    found.append(
+                        Member(name, offset + header if self._begin < 0 else self._begin, offset + start, size)
+                    )
+                self._forget()
+            elif kind == b"5":
+                self._forget()
+            self.at = offset + start + -(-size // _BLOCK) * _BLOCK
+
     def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
         """Read one header; return False if bytes that belong to it are still to come."""
         path, at = self._path, self.at
@@ -165,7 +200,7 @@ class TarWalk:
                 f"{path}: truncated: member {_name(header, self._extended)!r} at offset {at} needs {start + size} "
                 f"bytes, the file has {self._length}; copy the shard again"
             )
-        if kind in (b"x", b"L"):
+        if kind in _NAMED:
             if size > _MAX_EXTENDED:
                 raise DataError(
                     f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read"
@@ -193,6 +228,58 @@ class TarWalk:
 
     def _forget(self) -> None:
         self._extended, self._begin = {}, -1
+
+
+def _chain(data: bytes, at: int, limit: int) -> list[int]:
+    """Return the places of headers in some bytes, each found by the size in the one before."""
+    found = []
+    try:
+        while at + _BLOCK <= limit:
+            size = int(data[at + 124 : at + 135], 8)
+            if size < 0:
+                break
+            found.append(at)
+            at += _BLOCK + (size + _BLOCK - 1 & -_BLOCK)
+    except ValueError:  # zeros, a binary number, or damage
+        pass
+    return found
+
+
+def _parse_headers(data: bytes, places: list[int], end: int) -> Iterator[tuple[int, bytes, int, str]]:
+    """Yield place, type, size and name of headers up to the first one that is not written as usual, or is damaged.
+
+    Args:
+        data: bytes of the tar.
+        places: of the headers in them.
+        end: the place where the tar ends.
+    """
+    if not places:
+        return
+    shift = places[0] % _BLOCK
+    blocks = np.frombuffer(data, np.uint8, (len(data) - shift) // _BLOCK * _BLOCK, shift).reshape(-1, _BLOCK)
+    headers = blocks[(np.array(places) - shift) // _BLOCK]
+    sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+    sizes, valid = _octal(headers[:, 124:136], 11)
+    stated, valid_sum = _octal(headers[:, 148:156], 6)
+    kinds = headers[:, 156]
+    fits = valid & valid_sum & (sums == stated) & np.isin(kinds, _ORDINARY) & (np.array(places) + _BLOCK + sizes <= end)
+    fits &= (sizes <= _MAX_EXTENDED) | ~np.isin(kinds, [ord(kind) for kind in _NAMED])
+    count = len(places) if fits.all() else int(fits.argmin())
+    names = np.ascontiguousarray(headers[:count, :100]).view("S100")[:, 0].tolist()
+    prefixed = headers[:count, 345].tolist()
+    for number, (place, size) in enumerate(zip(places[:count], sizes.tolist(), strict=False)):
+        if prefixed[number]:
+            name = _name(data[place : place + _BLOCK], {})
+        else:
+            name = names[number].partition(b"\0")[0].decode("utf-8", "replace")
+        yield place, data[place + 156 : place + 157], size, name
+
+
+def _octal(fields: np.ndarray, digits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of octal fields, and which of the fields have just their digits before a zero or blank."""
+    values = fields[:, :digits].astype(np.int64) - ord("0")
+    valid = ((values >= 0) & (values < 8)).all(axis=1) & np.isin(fields[:, digits], (0, ord(" ")))
+    return values @ (8 ** np.arange(digits - 1, -1, -1)), valid
 
 
 def _refuse_other_formats(path: Shard, start: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.data.serving import FaultyServer
 from vqclip.data.chunks import make
 from vqclip.data.chunks.make import IndexMaker, make_index
 from vqclip.data.chunks.parts import LocalParts
-from vqclip.data.chunks.scan import scan_chunk
+from vqclip.data.chunks.scan import scan_chunk, scan_shard
 from vqclip.data.remote import GzipShard, RemoteConfig
 from vqclip.errors import DataError, StorageError
 
@@ -147,3 +148,14 @@ def test_an_error_of_a_server_stops_all(tmp_path: Path, server: FaultyServer, pa
         maker.read_all(2)
     assert time.monotonic() - start < 5
     assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_blocks_of_any_size_make_the_same_part(tmp_path: Path, kind: int) -> None:
+    data = tiny(tmp_path, (6,), kind)[0].read_bytes()
+    parts = [
+        scan_shard(tmp_path / "0.tar", [data[at : at + size] for at in range(0, len(data), size)], len(data))
+        for size in (len(data), 512, 700, 5000)
+    ]
+    assert all(each.digests.tobytes() == parts[0].digests.tobytes() for each in parts)
+    assert all(each.begins.tolist() == parts[0].begins.tolist() for each in parts)
