@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.train.run_store.store import Store
-from vqclip.data.remote import retry
-from vqclip.train.run_store import lease, remote_folder
+from vqclip.data.remote import folder, retry
+from vqclip.train.run_store import lease
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     files = Store(skip_instance_cache=True)
     files.failing = {}
     files.store.clear()
-    monkeypatch.setattr(remote_folder, "object_store", lambda url, timeout_s: files)
+    monkeypatch.setattr(folder, "object_store", lambda url, timeout_s: files)
     monkeypatch.setattr(retry, "_sleep", lambda seconds: None)
     monkeypatch.setattr(lease, "RENEW_S", 0.05)
     monkeypatch.setattr(lease, "EXPIRE_S", 0.3)

@@ -50,8 +50,8 @@ _PERMANENT_NAMES = {
     "ClientAuthenticationError",
 } | {f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")}
 """Errors of aiohttp, botocore, google.auth and azure by name, since the packages may not be installed."""
-_MAX_TAG = 200
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
+_TAGS = ("ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "mtime")
 _systems: dict[tuple[object, ...], Any] = {}
 """File systems of fsspec by process, protocol and options: their connections are used again."""
 
@@ -135,7 +135,7 @@ def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tupl
     """
     with translate_errors(url):
         files = _ObjectStore(url, timeout_s, deadline).list()
-        return {str(info["name"]): _facts(info) for info in files if info["type"] == "file"}
+        return {str(info["name"]): (int(info["size"]), _tag(info)) for info in files if info["type"] == "file"}
 
 
 def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]:
@@ -147,19 +147,15 @@ def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]
     """
     with translate_errors(url):
         if protocol_of(url) not in _OVER_HTTP:
-            return _facts(_ObjectStore(url, timeout_s, deadline).info())
+            info = _ObjectStore(url, timeout_s, deadline).info()
+            return int(info["size"]), _tag(info)
         file, length = _open_http(url, timeout_s, deadline, None)
         headers = file.r.headers
         with contextlib.suppress(Exception):
             file.close()
     if length is None:
         raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
-    return length, str(headers.get("ETag") or headers.get("Last-Modified") or "")[:_MAX_TAG]
-
-
-def _facts(info: dict[str, Any]) -> tuple[int, str]:
-    names = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
-    return int(info["size"]), str(next((info[name] for name in names if info.get(name)), ""))[:_MAX_TAG]
+    return length, _tag(headers)
 
 
 class _ObjectStore:
@@ -234,9 +230,7 @@ class _ObjectStore:
 
 def _tag(facts: Mapping[str, Any]) -> str:
     """Return the ETag in headers, or in what s3fs, gcsfs and adlfs call it, without quotes."""
-    found = next(
-        (facts[name] for name in ("ETag", "etag", "Last-Modified", "LastModified", "mtime") if name in facts), ""
-    )
+    found = next((facts[name] for name in _TAGS if name in facts), "")
     return str(found).removeprefix("W/").strip('"')[:128]
 
 

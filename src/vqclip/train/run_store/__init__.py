@@ -4,8 +4,8 @@ checkpoints are saved on rank 0's disk  ->  uploaded, manifest last  ->  old one
 start: take the lease  ->  fetch the files of the run and its newest checkpoint, unless this disk has them
 """
 
+from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.train.run_store.copying import copy_run
 from vqclip.train.run_store.mirror import RunMirror
-from vqclip.train.run_store.remote_folder import RemoteFolder, require_writable
 
 __all__ = ["RemoteFolder", "RunMirror", "copy_run", "require_writable"]

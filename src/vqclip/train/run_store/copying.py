@@ -8,10 +8,10 @@ from pathlib import Path
 from vqclip import checkpoint
 from vqclip.checkpoint.manifest import MANIFEST
 from vqclip.data.remote import TransferConfig
+from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import replace_folder
 from vqclip.train.run_store.lease import LEASES
-from vqclip.train.run_store.remote_folder import RemoteFolder, require_writable
 
 logger = logging.getLogger(__name__)
 

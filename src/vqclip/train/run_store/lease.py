@@ -12,9 +12,9 @@ import threading
 import time
 from typing import NamedTuple
 
+from vqclip.data.remote.folder import RemoteFolder
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.process import progress
-from vqclip.train.run_store.remote_folder import RemoteFolder
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from vqclip import checkpoint
 from vqclip.checkpoint.folders import find_old
 from vqclip.checkpoint.manifest import MANIFEST
 from vqclip.data.remote import TransferConfig
+from vqclip.data.remote.folder import RemoteFolder
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder, write_file
 from vqclip.io.files import read_bounded
 from vqclip.process.lock import LOCK_FILES
 from vqclip.train.run_store.lease import LEASES, Lease
-from vqclip.train.run_store.remote_folder import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
