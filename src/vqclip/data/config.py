@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from vqclip import dist
 from vqclip.config import Config
+from vqclip.data.chunks.supply import find_needs
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
@@ -108,6 +109,8 @@ class DataConfig(Config):
             order=self.order,
             nodes=dist.nodes(),
         )
+        with dist.raise_on_all_ranks():
+            find_needs(data.samples.sources, data.order, batch_size, dist.rank(), data.nodes)
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
                 f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "

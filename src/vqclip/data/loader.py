@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
+from vqclip.data.chunks.supply import ChunkSupply, find_needs
 from vqclip.data.features import FeatureReader
 from vqclip.data.order import FullOrder, GlobalOrder, Order
 from vqclip.data.parts import Layout, make_batches
@@ -101,6 +102,7 @@ class BatchMaker:
         batch_size: G.
         rank: this rank.
         nodes: node of every rank.
+        lead: batches by which a worker may be ahead of another one.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class BatchMaker:
         batch_size: int,
         rank: int,
         nodes: Sequence[int],
+        lead: int = 0,
     ):
         self._samples = samples
         self._order = order
@@ -120,6 +123,9 @@ class BatchMaker:
         self._batch_size = batch_size
         self._rank = rank
         self._nodes = nodes
+        needs = find_needs(samples.sources, order, batch_size, rank, nodes)
+        self.supply = None if needs is None else ChunkSupply(needs, lead)
+        """Fetches chunks ahead."""
 
     @property
     def layout(self) -> Layout:
@@ -132,6 +138,8 @@ class BatchMaker:
 
     def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> _Rows:
         """Make one of ``parts`` equal parts of this rank's rows; see `vqclip.data.parts.PartMaker`."""
+        if self.supply is not None:
+            self.supply.advance(step)
         slots, places = self._order.deal(step, self._batch_size, self._rank, self._nodes)
         count = len(slots.sample)
         first, end = count * part // parts, count * (part + 1) // parts
@@ -307,6 +315,7 @@ class TrainData:
             self.batch_size,
             dist.rank() if rank is None else rank,
             nodes,
+            self.options.prefetch * self.options.workers + 1,
         )
         options = self.options
         steps = range(start, sys.maxsize if stop is None else stop)
@@ -320,7 +329,7 @@ class TrainData:
             options.timeout_s,
             options.start_method,
         )
-        with contextlib.closing(batches):
+        with contextlib.closing(make.supply) if make.supply else contextlib.nullcontext(), contextlib.closing(batches):
             for batch in batches:
                 self._count(batch)
                 if judge:

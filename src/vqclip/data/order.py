@@ -271,14 +271,24 @@ class GlobalOrder:
         """
         assert isinstance(self.kind, WindowedOrder)
         size, layout = self.sizes[source], NodeLayout(nodes)
-        epoch, slot = divmod(step * batch_size, self.epoch_size)
-        turn = self.kind.turns(self.seed, self.slots, epoch, slot)[source]
-        passes, place = divmod(epoch * self.slots[source] + turn, size)
+        passes, place = divmod(self.used(step, batch_size, source), size)
         while True:
             windows = self.kind.windows(self.seed, source, size, passes)
             for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
                 yield Need(chunk, passes, where)
             passes, place = passes + 1, 0
+
+    def used(self, step: int, batch_size: int, source: int) -> int:
+        """Return how many samples of a source the steps before `step` use, over all epochs. Windowed order only.
+
+        Args:
+            step: t, from 0.
+            batch_size: G, over all ranks.
+            source: number of the source.
+        """
+        assert isinstance(self.kind, WindowedOrder)
+        epoch, slot = divmod(step * batch_size, self.epoch_size)
+        return epoch * self.slots[source] + self.kind.turns(self.seed, self.slots, epoch, slot)[source]
 
     def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
         """Return the most chunks of a window of a source that this rank's node needs. Windowed order only."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.data import serving
 from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
@@ -290,21 +289,6 @@ def test_batches_from_urls_are_those_from_files(server: FaultyServer, tmp_path: 
     assert same(global_batches(data, 0, 5, 1), expected)
     assert len([request for request in server.requests if request.endswith(".tar")]) > 2 * len(tars)
     assert sum(path.stat().st_size for path in kept(cache)) <= limit
-
-
-@pytest.mark.parametrize(("order", "most"), [("full", 40), ({"kind": "windowed", "chunk": 6, "window": 2}, 1.01)])
-def test_windows_fetch_each_shard_once_an_epoch(server: FaultyServer, tmp_path: Path, order, most: float) -> None:
-    """With a cache of a third of the data."""
-    url = server.add(caption_shards(tmp_path / "a", (6,) * 15))
-    source = CaptionShardsConfig(path=f"{url}/{{00000..00014}}.tar", remote=OPTIONS)
-    source = source.model_copy(update={"remote": RemoteConfig(cache_gib=5.5 * len(server.files["/00000.tar"]) / 2**30)})
-    data = open_data(tmp_path, sources=(source,), order=order, batch_size=10)
-    server.requests.clear()
-    ids = torch.cat([batch.sample_ids for batch in data.batches(0, 18)])
-    assert ids.bincount().tolist() == [2] * 90
-    fetched = len(server.requests) / (2 * 15)
-    assert fetched <= most
-    assert order != "full" or fetched > 3
 
 
 def test_data_that_do_not_fit_are_warned_about(

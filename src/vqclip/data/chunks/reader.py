@@ -32,6 +32,9 @@ __all__ = ["ChunkReader"]
 logger = logging.getLogger("vqclip.data")
 T = TypeVar("T")
 
+_TABLE = ROW + 16
+"""Bytes of the table for a sample, about: its row and its name."""
+
 
 class ChunkReader(TarReader):
     """Reads members of samples through a chunk index; the other reader is `vqclip.data.sources.reader.ShardReader`.
@@ -111,10 +114,25 @@ class ChunkReader(TarReader):
         """Put the table of a chunk into the node's cache, unless it is there."""
         os.close(self._open(chunk))
 
+    @property
+    def is_remote(self) -> bool:
+        """True if any shard is at a URL."""
+        return any(not isinstance(shard, Path) for shard in self._shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shards and tables."""
+        return int(self.index.lengths.sum()) + len(self) * _TABLE
+
+    @property
+    def cache_room(self) -> int:
+        """Bytes of the cache that are never removed as long as no more is used at a time."""
+        return self._cache.room
+
     def cached_bytes(self, chunk: int) -> int:
         """Return about how many bytes of the cache a chunk takes."""
         data = sum(each.end - each.first for each in self.index.ranges(chunk)) if self._has_data(chunk) else 0
-        return data + self.index.chunk * (ROW + 16)
+        return data + self.index.chunk * _TABLE
 
     def close(self) -> None:
         """Close the open table; it is opened again on demand."""

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from vqclip.data.chunks.cache import ChunkCache
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
-from vqclip.data.chunks.make import CHUNK, make_index
+from vqclip.data.chunks.location import cached_index, find_index
+from vqclip.data.chunks.make import CHUNK, IndexMaker
+from vqclip.data.chunks.parts import LocalParts
 from vqclip.data.chunks.reader import ChunkReader
 from vqclip.data.chunks.store import ChunkStore
-from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote import GzipShard, RemoteConfig, is_gzip
 from vqclip.data.shard import Part, Shard
-from vqclip.errors import DataError
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.cache import cache_folder
+from vqclip.io.file_locks import hold_lock
 
 if TYPE_CHECKING:
     from vqclip.data.sources.base import Source
 
-__all__ = ["ChunkedTars", "IndexPart"]
-
-logger = logging.getLogger("vqclip.data")
+__all__ = ["ChunkedTars", "choose_chunk"]
 
 
 class TarConfig(Protocol):
@@ -47,94 +46,115 @@ class TarConfig(Protocol):
 
 @dataclass(frozen=True)
 class ChunkedTars:
-    """Prepares and opens a source of tars to be read in chunks.
-
-    A source with tars at URLs or compressed ones is read sample by sample.
-    """
+    """Prepares and opens a source of tars to be read in chunks; one with compressed tars is read sample by sample."""
 
     config: TarConfig
     """Configuration of the source."""
     chunk: int
-    """Samples of a chunk of the order."""
+    """Samples of a chunk of the order; those of the index divide it."""
     open: Callable[[ChunkReader], Source]
     """Makes the source."""
 
     def shards(self) -> Sequence[Shard | Part]:
-        """Return the index of the chunks, or the tars; see `SourceConfigBase.shards`."""
-        shards = self.config.shards()
-        return [IndexPart(tuple(shards), self.chunk)] if all(map(_is_plain, shards)) else shards
+        """Return what is to be done before the first sample is read; see `SourceConfigBase.shards`.
+
+        Raises:
+            DataError: the shards are at URLs, do not fit in the cache, and have no index.
+            ConfigError: chunks of the index do not fit those of the order.
+        """
+        if not self._is_plain:
+            return self._tars
+        index = self._find(None)
+        if index is not None:
+            return [_IndexCheck(index.path)]
+        return [_TarPart(self._maker, number) for number in self._maker.missing()]
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the data; see `SourceConfigBase.build`."""
-        shards, remote = self.config.shards(), self.config.remote
-        if not all(map(_is_plain, shards)):
+        if not self._is_plain:
             return self.config.build(cache)
-        index = IndexPart(tuple(shards), self.chunk).load(cache)
+        remote, tars = self.config.remote, self._tars
+        index = self._find(cache) or self._write(cache)
         chunks = ChunkCache((cache or cache_folder()) / "chunks", remote.cache_bytes)
-        return self.open(ChunkReader(shards, index, ChunkStore(shards, index), chunks, remote.total_s))
+        return self.open(ChunkReader(tars, index, ChunkStore(tars, index), chunks, remote.total_s))
+
+    @cached_property
+    def _tars(self) -> Sequence[Shard]:
+        return self.config.shards()
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        return not any(isinstance(tar, GzipShard) or is_gzip(tar.name) for tar in self._tars)
+
+    @cached_property
+    def _is_local(self) -> bool:
+        return all(isinstance(tar, Path) for tar in self._tars)
+
+    @cached_property
+    def _maker(self) -> IndexMaker:
+        path = cached_index(self._tars)
+        maker = IndexMaker(self._tars, LocalParts(path.with_name(f"{path.name}.parts")))
+        size = sum(each.length for each in maker.facts)
+        if not self._is_local and size > self.config.remote.cache_bytes:
+            raise DataError(
+                f"{self._tars[0]} and {len(self._tars) - 1} more: no index of these {size / 2**30:.3g} GiB of shards, "
+                "neither beside them nor in the cache. Make it once, with any number of machines: vqclip data index "
+                f"SOURCE. (Without one, data are read that fit in remote.cache_gib={self.config.remote.cache_gib:g}.)"
+            )
+        return maker
+
+    def _find(self, cache: Path | None) -> ChunkIndex | None:
+        """Open the index of the tars; None if it is missing, outdated, or can be made again with other chunks."""
+        path = find_index(self._tars, cache)
+        if path is None:
+            return None
+        index = open_index(path, verify=False)
+        if self.chunk % index.chunk == 0:
+            return index
+        if self._is_local and path == cached_index(self._tars, cache):
+            return None
+        raise ConfigError(
+            f"data.order.chunk: got {self.chunk}, and the index {path} has chunks of {index.chunk} samples; expected a "
+            f"multiple of {index.chunk}, or index the data again: vqclip data index SOURCE --chunk "
+            f"{choose_chunk(self.chunk)}"
+        )
+
+    def _write(self, cache: Path | None) -> ChunkIndex:
+        """Join the parts of the index; one process of those that share a cache does it, and the others wait."""
+        path = cached_index(self._tars, cache)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(path.with_name(f"{path.name}.write")):  # `find_index` takes the other lock
+            return self._find(cache) or self._maker.write(path, choose_chunk(self.chunk))
 
 
 @dataclass(frozen=True)
-class IndexPart:
-    """The index of the chunks of a source."""
+class _TarPart:
+    """A tar whose part of the index is to be made."""
 
-    tars: tuple[Shard, ...]
-    chunk: int
-    """Samples of a chunk of the order; chunks of the index divide it."""
+    maker: IndexMaker
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.tars[0]} and {len(self.tars) - 1} more"
+        return str(self.maker.shards[self.number])
 
     def prepare(self, cache: Path | None = None) -> None:
-        """Make the index, unless it is there and fits the tars."""
-        path = self._path(cache)
-        if path.exists():
-            try:
-                if _is_current(open_index(path), self.tars):
-                    return
-            except DataError as error:
-                logger.warning("%s", error)
-        make_index(self.tars, path, choose_chunk(self.chunk))
+        self.maker.read(self.number)
 
-    def load(self, cache: Path | None = None) -> ChunkIndex:
-        """Open the index, after making a missing one.
 
-        Raises:
-            DataError: it cannot be made, or does not fit the tars.
-        """
-        path = self._path(cache)
-        if not path.exists():
-            self.prepare(cache)
-        index = open_index(path, verify=False)
-        if not _is_current(index, self.tars):
-            self.prepare(cache)
-            index = open_index(path, verify=False)
-        return index
+@dataclass(frozen=True)
+class _IndexCheck:
+    """An index that is to be verified."""
 
-    def _path(self, cache: Path | None) -> Path:
-        digest = hashlib.sha256(b"%d" % choose_chunk(self.chunk))
-        for tar in self.tars:
-            digest.update(b"\0" + (os.fsencode(tar) if isinstance(tar, Path) else tar.key.encode()))
-        return (cache or cache_folder()) / "index" / f"{digest.hexdigest()[:24]}.chunks"
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def prepare(self, cache: Path | None = None) -> None:
+        open_index(self.path)
 
 
 def choose_chunk(chunk: int) -> int:
     """Return the samples of a chunk of the index, for an order with chunks of ``chunk`` samples, which it divides."""
     sizes = [size for size in range(CHUNK // 4, CHUNK + 1) if chunk % size == 0]
     return max(sizes, default=chunk)
-
-
-def _is_current(index: ChunkIndex, tars: Sequence[Shard]) -> bool:
-    """Return whether an index of local tars has their present sizes and times."""
-    if len(tars) != index.shards:
-        return False
-    for number, tar in enumerate(tars):
-        if isinstance(tar, Path):
-            status = tar.stat()
-            if (status.st_size, str(status.st_mtime_ns)) != (int(index.lengths[number]), index.tag(number)):
-                return False
-    return True
-
-
-def _is_plain(shard: Shard) -> bool:
-    return isinstance(shard, Path)

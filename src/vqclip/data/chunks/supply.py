@@ -1,0 +1,145 @@
+"""The chunks that a node needs next, fetched by all its data workers together.
+
+The cache of a node holds the chunks of the present window, which are needed in each of its rounds. What is left of the
+cache is for the next window, which is fetched after the first round of the present one. Before, chunks of the present
+window may have been unused for longer than those of the former one, which the cache should remove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.utils.data import get_worker_info
+
+from vqclip.data.chunks.ahead import FetchAhead, PlannedFetch
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.order import GlobalOrder, WindowedOrder
+from vqclip.errors import ConfigError
+
+__all__ = ["ChunkSupply", "NodeNeeds", "find_needs"]
+
+
+class NodeNeeds:
+    """Chunks that a node needs, in the order of need.
+
+    Args:
+        readers: readers of the sources at URLs, by number of the source.
+        order: a windowed order.
+        batch_size: G.
+        rank: a rank of the node.
+        nodes: node of every rank.
+    """
+
+    def __init__(
+        self, readers: Mapping[int, ChunkReader], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
+    ):
+        assert isinstance(order.kind, WindowedOrder)
+        self.readers, self._order, self._chunk = readers, order, order.kind.chunk
+        self._batch_size, self._rank, self._nodes = batch_size, rank, nodes
+
+    def window_bytes(self, source: int) -> int:
+        """Return about how many bytes of the cache a window of a source takes."""
+        reader = self.readers[source]
+        chunk = min(self._chunk, len(reader))
+        mean = reader.total_bytes / len(reader) * chunk
+        return round(self._order.window_chunks(source, self._rank, self._nodes) * mean)
+
+    def room_ahead(self) -> int:
+        """Return the bytes of the cache that windows leave over.
+
+        Raises:
+            ConfigError: the windows of all sources do not fit in the cache.
+        """
+        sizes = {source: self.window_bytes(source) for source in self.readers}
+        room = min(reader.cache_room for reader in self.readers.values())
+        if sum(sizes.values()) > room:
+            shown = " + ".join(f"{size / 2**30:.3g}" for size in sizes.values())
+            raise ConfigError(
+                f"data.order.window: a window takes {shown} GiB of the cache of a node, which has {room / 2**30:.3g} "
+                f"GiB (remote.cache_gib, less 5 %). Expected a smaller window or a larger cache, best twice as large "
+                "as the window: see vqclip data plan"
+            )
+        return room - sum(sizes.values())
+
+    def position(self, step: int, source: int) -> int:
+        """Return how many samples of a source the steps before `step` have used, over all epochs."""
+        return self._order.used(step, self._batch_size, source)
+
+    def round(self, source: int) -> int:
+        """Return the samples of a round of a window: one of each chunk, of all nodes."""
+        assert isinstance(self._order.kind, WindowedOrder)
+        return min(self._order.kind.window, -(-len(self.readers[source]) // self._chunk))
+
+    @property
+    def local_rank(self) -> tuple[int, int]:
+        """Number of this rank among those of its node, and how many they are."""
+        mine = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
+        return mine.index(self._rank), len(mine)
+
+    def plan(self, step: int, source: int) -> Iterator[PlannedFetch]:
+        """Yield the chunks of the index that are needed from a step on, without end; see the module's docstring."""
+        delay = self.round(source)
+        reader, size = self.readers[source], len(self.readers[source])
+        chunk, part = min(self._chunk, size), reader.index.chunk
+        for need in self._order.needs(step, self._batch_size, source, self._rank, self._nodes):
+            first, end = need.chunk * chunk, min((need.chunk + 1) * chunk, size)
+            for number in range(first // part, -(-end // part)):
+                yield PlannedFetch(need.passes * size + need.place + delay, reader.cached_bytes(number), number)
+
+
+def find_needs(
+    sources: Sequence[object], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
+) -> NodeNeeds | None:
+    """Return what a node needs of the sources with shards at URLs that are read in chunks; None if there are none.
+
+    Raises:
+        ConfigError: the windows of these sources do not fit in the cache.
+    """
+    readers = {number: getattr(source, "chunks", None) for number, source in enumerate(sources)}
+    remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
+    if not remote:
+        return None
+    needs = NodeNeeds(remote, order, batch_size, rank, nodes)
+    needs.room_ahead()
+    return needs
+
+
+class ChunkSupply:
+    """Fetches a worker's part of the chunks that its node needs: nothing until `advance` is called in a process.
+
+    Args:
+        needs: of the node.
+        lead: steps by which one worker may be ahead of another one.
+    """
+
+    def __init__(self, needs: NodeNeeds, lead: int):
+        self._needs, self._lead = needs, lead
+        self._ahead: dict[int, FetchAhead] = {}
+
+    def advance(self, step: int) -> None:
+        """Fetch ahead of a step, of which this worker makes a batch."""
+        for source in self._needs.readers:
+            if source not in self._ahead:
+                self._ahead[source] = self._start(source, step)
+            self._ahead[source].advance(self._needs.position(max(0, step - self._lead), source))
+
+    def close(self) -> None:
+        """End the threads after the chunks that they fetch now."""
+        for ahead in self._ahead.values():
+            ahead.close()
+        self._ahead = {}
+
+    def _start(self, source: int, step: int) -> FetchAhead:
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        local_rank, local_ranks = self._needs.local_rank
+        return FetchAhead(
+            self._needs.plan(step, source),
+            self._needs.readers[source].fetch,
+            self._needs.room_ahead() // len(self._needs.readers),
+            local_rank * count + number,
+            local_ranks * count,
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_ahead": {}}  # threads are of one process

@@ -1,0 +1,242 @@
+"""The global batches of data that are read in chunks: those of the same order read shard by shard."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.loading import global_batches, open_data, same
+from tests.data.making import caption_shards, class_folder
+from tests.data.remote.test_s3 import bucket, put  # noqa: F401
+from tests.data.serving import FaultyServer
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
+from vqclip.data.chunks.location import cached_index, index_name
+from vqclip.data.chunks.make import make_index
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.remote import RemoteConfig
+from vqclip.data.sources.base import SourceConfigBase
+from vqclip.errors import ConfigError, DataError, StorageError
+
+WINDOWED = {"kind": "windowed", "chunk": 6, "window": 3}
+COUNTS = (9, 0, 8, 14)
+STEPS = 8
+"""Of ten samples; an epoch has 31 + 5 + 6."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    caption_shards(tmp_path / "a", COUNTS)
+    caption_shards(tmp_path / "b", (7, 3), first=100)
+    class_folder(tmp_path / "c", 6)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_fetches() -> Iterator[None]:
+    """Threads that fetch ahead end with their last chunk, and the server should not end before."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "vqclip-fetch":
+            thread.join(20)
+
+
+def sources(where: Path | str, remote: RemoteConfig | None = None) -> tuple[SourceConfigBase, ...]:
+    options = remote or RemoteConfig(tries=3, total_s=60.0)
+    return (
+        CaptionShardsConfig(path=f"{where}/a/{{00000..{len(COUNTS) - 1:05d}}}.tar", remote=options),
+        CaptionShardsConfig(
+            path=f"{where}/b/{{00000..00001}}.tar", weight=0.5, captions="json", json_keys=("many",), remote=options
+        ),
+        ClassShardsConfig(path=f"{where}/c", split="train", remote=options),
+    )
+
+
+@pytest.fixture
+def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
+    """Batches of the same order, read shard by shard."""
+    with monkeypatch.context() as context:
+        for config in (CaptionShardsConfig, ClassShardsConfig):
+            context.setattr(config, "in_chunks", SourceConfigBase.in_chunks)
+        data = open_data(folder, sources=sources(folder), order=WINDOWED)
+        assert not any(source.chunks for source in data.samples.sources)
+        return global_batches(data, 0, STEPS, 1)
+
+
+def open_chunks(where: Path | str, remote: RemoteConfig | None = None, **options) -> TrainData:
+    data = open_data(Path(), sources=sources(where, remote), order=WINDOWED, **options)
+    assert all(isinstance(source.chunks, ChunkReader) for source in data.samples.sources)
+    return data
+
+
+def require_same(
+    data: TrainData, expected: list[tuple[torch.Tensor, ...]], nodes: Sequence[int], start: int = 0
+) -> None:
+    assert same(global_batches(data, start, STEPS, len(nodes), nodes), expected[start:])
+
+
+def test_batches_of_local_shards(folder: Path, expected: list[tuple[torch.Tensor, ...]]) -> None:
+    data = open_chunks(folder)
+    require_same(data, expected, (0,))
+    require_same(data, expected, (0, 0, 1), start=5)
+    again = open_chunks(folder)
+    assert again.fingerprint == data.fingerprint
+    assert [source["samples"] for source in data.fingerprint["sources"]] == [31, 10, 6]
+    os.utime(folder / "a" / "00000.tar")
+    assert open_chunks(folder).fingerprint == data.fingerprint  # other times, the same content
+    caption_shards(folder / "b", (7, 3), first=200)
+    changed = open_chunks(folder).fingerprint
+    pairs = zip(changed["sources"], data.fingerprint["sources"], strict=True)
+    assert [one == other for one, other in pairs] == [True, False, True]
+
+
+def test_batches_of_shards_on_a_server(
+    folder: Path, expected: list[tuple[torch.Tensor, ...]], server: FaultyServer, cache: Path
+) -> None:
+    url = server.add(folder, "/data")
+    data = open_chunks(url)
+    server.requests.clear()
+    require_same(data, expected, (0, 0, 1))
+    tars = [request for request in server.requests if request.endswith(".tar")]
+    assert len(tars) <= sum(
+        len(reader.index.ranges(chunk))
+        for source in data.samples.sources
+        if (reader := source.chunks)
+        for chunk in range(len(reader.index))
+    )
+    assert not (cache / "shards").exists() or not list((cache / "shards").glob("*.tar"))
+    assert open_chunks(folder).fingerprint == data.fingerprint
+
+
+LAYOUTS = ((0,), (0, 0), (0, 1), (0, 0, 1), (0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 5])
+@pytest.mark.parametrize("place", ["local", "http", "s3"])
+def test_batches_of_all_layouts(
+    folder: Path, expected: list[tuple[torch.Tensor, ...]], place: str, workers: int, request: pytest.FixtureRequest
+) -> None:
+    where: Path | str = folder
+    if place == "http":
+        where = request.getfixturevalue("server").add(folder, "/data")
+    elif place == "s3":
+        files, _ = request.getfixturevalue("bucket")
+        put(files, folder, "chunks")
+        where = "s3://bucket/chunks"
+    data = open_chunks(where, workers=workers)
+    for nodes in LAYOUTS if workers == 0 else ((0,), (0, 0, 1)):
+        require_same(data, expected, nodes)
+        require_same(data, expected, nodes, start=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "workers"), [*itertools.product(["fork", "forkserver", "spawn"], [1, 5])])
+def test_batches_of_all_start_methods(
+    folder: Path, expected: list[tuple[torch.Tensor, ...]], server: FaultyServer, method: str, workers: int
+) -> None:
+    data = open_chunks(server.add(folder, "/data"), workers=workers, start_method=method)
+    require_same(data, expected, (0,), start=3)
+
+
+# ---- what does not fit
+
+
+def one_source(url: str, gib: float = 1.0) -> CaptionShardsConfig:
+    return CaptionShardsConfig(
+        path=f"{url}/{{00000..00003}}.tar", remote=RemoteConfig(cache_gib=gib, tries=2, total_s=20.0)
+    )
+
+
+def test_indexes_that_do_not_fit(folder: Path, server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+    url = server.add(folder / "a", "/a")
+    size = sum(len(data) for data in server.files.values()) / 2**30
+    with pytest.raises(
+        DataError, match=r"data\.sources\[0\]: http.*00000\.tar and 3 more: no index.*vqclip data index"
+    ):
+        open_data(folder, sources=(one_source(url, 0.9 * size),), order=WINDOWED)
+    shards = one_source(url, 0.9 * size).shards()
+    index = make_index(sorted((folder / "a").iterdir()), tmp_path / "index", 4)
+    server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
+    with pytest.raises(ConfigError, match=r"order\.chunk: got 6, and the index .* has chunks of 4 samples.*--chunk 6"):
+        open_data(folder, sources=(one_source(url, 0.9 * size),), order=WINDOWED)
+    order = {"kind": "windowed", "chunk": 8, "window": 2}
+    cached_index(shards).unlink()
+    with pytest.raises(ConfigError, match=r"data\.order\.window: a window takes .* GiB of the cache of a node"):
+        open_data(folder, sources=(one_source(url, 0.5 * size),), order=order)
+    data = open_data(folder, sources=(one_source(url, 0.9 * size),), order=order)
+    ids = torch.cat([batch.sample_ids for batch in data.batches(0, 31)])
+    assert ids.bincount().tolist() == [10] * 31
+
+
+def test_the_index_is_beside_the_data(folder: Path, server: FaultyServer) -> None:
+    url = server.add(folder / "a", "/a")
+    shards = one_source(url).shards()
+    index = make_index(sorted((folder / "a").iterdir()), folder / "index", 3)
+    server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
+    server.requests.clear()
+    open_data(folder, sources=(one_source(url),), order=WINDOWED)
+    assert server.requests == [f"GET /a/{index_name(shards)}"]
+
+
+def test_each_byte_is_fetched_once_an_epoch(server: FaultyServer, tmp_path: Path) -> None:
+    """With a cache for two windows, which are a third of the data."""
+    caption_shards(tmp_path / "a", (18,) * 10)
+    url = server.add(tmp_path / "a")
+    sizes = [len(data) for data in server.files.values()]
+    order = {"kind": "windowed", "chunk": 3, "window": 10}
+    # A file takes whole blocks of the disk.
+    gib = 2 * 10 * (sum(sizes) / 60 + 3 * 100 + 4096) / 0.95 / 2**30
+    source = CaptionShardsConfig(path=f"{url}/{{00000..00009}}.tar", remote=RemoteConfig(cache_gib=gib, tries=2))
+    index = make_index(sorted((tmp_path / "a").iterdir()), tmp_path / "index", 3)
+    server.files[f"/{index_name(source.shards())}"] = index.path.read_bytes()
+    data = open_data(tmp_path, sources=(source,), order=order, batch_size=10)
+    sent = server.sent
+    ids = torch.cat([batch.sample_ids for batch in data.batches(0, 36)])
+    assert ids.bincount().tolist() == [2] * 180
+    assert server.sent - sent <= 1.1 * 2 * sum(sizes)
+
+
+# ---- interruptions
+
+
+def test_the_cache_may_go_and_shards_may_change(
+    folder: Path, expected: list[tuple[torch.Tensor, ...]], cache: Path, server: FaultyServer
+) -> None:
+    data = open_chunks(server.add(folder, "/data"))
+    batches = data.batches()
+    for number, (batch, (ids, *_)) in enumerate(zip(batches, expected, strict=False)):
+        assert torch.equal(batch.sample_ids, ids)
+        if number in (1, 4):
+            (cache / "chunks").rename(cache / f"chunks before {number}")
+    for name, content in server.files.items():
+        server.files[name] = content.replace(b"caption ", b"Caption ")
+    (cache / "chunks").rename(cache / "former chunks")
+    with pytest.raises(StorageError, match=r"a/0000\d\.tar: changed since they were indexed.*run\.resume_allow"):
+        list(itertools.islice(batches, 40))
+
+
+def prepare_on_rank(folder: str, cache: str) -> tuple[list[int], str]:
+    os.environ["VQCLIP_CACHE"] = cache
+    data = open_chunks(Path(folder))
+    (batch,) = data.batches(2, 3)
+    return batch.sample_ids.tolist(), data.fingerprint["sha256"]
+
+
+def test_ranks_make_one_index_together(
+    folder: Path, expected: list[tuple[torch.Tensor, ...]], ranks: RankPool, cache: Path
+) -> None:
+    results = ranks(2, prepare_on_rank, str(folder), str(cache))
+    assert results[0][1] == results[1][1]
+    ids = np.stack([np.array(result[0]) for result in results], axis=1).ravel()
+    assert ids.tolist() == expected[2][0].tolist()
+    assert len(list((cache / "index").glob("*.chunks"))) == 3
+    assert dist.world_size() == 1
