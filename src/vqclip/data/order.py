@@ -271,14 +271,14 @@ class GlobalOrder:
         """
         assert isinstance(self.kind, WindowedOrder)
         size, layout = self.sizes[source], NodeLayout(nodes)
-        passes, place = divmod(self.used(step, batch_size, source), size)
+        passes, place = divmod(self.count_used(step, batch_size, source), size)
         while True:
             windows = self.kind.windows(self.seed, source, size, passes)
             for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
                 yield Need(chunk, passes, where)
             passes, place = passes + 1, 0
 
-    def used(self, step: int, batch_size: int, source: int) -> int:
+    def count_used(self, step: int, batch_size: int, source: int) -> int:
         """Return how many samples of a source the steps before `step` use, over all epochs. Windowed order only.
 
         Args:

@@ -63,7 +63,7 @@ class NodeNeeds:
 
     def position(self, step: int, source: int) -> int:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""
-        return self._order.used(step, self._batch_size, source)
+        return self._order.count_used(step, self._batch_size, source)
 
     def round(self, source: int) -> int:
         """Return the samples of a round of a window: one of each chunk, of all nodes."""
