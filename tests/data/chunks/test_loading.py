@@ -29,7 +29,7 @@ from vqclip.errors import ConfigError, DataError, StorageError
 WINDOWED = {"kind": "windowed", "chunk": 6, "window": 3}
 COUNTS = (9, 0, 8, 14)
 STEPS = 8
-"""Of ten samples; an epoch has 31 + 5 + 6."""
+"""Batches of ten samples; an epoch has 31 + 5 + 6."""
 
 
 @pytest.fixture
