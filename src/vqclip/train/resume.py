@@ -28,6 +28,9 @@ from vqclip.train.step import TrainStep, broadcast_module
 
 logger = logging.getLogger(__name__)
 
+_Outline = Mapping[str, Sequence[Any]]
+"""Shape and dtype of tensors by name."""
+
 
 class Resumed(NamedTuple):
     """Position at which a run continues."""
@@ -56,7 +59,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         CheckpointError: checkpoints exist but none is usable, or the newest belongs to another run.
         ConfigError: ``allow`` contains an unknown name.
     """
-    step, read = checkpointer.step, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
+    step, read = checkpointer.step, dict[str, Tensor]()
 
     def restore() -> dict[str, Any] | None:
         paths = checkpointer.find()
@@ -69,7 +72,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
             checkpointer.frozen.write()
             return None
         saved, state, optimizer, tensors = found
-        read.append((optimizer.tensors, tensors))
+        read.update(tensors)
         checkpointer.set_aside_newer(saved.step)
         if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
             checkpointer.fetch(best)
@@ -77,7 +80,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
             "path": str(saved.path),
             "step": saved.step,
             "state": state.model_dump(),
-            "optimizer": [optimizer.kind, optimizer.groups],
+            "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
         }
 
     restored = dist.run_on_main(restore)
@@ -85,12 +88,10 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
     done, state = restored["step"], RunState.model_validate(restored["state"])
-    slots, tensors = read.pop() if read else ({}, {})
     broadcast_module(step.model)
-    slots, tensors = _broadcast(slots), _broadcast(tensors)
+    _broadcast_optimizer(step, *restored["optimizer"])
+    tensors = _broadcast(read)
     if not dist.is_main():
-        kind, groups = restored["optimizer"]
-        checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, slots))
         _restore_state(step, state, tensors)
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
@@ -162,14 +163,29 @@ def _most_numbers(step: TrainStep) -> int:
     return windows + sum(parameter.numel() for parameter in step.model.parameters())
 
 
+def _broadcast_optimizer(step: TrainStep, kind: str, groups: list[dict[str, Any]], outline: _Outline) -> None:
+    """Copy rank 0's optimizer state to every rank, tensor by tensor and in place. A collective."""
+    if not dist.is_main():  # tensors of one number each, until the state has its own memory
+        tensors = {name: torch.zeros((), dtype=_dtype(dtype)).expand(shape) for name, (shape, dtype) in outline.items()}
+        checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, tensors))
+    for tensor in checkpoint.optimizer_tensors(step.optimizer).values():
+        dist.broadcast_(tensor)
+
+
+def _outline(tensors: Mapping[str, Tensor]) -> _Outline:
+    return {name: (list(each.shape), str(each.dtype)) for name, each in tensors.items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
+
+
 def _broadcast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return rank 0's tensors on every rank. A collective."""
-    outline = dist.broadcast_json({name: [list(each.shape), str(each.dtype)] for name, each in tensors.items()})
+    outline = dist.broadcast_json(_outline(tensors))
     if not dist.is_main():
-        tensors = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            for name, (shape, dtype) in outline.items()
-        }
+        tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (shape, dtype) in outline.items()}
     for tensor in tensors.values():
         dist.broadcast_(tensor)
     return tensors

@@ -56,6 +56,11 @@ def test_a_job_that_slept_finds_that_it_was_replaced(store, monkeypatch):
         asleep.require()
     asleep.release()
     other.require()
+    store.store.clear()
+    with pytest.raises(
+        CheckpointError, match="has lost its lease: its files were removed during the run; nothing more"
+    ):
+        other.require()
     other.release()
 
 

@@ -78,29 +78,31 @@ class Lease:
         self._thread.start()
 
     def require(self) -> None:
-        """Check that no other job has taken the lease.
+        """Check that this job has the lease still.
 
         Raises:
-            CheckpointError: another job has.
+            CheckpointError: another job has it, or it was removed.
             StorageError: the store cannot be read.
         """
         self.raise_if_lost()
         found = self._find()
-        if found.number > self._number or _read(found.content).get("name") != self._name:
-            self._lost = _holder(found.content)
+        if found.number < self._number:
+            self._lost = "has lost its lease: its files were removed during the run"
+        elif found.number > self._number or _read(found.content).get("name") != self._name:
+            self._lost = (
+                f"was taken over by another job ({_holder(found.content)}), after this one had not renewed its lease "
+                f"for {EXPIRE_S:g} s"
+            )
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise an error if a renewal has found that another job has the lease.
+        """Raise an error if a renewal has found that the lease is lost.
 
         Raises:
-            CheckpointError: another job has it.
+            CheckpointError: another job has it, or it was removed.
         """
         if self._lost is not None:
-            raise CheckpointError(
-                f"run.folder: {self._folder} was taken over by another job ({self._lost}), after this one had not "
-                f"renewed its lease for {EXPIRE_S:g} s; nothing more is written to it"
-            )
+            raise CheckpointError(f"run.folder: {self._folder} {self._lost}; nothing more is written to it")
 
     def release(self) -> None:
         """End the lease, so that the next job need not wait; a failure is only logged."""

@@ -1,0 +1,31 @@
+"""The training command as one rank on a machine of its own: ``python -m tests.faults.node config.json``.
+
+Uploads are slow and leave marks, and leases expire soon.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.faults.job import before
+from vqclip.cli.train import main
+from vqclip.train.run_store import RemoteFolder, lease
+from vqclip.train.step import TrainStep
+
+UPLOAD_S, STEP_S = 0.02, 0.05
+
+
+def upload(self: Any, name: str, path: Path) -> None:
+    Path(os.environ["MARKS"], f"upload-{time.monotonic_ns()}").touch()
+    time.sleep(UPLOAD_S)
+
+
+if __name__ == "__main__":
+    lease.RENEW_S, lease.EXPIRE_S, lease._POLL_S = 0.5, 3.0, 0.1
+    before(RemoteFolder, "upload", upload)
+    before(TrainStep, "__call__", lambda *args: time.sleep(STEP_S))
+    sys.exit(main(["--config", sys.argv[1]]))

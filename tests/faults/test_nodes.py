@@ -1,0 +1,219 @@
+"""Two ranks as two machines without a shared disk: the run folder on rank 0's disk, or in a bucket.
+
+Each rank has a cache folder, and so a copy of the run, of its own. The job is killed at random moments, half of them
+during uploads; the same command is given until it ends; sometimes rank 0's disk is lost, or the machines change places.
+What comes out is compared, file by file, with a run that nothing disturbed. Draws are keyed by the number of the kill.
+
+    VQCLIP_KILLS=50 python -m pytest -m faults tests/faults/test_nodes.py -s
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL
+from tests.training import run_tree
+from vqclip import checkpoint
+from vqclip.runlog.metrics import read_metrics
+from vqclip.train.run_store import copy_run
+
+KILLS = int(os.environ.get("VQCLIP_KILLS", "8"))
+STEPS = 24
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300 + 60 * KILLS)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture
+def bucket(monkeypatch) -> Iterator[Any]:
+    s3fs = pytest.importorskip("s3fs", reason="pip install 'vqclip[test-s3]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'vqclip[test-s3]'")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    for name, value in (settings | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}).items():
+        monkeypatch.setenv(name, value)
+    files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+    files.makedirs("nodes", exist_ok=True)
+    try:
+        yield files
+    finally:
+        files.rm("nodes", recursive=True)
+        server.stop()
+
+
+class Machines:
+    """Two machines; `start` gives both the command, each with its own disk."""
+
+    def __init__(self, folder: Path, shards: Path, place: str = ""):
+        self.folder, self.place, self.disks = folder, place, [folder / "disk-a", folder / "disk-b"]
+        self.shards, self.marks = shards, folder / "marks"
+        self.log = folder / "output"
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[list[subprocess.Popen[bytes]]]:
+        shutil.rmtree(self.marks, ignore_errors=True)
+        self.marks.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = []
+        for rank, disk in enumerate(self.disks):
+            disk.mkdir(exist_ok=True)
+            changes = {"train__steps": STEPS, "train__checkpoint_every": 2, "train__precision": "fp32"}
+            tree = run_tree(self.place or disk / "runs", self.shards, BUSY_RESIDUAL, **changes)
+            tree["train"]["keep_every"] = 8
+            file = self.folder / f"config-{rank}.json"
+            file.write_text(json.dumps(tree))
+            settings = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            settings |= {"VQCLIP_CACHE": disk, "MARKS": self.marks, "OMP_NUM_THREADS": 1}
+            with self.log.open("ab") as log:
+                command = [sys.executable, "-m", "tests.faults.node", str(file)]
+                environment = os.environ | {name: str(value) for name, value in settings.items()}
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        try:
+            yield ranks
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
+
+    def finish(self, limit_s: float = 120.0) -> list[int]:
+        with self.start() as ranks:
+            return [each.wait(limit_s) for each in ranks]
+
+    def kill(self, number: int, length_s: float) -> str:
+        """Start the job and kill it at a moment drawn by its number; say when."""
+        draw = random.Random(f"kill {number}")
+        during_upload = bool(self.place) and number % 2 == 0
+        moment, uploads = draw.uniform(0.3, 1.0) * length_s, draw.randrange(1, 60)
+        with self.start() as ranks:
+            begun = time.monotonic()
+            while all(each.poll() is None for each in ranks):
+                if during_upload and len(list(self.marks.iterdir())) >= uploads:
+                    time.sleep(draw.uniform(0, 0.04))
+                    break
+                if not during_upload and time.monotonic() - begun >= moment:
+                    break
+                time.sleep(0.002)
+            for each in ranks:
+                each.kill()
+        return f"{'upload' if during_upload else 'time'} {uploads if during_upload else round(moment, 1)}"
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def digests(run: Path) -> dict[str, Any]:
+    """Every checkpoint with the checksums of its files, and the losses of all steps."""
+    found: dict[str, Any] = {
+        path.name: json.loads((checkpoint.verify(path) / "manifest.json").read_text())["files"]
+        for path in checkpoint.checkpoints(run / "checkpoints")
+    }
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "loss/total" in line]
+    return found | {"losses": [(line["step"], line["loss/total"]) for line in lines]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards):
+    machines = Machines(tmp_path_factory.mktemp("whole"), shards)
+    begun = time.monotonic()
+    assert machines.finish() == [0, 0], machines.output
+    run = machines.disks[0] / "runs" / "tiny"
+    assert not (machines.disks[1] / "runs" / "tiny" / "checkpoints").exists()
+    return digests(run), time.monotonic() - begun
+
+
+def test_kills_with_the_folder_on_the_disk_of_rank_0(tmp_path, shards, whole):
+    machines = Machines(tmp_path, shards)
+    for number in range(KILLS // 2):
+        print(machines.kill(number, whole[1]))
+    assert machines.finish() == [0, 0], machines.output
+    assert digests(machines.disks[0] / "runs" / "tiny") == whole[0]
+
+    machines.disks.reverse()  # rank 0 is now where no checkpoint is
+    assert machines.finish() == [2, 2]
+    assert "the machines do not share the folder, and another one has become the first" in machines.output
+
+
+def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
+    machines = Machines(tmp_path / "m", shards, "s3://nodes/runs")
+    for number in range(KILLS):
+        print(machines.kill(number, whole[1]), [path[-8:] for path in bucket.ls("nodes/runs/tiny/checkpoints")])
+        if number % 3 == 1:
+            machines.disks.reverse()
+        if number % 3 == 2:
+            shutil.rmtree(machines.disks[0])
+    assert machines.finish() == [0, 0], machines.output
+    assert digests(copy_run("s3://nodes/runs/tiny", tmp_path / "copy", all_checkpoints=True)) == whole[0]
+    names = bucket.find("nodes/runs/tiny")
+    assert not [name for name in names if "set-aside" in name], machines.output
+    assert len([name for name in names if "/lease/" in name]) <= 2
+
+
+def test_two_jobs_on_one_bucket(tmp_path, shards, bucket):
+    one, other = (Machines(tmp_path / name, shards, "s3://nodes/runs") for name in "ab")
+    with one.start() as first:
+        while not list(one.marks.iterdir()):
+            assert first[0].poll() is None, one.output
+            time.sleep(0.01)
+        assert other.finish() == [2, 2], other.output
+        assert "run.name: s3://nodes/runs/tiny is in use by another job (process" in other.output
+        assert [each.wait(60) for each in first] == [0, 0], one.output
+
+
+@pytest.mark.parametrize("failure", ["no bucket", "bucket vanishes", "no credentials"])
+def test_stores_that_fail_are_named_and_nothing_is_lost(tmp_path, shards, bucket, monkeypatch, failure):
+    machines = Machines(tmp_path / "m", shards, "s3://other/runs" if failure == "no bucket" else "s3://nodes/runs")
+    if failure == "no credentials":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(tmp_path))
+    with machines.start() as ranks:
+        if failure == "bucket vanishes":
+            while not bucket.exists("nodes/runs/tiny/checkpoints/step-00000004/manifest.json"):
+                assert ranks[0].poll() is None, machines.output
+                time.sleep(0.05)
+            bucket.rm("nodes", recursive=True)
+        status = [each.wait(120) for each in ranks]
+    print(machines.output[-1500:])
+    assert status[0] in (1, 2)
+    assert status[1] != 0
+    told = {
+        "no bucket": "s3://other/runs/tiny/lease/00000001.json: cannot be written: there is no such bucket;",
+        "bucket vanishes": "the checkpoint could not be uploaded (",
+        "no credentials": "NoCredentialsError",
+    }
+    assert told[failure] in machines.output or "has lost its lease" in machines.output
+    assert "Traceback" not in machines.output
+    bucket.makedirs("nodes", exist_ok=True)
+    if failure == "bucket vanishes":
+        (run,) = (machines.disks[0] / "runs").glob("*/tiny")
+        saved = checkpoint.checkpoints(run / "checkpoints")
+        checkpoint.verify(saved[-1])
+        assert machines.finish() == [2, 2]
+        assert "Remove this folder to continue with what is at the URL, or copy it there" in machines.output
+        bucket.put(f"{run}/", "nodes/runs/tiny/", recursive=True)
+        assert machines.finish() == [0, 0], machines.output
