@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 
-_DEFAULT_METHOD: StartMethod | None = "fork" if sys.platform == "linux" else None
-
 _CHECK_S = 1.0
 """Seconds between looks for dead workers while a result is awaited."""
 
@@ -93,13 +91,16 @@ def ordered_map(
         pin_memory: copy results to page-locked memory (by their `pin_memory` method).
         timeout_s: longest wait for a worker; 0 waits forever.
         section: section of the configuration whose keys appear in messages.
-        start_method: how processes are started; default the start method that has been set, otherwise on Linux
-            ``fork``: others take seconds, and each process then has a copy of the function and its data.
+        start_method: how processes are started. By default the method that the program has set, if it is not
+            Python's own choice; otherwise ``fork`` on Linux: others take seconds, and each process then has a copy
+            of the function and its data.
 
     Raises:
         DataError: the function failed, or a worker died or took too long.
     """
-    method = start_method or multiprocessing.get_start_method(allow_none=True) or _DEFAULT_METHOD
+    method = start_method or _default_method()
+    if workers and method == "forkserver":
+        multiprocessing.set_forkserver_preload(["__main__", __name__, "vqclip.data.loader"])  # imported once, for all
     loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
@@ -116,6 +117,16 @@ def ordered_map(
     generator = _results(loader, timeout_s, section)
     _running.add(generator)
     return generator
+
+
+def _default_method() -> str | None:
+    """Return the start method that the program has set, or ``fork`` on Linux.
+
+    Python's own choice (``forkserver`` from 3.14 on) looks like a set one as soon as anything has used it.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    is_pythons_choice = method in (None, multiprocessing.get_all_start_methods()[0])
+    return "fork" if is_pythons_choice and sys.platform == "linux" else method
 
 
 @contextlib.contextmanager
