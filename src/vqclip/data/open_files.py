@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -11,7 +12,11 @@ from vqclip.errors import StorageError
 
 __all__ = ["OpenFiles"]
 
-_OPEN_FILES = 64
+
+def _most_open_files() -> int:
+    """Return a quarter of the files that this process may open, at most 1,024."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
 
 
 class OpenFiles:
@@ -23,6 +28,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
+        self._most = _most_open_files()
         self._lock = threading.Lock()
 
     def read(self, path: Path, stamp: tuple[int, int], first: int, size: int, name: str) -> bytes:
@@ -63,7 +69,7 @@ class OpenFiles:
                 f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
             )
         self._files[path] = file  # the last one used
-        if len(self._files) > _OPEN_FILES:
+        if len(self._files) > self._most:
             os.close(self._files.popitem(last=False)[1])
         return file
 
