@@ -18,6 +18,7 @@ COMMANDS = {
     "draw": "draw the scenes data set",
     "pack": "write data of any kind as WebDataset shards with their index",
     "check": "read every sample, and report what is bad, duplicated or unusual",
+    "index": "make the index that training needs to read shards in chunks",
     "plan": "say what a run needs before it starts",
     "show": "make a contact sheet of what the model sees",
 }
@@ -28,7 +29,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command; the exit status is 1 for data that cannot be used, 2 for wrong arguments."""
     given = [*(sys.argv[1:] if arguments is None else arguments)]
-    parser = Parser(prog="vqclip data", description="Draw, pack, check and show data.")
+    parser = Parser(prog="vqclip data", description="Draw, pack, check, index, plan and show data.")
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
         name: commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -167,6 +167,11 @@ class ChunkIndex:
         expected, ends = _join(names)
         return np.array_equal(self.names, expected) and np.array_equal(self.name_ends, ends)
 
+    def has_tags(self, tags: Sequence[str]) -> bool:
+        """Return whether these are the tags of the shards, in order."""
+        expected, ends = _join(tags)
+        return np.array_equal(self.tags, expected) and np.array_equal(self.tag_ends, ends)
+
     def samples_of(self, chunk: int) -> range:
         """Return the numbers of the samples of a chunk."""
         return range(chunk * self.chunk, min((chunk + 1) * self.chunk, self.samples))

@@ -11,6 +11,7 @@ same bytes.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vqclip.data.chunks.index_file import DIGEST, ChunkIndex, IndexContent, chunk_digest, write_index
+from vqclip.data.chunks.index_file import DIGEST, ChunkIndex, IndexContent, chunk_digest, open_index, write_index
 from vqclip.data.chunks.location import shard_names
 from vqclip.data.chunks.parts import LocalParts, PartFolder, ShardFacts, dump_part, parse_part, part_name
 from vqclip.data.chunks.scan import ShardPart, scan_shard
@@ -30,6 +31,8 @@ from vqclip.data.shard import Shard
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["CHUNK", "IndexMaker", "make_index"]
+
+logger = logging.getLogger("vqclip.data")
 
 CHUNK = 128
 """Samples of a chunk by default."""
@@ -71,6 +74,19 @@ class IndexMaker:
         found = survey(shards)
         self.facts = [ShardFacts(name, *each) for name, each in zip(shard_names(shards), found, strict=True)]
         self._stopped = threading.Event()
+
+    def find_current(self, path: Path, chunk: int) -> ChunkIndex | None:
+        """Open an index; None if there is none, or it is damaged or of other shards or chunks."""
+        if not path.exists():
+            return None
+        try:
+            index = open_index(path)
+        except DataError as error:
+            logger.warning("%s", error)
+            return None
+        fits = index.chunk == chunk and index.lengths.tolist() == [each.length for each in self.facts]
+        fits = fits and index.has_names([each.name for each in self.facts])
+        return index if fits and index.has_tags([each.tag for each in self.facts]) else None
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards without a part."""

@@ -17,11 +17,14 @@ import numpy as np
 from vqclip.data.chunks.index_file import DIGEST
 from vqclip.data.chunks.scan import ShardPart
 from vqclip.data.members import KINDS
-from vqclip.errors import DataError
+from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote.folder import RemoteFolder
+from vqclip.data.remote.shard import fetch_bytes
+from vqclip.errors import DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.files import read_bounded
 
-__all__ = ["LocalParts", "PartFolder", "ShardFacts", "dump_part", "parse_part", "part_name"]
+__all__ = ["LocalParts", "PartFolder", "RemoteParts", "ShardFacts", "dump_part", "parse_part", "part_name"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -131,3 +134,35 @@ def parse_part(content: bytes, facts: ShardFacts) -> ShardPart | None:
         logger.warning("damaged part of the index for %s is made again (%s)", facts.name, error)
         return None
     return ShardPart(begins, digests, members)
+
+
+class RemoteParts:
+    """Parts in a folder of an object store.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: RemoteFolder):
+        self._folder = folder
+
+    def list(self) -> set[str]:
+        """See `PartFolder`."""
+        return set(self._folder.list())
+
+    def has(self, name: str) -> bool:
+        """See `PartFolder`."""
+        return bool(self._folder.list(name))
+
+    def read(self, name: str) -> bytes | None:
+        """See `PartFolder`."""
+        try:
+            return fetch_bytes(f"{self._folder.url}/{name}", RemoteConfig(**dict(self._folder.options)), MAX_PART)
+        except StorageError as error:
+            if error.kind == "gone":
+                return None
+            raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `PartFolder`."""
+        self._folder.write(name, content)

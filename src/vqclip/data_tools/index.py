@@ -1,0 +1,189 @@
+"""Make the index of the chunks of a source, where training finds it.
+
+place: beside the shards if they can be written to there, else the cache of this machine
+parts of all shards  ->  index  ->  (a bucket:) upload
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vqclip.data.chunks.counts import known_counts
+from vqclip.data.chunks.index_file import ChunkIndex
+from vqclip.data.chunks.location import cached_index, data_folder, index_name
+from vqclip.data.chunks.make import IndexMaker
+from vqclip.data.chunks.parts import LocalParts, PartFolder, RemoteParts
+from vqclip.data.remote import RemoteConfig, RemoteShard, TransferConfig, beneath, display_url, protocol_of
+from vqclip.data.remote.folder import RemoteFolder, require_writable
+from vqclip.data.remote.urls import path_in_url
+from vqclip.data.shard import Shard
+from vqclip.errors import ConfigError, StorageError
+from vqclip.io.files import expand_home
+from vqclip.runlog.bar import ProgressBar
+
+__all__ = ["IndexResult", "index_shards"]
+
+logger = logging.getLogger(__name__)
+
+PARTS = ".vqclip-index-parts"
+"""Folder of the parts, beside the index."""
+_STORES = ("s3", "gs", "az")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of an index and its parts."""
+
+    path: Path
+    """The index on this machine."""
+    parts: PartFolder
+    upload: RemoteFolder | None = None
+    """The folder at a URL that it is copied to."""
+    name: str = ""
+    """Its name there."""
+
+    def __str__(self) -> str:
+        return display_url(f"{self.upload.url}/{self.name}") if self.upload else str(self.path)
+
+
+@dataclass(frozen=True)
+class IndexResult:
+    """A made index."""
+
+    index: ChunkIndex
+    where: str
+    """Its path or URL."""
+    made: int
+    """Number of shards that were read."""
+    advice: str
+    """How training finds it."""
+
+    def describe(self) -> str:
+        """Return the result in words."""
+        index = self.index
+        read = (
+            f"{self.made:,} shards read, {index.shards - self.made:,} known" if self.made else "no shard had to be read"
+        )
+        text = f"{self.where}: {index.samples:,} samples in {index.shards:,} shards, chunks of {index.chunk}"
+        return f"{text}, {int(index.lengths.sum()) / 1e9:,.3f} GB; {read}\n{self.advice}"
+
+
+def index_shards(shards: Sequence[Shard], chunk: int, workers: int = 1, out: str | None = None) -> IndexResult:
+    """Make the index of some shards, unless it is up to date.
+
+    Args:
+        shards: plain tars.
+        chunk: samples of a chunk.
+        workers: threads that read.
+        out: folder or its URL; default beside the shards, or the cache.
+
+    Raises:
+        ConfigError: ``out`` cannot be written to.
+        DataError: shards are damaged, or the index cannot be written.
+        StorageError: a server cannot be reached.
+    """
+    place, advice = _choose_place(shards, out)
+    maker = IndexMaker(shards, place.parts)
+    index = maker.find_current(place.path, chunk)
+    made, is_new = 0, index is None
+    if index is None:
+        made = _read_all(maker, workers)
+        index = maker.write(place.path, chunk)
+        _compare_counts(shards, index)
+    folder = place.upload
+    if folder is not None and (is_new or folder.list(place.name).get(place.name) != place.path.stat().st_size):
+        folder.upload(place.name, place.path)
+    return IndexResult(index, str(place), made, advice)
+
+
+def _read_all(maker: IndexMaker, workers: int) -> int:
+    missing, total = len(maker.missing()), len(maker.facts)
+    size = 0
+    with ProgressBar(total, total - missing, True, "index", "shard") as bar:
+
+        def report(shards: int, read: int) -> None:
+            nonlocal size
+            size += read
+            if shards:
+                bar.advance(shards)
+                bar.show({"bytes": size})
+
+        maker.read_all(workers, report)
+    return missing
+
+
+def _choose_place(shards: Sequence[Shard], out: str | None) -> tuple[_Place, str]:
+    """Return the place of an index, and how training finds it there."""
+    folder, name = data_folder(shards), index_name(shards)
+    options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
+    beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"
+    found = "training finds it beside the shards: data.order=windowed"
+    if out is not None:
+        target = _require_out(out)
+        if str(target) == str(folder):
+            return _place_in(target, name, options, shards), found
+        hint = (
+            f"training looks for it beside the shards: copy it to {beside}"
+            if folder
+            else "the shards have no common folder"
+        )
+        return _place_in(target, name, options, shards), f"{hint}, or make it without --out"
+    if isinstance(folder, Path) and os.access(folder, os.W_OK):
+        return _place_in(folder, name, options, shards), found
+    if isinstance(folder, str) and protocol_of(folder) in _STORES and _is_writable(folder, options):
+        return _place_in(folder, name, options, shards), found
+    cached = cached_index(shards)
+    others = f"; for other machines copy it to {beside}" if folder else ""
+    place = _Place(cached, LocalParts(cached.with_suffix(".parts")))
+    return place, f"it is in the cache, where training on this machine finds it: data.order=windowed{others}"
+
+
+def _place_in(folder: Path | str, name: str, options: TransferConfig, shards: Sequence[Shard]) -> _Place:
+    if isinstance(folder, Path):
+        return _Place(folder / name, LocalParts(folder / PARTS))
+    parts = RemoteParts(RemoteFolder(f"{folder}/{PARTS}", options))
+    return _Place(cached_index(shards), parts, RemoteFolder(folder, options), name)
+
+
+def _require_out(out: str) -> Path | str:
+    try:
+        target = require_writable(out)
+    except ValueError as error:  # DataError is one
+        raise ConfigError(f"--out: {error}") from None
+    if protocol_of(target) is not None:
+        return target
+    folder = expand_home(target).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out: {folder} is a file; expected a folder")
+    return folder
+
+
+def _is_writable(folder: str, options: TransferConfig) -> bool:
+    """Return whether objects can be written to a folder of an object store."""
+    try:
+        RemoteFolder(f"{folder}/{PARTS}", options).write("writable", b"")
+    except StorageError as error:
+        if error.kind != "gone":
+            raise
+        logger.warning("%s; the index goes to the cache of this machine", error)
+        return False
+    return True
+
+
+def _compare_counts(shards: Sequence[Shard], index: ChunkIndex) -> None:
+    """Warn if files beside the shards give other counts of samples."""
+    try:
+        counts = known_counts(shards)
+    except StorageError as error:
+        logger.warning("%s", error)
+        return
+    actual = (index.firsts[1:] - index.firsts[:-1]).tolist()
+    wrong = [each for each in zip(shards, counts or [], actual, strict=False) if each[1] != each[2]]
+    if wrong:
+        shown = "; ".join(f"{shard}: {count:,}, it has {truth:,}" for shard, count, truth in wrong[:_SHOWN])
+        logger.warning("files beside the shards give other counts of samples for %d shards: %s", len(wrong), shown)

@@ -1,0 +1,204 @@
+"""``vqclip data index``: what it writes is what training finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.chunks.test_index_file import tiny
+from tests.data.making import class_folder
+from tests.data.remote.test_s3 import bucket, put  # noqa: F401
+from tests.data.serving import serving
+from vqclip.cli.data import main
+from vqclip.data.chunks.index_file import open_index
+from vqclip.data.chunks.location import cached_index, find_index, index_name
+from vqclip.data.remote import RemoteConfig
+from vqclip.data.sources.paths import find_shards
+from vqclip.data_tools import index as job
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert main(["index", *map(str, arguments)]) == status
+    out, error = capsys.readouterr()
+    return error if status else out
+
+
+def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = tiny(tmp_path / "a")
+    (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": 3 for n in range(8)}))
+    text = run(capsys, tmp_path / "a", "--workers", 2)
+    path = tmp_path / "a" / index_name(shards)
+    assert text == (
+        f"{path}: 20 samples in 8 shards, chunks of 128, 0.000 GB; 8 shards read, 0 known\n"
+        "training finds it beside the shards: data.order=windowed\n"
+    )
+    assert find_index(shards) == path
+    before = path.stat().st_mtime_ns
+    assert "no shard had to be read" in run(capsys, tmp_path / "a")
+    assert path.stat().st_mtime_ns == before
+    os.utime(shards[3])
+    assert "1 shards read, 7 known" in run(capsys, tmp_path / "a")
+    assert "no shard had to be read" in run(capsys, tmp_path / "a", "--chunk", 4)
+    assert len(open_index(path)) == 5
+    path.write_bytes(b"")
+    assert "no shard had to be read" in run(capsys, tmp_path / "a")
+    # some of the shards have an index of their own
+    assert "13 samples in 3 shards" in run(capsys, tmp_path / "a" / "{1..3}.tar")
+    assert len(list((tmp_path / "a").glob("*.index"))) == 2
+
+
+def test_other_counts_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny(tmp_path / "a", (2, 3))
+    (tmp_path / "a" / "sizes.json").write_text(json.dumps({"0.tar": 2, "1.tar": 4}))
+    run(capsys, tmp_path / "a")
+    assert f"other counts of samples for 1 shards: {tmp_path}/a/1.tar: 4, it has 3" in caplog.text
+
+
+def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = tiny(tmp_path / "a")
+    text = run(capsys, tmp_path / "a", "--out", tmp_path / "b")
+    assert text.endswith(f"copy it to {tmp_path}/a/{index_name(shards)}, or make it without --out\n")
+    assert find_index(shards) is None
+    (tmp_path / "b" / index_name(shards)).rename(tmp_path / "a" / index_name(shards))
+    assert find_index(shards) == tmp_path / "a" / index_name(shards)
+    assert "beside the shards" in run(capsys, tmp_path / "a", "--out", tmp_path / "a")
+    (tmp_path / "a" / index_name(shards)).unlink()
+    monkeypatch.setattr(job.os, "access", lambda *_: False)  # a read-only folder; root may write to any
+    assert "it is in the cache, where training on this machine" in run(capsys, tmp_path / "a")
+    assert find_index(shards) == cached_index(shards)
+
+
+def test_web_servers_cannot_be_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = tiny(tmp_path / "a")
+    monkeypatch.setenv("no_proxy", "*")
+    with serving() as server:
+        url = server.add(tmp_path / "a", "/d")
+        source = f"{url}/{{0..7}}.tar?key=secret"
+        text = run(capsys, source)
+        assert "secret" not in text
+        assert f"for other machines copy it to {url}/{index_name(shards)}\n" in text
+        there = find_shards([source], RemoteConfig())
+        assert find_index(there) == cached_index(there)
+        assert index_name(there) == index_name(shards)
+        assert "no shard had to be read" in run(capsys, source)
+        server.files.pop("/d/3.tar")
+        assert "not found (404)" in run(capsys, source, status=1)
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny(tmp_path / "a")
+    (tmp_path / "file").touch()
+    (tmp_path / "t.csv").write_text("filepath,title\n")
+    for arguments, status, message in (
+        ([tmp_path / "none"], 1, "no such file or folder"),
+        ([tmp_path / "t.csv"], 2, "SOURCE: kind csv has no chunks; expected tars"),
+        ([tmp_path / "a", "--out", tmp_path / "file"], 2, "--out: .*file is a file; expected a folder"),
+        (
+            [tmp_path / "a", "--out", "https://x/y"],
+            2,
+            "--out: got https://x/y; expected a local folder, or a URL of s3",
+        ),
+        ([tmp_path / "a", "--out", "ftp://x/y"], 2, "--out: .*protocol ftp is not read"),
+    ):
+        error = run(capsys, *arguments, status=status)
+        assert re.search(message, error), error
+
+
+def test_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class_folder(tmp_path / "a")
+    assert "6 samples in 1 shards" in run(capsys, tmp_path / "a", "split=train")
+
+
+# ---- make faults
+
+
+def many(folder: Path, count: int) -> list[Path]:
+    (first,) = tiny(folder, (6,))
+    for number in range(count):
+        (folder / f"{number:04d}.tar").write_bytes(first.read_bytes())
+    first.unlink()
+    return sorted(folder.iterdir())
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vqclip", "data", "index", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.faults
+def test_killed_and_shared(tmp_path: Path) -> None:
+    """One of two processes is killed in the middle; the other, a third finish; the index is that of one."""
+    shards = many(tmp_path / "a", 400)
+    parts = tmp_path / "a" / job.PARTS
+    first, second = (start(tmp_path / "a", "--workers", 1) for _ in range(2))
+    while len(list(parts.glob("*.npz"))) < 20:
+        time.sleep(0.01)
+        assert first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert second.communicate()[0].startswith(f"{tmp_path}/a/vqclip-")
+    shared = (tmp_path / "a" / index_name(shards)).read_bytes()
+    third = start(tmp_path / "a")
+    assert "no shard had to be read" in third.communicate()[0]
+    for path in (*parts.iterdir(), tmp_path / "a" / index_name(shards)):
+        path.unlink()
+    assert "400 shards read" in start(tmp_path / "a", "--workers", 8).communicate()[0]
+    assert (tmp_path / "a" / index_name(shards)).read_bytes() == shared
+
+
+@pytest.mark.faults
+def test_interrupted(tmp_path: Path) -> None:
+    many(tmp_path / "a", 1500)
+    process = start(tmp_path / "a")
+    while len(list((tmp_path / "a" / job.PARTS).glob("*.npz"))) < 20:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, error = process.communicate()
+    assert time.monotonic() - begin < 5
+    assert (process.returncode, "run the same command again" in error) == (130, True), error
+
+
+@pytest.mark.faults
+def test_in_a_bucket(tmp_path: Path, bucket: Any, capsys: pytest.CaptureFixture[str], cache: Path) -> None:  # noqa: F811
+    shards = tiny(tmp_path / "a")
+    put(bucket[0], tmp_path / "a", "i")
+    text = run(capsys, "s3://bucket/i")
+    name = index_name(shards)
+    assert text.startswith(f"s3://bucket/i/{name}: 20 samples in 8 shards")
+    assert text.endswith("training finds it beside the shards: data.order=windowed\n")
+    (cache / "index").rename(tmp_path / "former")  # another machine
+    there = find_shards(["s3://bucket/i/{0..7}.tar"], RemoteConfig())
+    assert find_index(there) == cached_index(there)
+    assert "no shard had to be read" in run(capsys, "s3://bucket/i")
+    bucket[0].rm_file(f"bucket/i/{name}")
+    run(capsys, "s3://bucket/i")
+    assert bucket[0].exists(f"bucket/i/{name}")
+    changed = tiny(tmp_path / "b", (0, 3, 9, 1, 0, 2, 4, 1))
+    bucket[0].pipe_file("bucket/i/7.tar", changed[7].read_bytes())
+    assert "1 shards read, 7 known" in run(capsys, "s3://bucket/i")
+    assert "there is no such object" in run(capsys, "s3://bucket/i/{0..8}.tar", status=1)
+    assert "cannot be fetched: not found" in run(capsys, "s3://bucket/none/{0..8}.tar", status=1)
