@@ -44,8 +44,8 @@ class NodeNeeds:
         mean = reader.total_bytes / len(reader) * chunk
         return round(self._order.window_chunks(source, self._rank, self._nodes) * mean)
 
-    def room_ahead(self) -> int:
-        """Return the bytes of the cache that windows leave over.
+    def room_ahead(self) -> dict[int, int]:
+        """Return the bytes that may be fetched ahead of each source: what windows leave of the cache.
 
         Raises:
             ConfigError: the windows of all sources do not fit in the cache.
@@ -59,7 +59,9 @@ class NodeNeeds:
                 f"GiB (remote.cache_gib, less 5 %). Expected a smaller window or a larger cache, best twice as large "
                 "as the window: see vqclip data plan"
             )
-        return room - sum(sizes.values())
+        left = (room - sum(sizes.values())) // len(sizes)
+        # A round and the lead of other workers count as ahead too; see `ChunkSupply.advance`.
+        return {source: min(left, 2 * size) for source, size in sizes.items()}
 
     def position(self, step: int, source: int) -> int:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""
@@ -136,7 +138,7 @@ class ChunkSupply:
         return FetchAhead(
             self._needs.plan(step, source),
             self._needs.readers[source].fetch,
-            self._needs.room_ahead() // len(self._needs.readers),
+            self._needs.room_ahead()[source],
             local_rank * count + number,
             local_ranks * count,
         )
