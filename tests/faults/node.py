@@ -19,13 +19,18 @@ from vqclip.train.step import TrainStep
 UPLOAD_S, STEP_S = 0.02, 0.05
 
 
-def upload(self: Any, name: str, path: Path) -> None:
-    Path(os.environ["MARKS"], f"upload-{time.monotonic_ns()}").touch()
-    time.sleep(UPLOAD_S)
+def mark(what: str, seconds: float) -> Any:
+    """Return a function that leaves a mark and waits."""
+
+    def leave(*args: Any) -> None:
+        Path(os.environ["MARKS"], f"{what}-{os.environ['RANK']}-{time.monotonic_ns()}").touch()
+        time.sleep(seconds)
+
+    return leave
 
 
 if __name__ == "__main__":
     lease.RENEW_S, lease.EXPIRE_S, lease._POLL_S = 0.5, 3.0, 0.1
-    before(RemoteFolder, "upload", upload)
-    before(TrainStep, "__call__", lambda *args: time.sleep(STEP_S))
+    before(RemoteFolder, "upload", mark("upload", UPLOAD_S))
+    before(TrainStep, "__call__", mark("step", STEP_S))
     sys.exit(main(["--config", sys.argv[1]]))

@@ -102,27 +102,38 @@ class Machines:
         with self.start() as ranks:
             return [each.wait(limit_s) for each in ranks]
 
-    def kill(self, number: int, length_s: float) -> str:
-        """Start the job and kill it at a moment drawn by its number; say when."""
+    def kill(self, number: int, start_s: float) -> str:
+        """Start the job and kill it at a moment drawn by its number: in its start, a step, or an upload; say when."""
         draw = random.Random(f"kill {number}")
-        during_upload = bool(self.place) and number % 2 == 0
-        moment, uploads = draw.uniform(0.3, 1.0) * length_s, draw.randrange(1, 60)
+        what = ("upload", "step", "upload", "start")[number % 4]
+        what = "step" if what == "upload" and not self.place else what
+        moment, count = (
+            draw.uniform(0.2, 1.0) * start_s,
+            draw.randrange(1, 30) if what == "upload" else draw.randrange(1, 6),
+        )
         with self.start() as ranks:
             begun = time.monotonic()
             while all(each.poll() is None for each in ranks):
-                if during_upload and len(list(self.marks.iterdir())) >= uploads:
+                if what == "start" and time.monotonic() - begun >= moment:
+                    break
+                if what != "start" and len(list(self.marks.glob(f"{what}-0-*"))) >= count:
                     time.sleep(draw.uniform(0, 0.04))
                     break
-                if not during_upload and time.monotonic() - begun >= moment:
-                    break
                 time.sleep(0.002)
+            ended = [each.poll() for each in ranks]
             for each in ranks:
                 each.kill()
-        return f"{'upload' if during_upload else 'time'} {uploads if during_upload else round(moment, 1)}"
+        assert {0, 1, 2}.isdisjoint(ended), self.output
+        return f"{what} {round(moment, 1) if what == 'start' else count}"
 
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+
+def stored(bucket: Any) -> list[str]:
+    """The steps of complete checkpoints in the bucket."""
+    return [name.split("/")[-2] for name in bucket.find("nodes/runs/tiny") if name.endswith("manifest.json")]
 
 
 def digests(run: Path) -> dict[str, Any]:
@@ -138,11 +149,12 @@ def digests(run: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, shards):
     machines = Machines(tmp_path_factory.mktemp("whole"), shards)
-    begun = time.monotonic()
+    begun = time.time()
     assert machines.finish() == [0, 0], machines.output
+    start_s = min(path.stat().st_mtime for path in machines.marks.iterdir()) - begun
     run = machines.disks[0] / "runs" / "tiny"
     assert not (machines.disks[1] / "runs" / "tiny" / "checkpoints").exists()
-    return digests(run), time.monotonic() - begun
+    return digests(run), start_s
 
 
 def test_kills_with_the_folder_on_the_disk_of_rank_0(tmp_path, shards, whole):
@@ -160,7 +172,7 @@ def test_kills_with_the_folder_on_the_disk_of_rank_0(tmp_path, shards, whole):
 def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
     machines = Machines(tmp_path / "m", shards, "s3://nodes/runs")
     for number in range(KILLS):
-        print(machines.kill(number, whole[1]), [path[-8:] for path in bucket.ls("nodes/runs/tiny/checkpoints")])
+        print(machines.kill(number, whole[1]), stored(bucket))
         if number % 3 == 1:
             machines.disks.reverse()
         if number % 3 == 2:
@@ -175,7 +187,7 @@ def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
 def test_two_jobs_on_one_bucket(tmp_path, shards, bucket):
     one, other = (Machines(tmp_path / name, shards, "s3://nodes/runs") for name in "ab")
     with one.start() as first:
-        while not list(one.marks.iterdir()):
+        while not list(one.marks.glob("upload-*")):
             assert first[0].poll() is None, one.output
             time.sleep(0.01)
         assert other.finish() == [2, 2], other.output

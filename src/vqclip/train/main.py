@@ -180,8 +180,7 @@ def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, 
         except OSError as error:
             raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
     lock.acquire()
-    if config.run.url is not None:
-        dist.run_on_main(lambda: None if mirror is None else mirror.open())
+    dist.run_on_main(lambda: None if mirror is None else mirror.open())
     if dist.is_main():
         remove_leftovers(folder)
     log.open()

@@ -42,7 +42,7 @@ class RunResult:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """Folder of the run on this machine."""
         return self.config.run.path
 
     @property
@@ -57,7 +57,8 @@ class RunResult:
 
     def __str__(self) -> str:
         if self.summary is not None:
-            return render(self.summary)
+            place = "" if self.config.run.url is None else f"\n  stored at   {self.config.run.url}   (vqclip copy-run)"
+            return f"{render(self.summary)}{place}"
         steps, how = self.config.train.steps, "run it again to resume from its newest checkpoint"
         return f"stopped after step {self.step} of {steps} ({self.stopped}); {how}"
 

@@ -68,6 +68,7 @@ class RemoteFolder:
         root = self._path("")
 
         def find(system: Any, path: str, timeout: float) -> dict[str, int]:
+            system.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 found = system.find(path, detail=True, timeout=timeout)
                 names = {each.removeprefix(root): int(info["size"]) for each, info in found.items()}
