@@ -26,6 +26,7 @@ class FaultyServer:
         self.requests: list[str] = []
         """Method and full path of each, in the order in which they came."""
         self.ranges = True
+        self.counting = threading.Lock()
         self.sent = 0
         """Bytes of bodies that went well."""
         self.stopped = threading.Event()
@@ -66,7 +67,9 @@ class FaultyServer:
                         self.send_error(404)
                     else:
                         part = self.headers.get("Range") if server.ranges else None
-                        server.sent += answer(self, body, tag=server.tags.get(path), part=part)
+                        size = answer(self, body, tag=server.tags.get(path), part=part)
+                        with server.counting:
+                            server.sent += size
 
             do_HEAD = do_GET
 

@@ -376,7 +376,7 @@ class WindowedPlan(Plan):
             window = int(self.kind.window * self.cache_limit / self.cache_bytes)
             needed = self.job.cache_gib * self.cache_bytes / self.cache_limit
             found.append(
-                f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.1f}, or "
+                f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.3g}, or "
                 f"lower data.order.window to {window:,}, or use more nodes"
             )
         if self.mixing > 2:

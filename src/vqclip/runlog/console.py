@@ -112,6 +112,10 @@ def print_output(text: str) -> None:
             raise OSError(error.errno, error.strerror, "standard output") from error
 
 
+_CHATTY = ("aiobotocore", "azure", "botocore")
+"""Loggers of packages that report each request, or where they found credentials."""
+
+
 class _AboveBar(logging.StreamHandler[TextIO]):
     """Handler that writes lines above a progress bar, where one is shown."""
 
@@ -130,6 +134,8 @@ def log_to_stderr(mask: Callable[[str], str]) -> None:
     form = "%(levelname).1s %(message)s" if sys.stderr.isatty() else _TIMED
     handler.setFormatter(PrintableFormatter(form, mask))
     logging.basicConfig(level=_level(int(os.environ.get("RANK", "0"))), handlers=[handler])
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _level(rank: int) -> int:

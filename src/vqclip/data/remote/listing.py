@@ -45,5 +45,8 @@ def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_
     found = retry(lambda: list_urls(url, options.timeout_s, deadline), url, options, deadline)
     found = [name for name in found if name.endswith(tuple(endings)) or not is_folder]
     if not found:
-        raise DataError(f"{display_url(url)}: matches nothing")
+        what = f"files that end in {', '.join(endings)}" if is_folder else "files of these names"
+        raise DataError(
+            f"{display_url(url)}: matches nothing; expected {what}. Are the names of bucket and folder right?"
+        )
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]
