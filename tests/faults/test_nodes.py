@@ -34,7 +34,7 @@ from vqclip.train.run_store import copy_run
 KILLS = int(os.environ.get("VQCLIP_KILLS", "8"))
 STEPS = 24
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300 + 60 * KILLS)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + 90 * KILLS)]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ class Machines:
                 each.kill()
                 each.wait()
 
-    def finish(self, limit_s: float = 120.0) -> list[int]:
+    def finish(self, limit_s: float = 300.0) -> list[int]:
         with self.start() as ranks:
             return [each.wait(limit_s) for each in ranks]
 

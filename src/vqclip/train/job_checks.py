@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -91,12 +92,11 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 def _describe_run(config: TrainConfig) -> dict[str, Any]:
     """Return what this rank sees of the run: the newest checkpoint's step, and the text that rank 0 put in its lock."""
-    steps = [checkpoint.step_of(path) for path in checkpoint.checkpoints(config.run.path / "checkpoints")]
-    try:
-        lock = (config.run.path / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
-    except OSError:
-        lock = None
-    return {"folder": str(config.run.path), "newest": max(steps, default=-1), "lock": lock}
+    folder, newest, lock = config.run.path, -1, None
+    with contextlib.suppress(OSError):  # this rank need not see the folder
+        newest = max(map(checkpoint.step_of, checkpoint.checkpoints(folder / "checkpoints")), default=-1)
+        lock = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]
+    return {"folder": str(folder), "newest": newest, "lock": lock}
 
 
 def _require_same_versions(found: list[dict[str, Any]]) -> None:
