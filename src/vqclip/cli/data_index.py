@@ -7,16 +7,19 @@ share the work. Run it again after a stop, or when shards have changed: the othe
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, parse_source
 from vqclip.data.chunks.make import CHUNK
+from vqclip.data.remote import is_tar, protocol_of
+from vqclip.data.remote.urls import split_query
 from vqclip.data_tools.index import index_shards
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
 
-__all__ = ["EXAMPLES", "configure", "run"]
+__all__ = ["EXAMPLES", "configure", "parse_tars", "run"]
 
 EXAMPLES = """\
 examples:
@@ -43,7 +46,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Make the index, and print where it is and how training finds it."""
-    config = parse_source(options.source, options.overrides)
+    shards = parse_tars(options.source, options.overrides).shards()
+    print_output(index_shards(shards, options.chunk, options.workers, options.out).describe())
+
+
+def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:
+    """Return the configuration of a source of tars; a folder at a URL is of kind classes if a split is named.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    keys = {each.partition("=")[0] for each in overrides}
+    if "kind" not in keys and protocol_of(path) not in (None, "file") and not is_tar(split_query(path)[0]):
+        overrides = [f"kind={'classes' if 'split' in keys else 'shards'}", *overrides]
+    config = parse_source(path, overrides)
     if not isinstance(config, CaptionShardsConfig | ClassShardsConfig):
         raise ConfigError(f"SOURCE: kind {config.kind} has no chunks; expected tars (kind shards or classes)")
-    print_output(index_shards(config.shards(), options.chunk, options.workers, options.out).describe())
+    return config

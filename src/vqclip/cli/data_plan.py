@@ -13,9 +13,9 @@ import math
 from typing import Any
 
 from vqclip.cli import arguments as types
+from vqclip.cli.data_index import parse_tars
 from vqclip.cli.data_pack import SOURCE_HELP
 from vqclip.config import parse_config
-from vqclip.data import parse_source
 from vqclip.data.chunks.make import CHUNK
 from vqclip.data.chunks.tars import choose_chunk
 from vqclip.data.order import FullOrder, WindowedOrder
@@ -92,7 +92,7 @@ def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
     if options.given:
         path, *overrides = options.given
         _refuse(options, "samples", "shards", "bytes", beside="SOURCE")
-        return [count_source(parse_source(path, overrides))], job
+        return [count_source(parse_tars(path, overrides))], job
     return [_given_counts(options, job)], job
 
 

@@ -66,7 +66,7 @@ def _beside(folder: Path | str | None, name: str) -> Path | str:
 
 
 def _read_json(place: Path | str, shards: Sequence[Shard], limit: int) -> Any:
-    """Return the content of a JSON file; None if there is none, or it is no JSON."""
+    """Return the content of a JSON file; None if it is missing or contains no JSON."""
     data = _read(place, shards, limit)
     try:
         return None if data is None or len(data) > limit else json.loads(data)
