@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.chunks.test_index_file import tiny
+from tests.data.chunks.test_index_file import COUNTS, tiny
 from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import serving
@@ -69,6 +69,19 @@ def test_other_counts_are_named(
     (tmp_path / "a" / "sizes.json").write_text(json.dumps({"0.tar": 2, "1.tar": 4}))
     run(capsys, tmp_path / "a")
     assert f"other counts of samples for 1 shards: {tmp_path}/a/1.tar: 4, it has 3" in caplog.text
+
+
+def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = tiny(tmp_path / "a")
+    (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": count for n, count in enumerate(COUNTS)}))
+    plan = ["plan", str(tmp_path / "a"), "--json", "--batch", "4"]
+    assert main(plan) == 0
+    from_counts = capsys.readouterr().out
+    run(capsys, tmp_path / "a")
+    assert find_index(shards) is not None
+    assert main(plan) == 0
+    assert capsys.readouterr().out == from_counts
+    assert json.loads(from_counts)["samples"] == 20
 
 
 def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class IndexResult:
     made: int
     """Number of shards that were read."""
     advice: str
-    """How training finds it."""
+    """Advice on the place where training looks for it."""
 
     def describe(self) -> str:
         """Return the result in words."""
@@ -118,7 +118,7 @@ def _read_all(maker: IndexMaker, workers: int) -> int:
 
 
 def _choose_place(shards: Sequence[Shard], out: str | None) -> tuple[_Place, str]:
-    """Return the place of an index, and how training finds it there."""
+    """Return the place of an index, and advice on it for the user."""
     folder, name = data_folder(shards), index_name(shards)
     options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
     beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"

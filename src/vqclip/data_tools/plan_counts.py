@@ -1,4 +1,4 @@
-"""Size of a source without reading its samples: from its index."""
+"""Size of a source without reading its samples: from its index, or from counts of samples beside its shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vqclip.data.chunks.counts import known_counts
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
 from vqclip.data.chunks.location import find_index
+from vqclip.data.chunks.make import CHUNK
+from vqclip.data.chunks.survey import survey
 from vqclip.data.remote import RemoteShard
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data_tools.plan import DataCounts
@@ -19,7 +22,7 @@ _NUMBERS = "--samples, --shards and --bytes"
 
 
 def count_source(source: SourceConfigBase) -> DataCounts:
-    """Return the size of a source of plain tars.
+    """Return the size of a source of plain tars: from its index, else from counts that others have written.
 
     Raises:
         DataError: it consists of other files, or has no index.
@@ -30,18 +33,25 @@ def count_source(source: SourceConfigBase) -> DataCounts:
     if not plain or len(plain) < len(shards):
         raise DataError(f"kind {source.kind}: only the sizes of plain tars are known; expected {_NUMBERS} instead")
     path = find_index(plain)
-    if path is None:
+    at_urls, weight = any(isinstance(each, RemoteShard) for each in plain), source.weight or 1.0
+    if path is not None:
+        return count_index(open_index(path, verify=False), at_urls, weight)
+    counts = known_counts(plain)
+    if counts is None:
         raise DataError(
             f"{plain[0]} and {len(plain) - 1} more: have no index; make it (vqclip data index SOURCE), or give "
             f"{_NUMBERS}"
         )
-    at_urls = any(isinstance(each, RemoteShard) for each in plain)
-    return count_index(open_index(path, verify=False), at_urls, source.weight or 1.0)
+    size = sum(length for length, _ in survey(plain))
+    return _count(np.cumsum([0, *counts], dtype=np.int64), size, CHUNK, at_urls, weight)
 
 
 def count_index(index: ChunkIndex, at_urls: bool, weight: float = 1.0) -> DataCounts:
     """Return the size of the data of an index."""
-    ends = np.unique(index.firsts[1:-1])
-    crossing = int(((ends % index.chunk != 0) & (ends > 0) & (ends < index.samples)).sum())
-    size = int(index.lengths.sum())
-    return DataCounts(index.samples, index.shards, size, index.chunk, crossing, weight, at_urls)
+    return _count(index.firsts, int(index.lengths.sum()), index.chunk, at_urls, weight)
+
+
+def _count(firsts: np.ndarray, size: int, chunk: int, at_urls: bool, weight: float) -> DataCounts:
+    ends = np.unique(firsts[1:-1])
+    crossing = int(((ends % chunk != 0) & (ends > 0) & (ends < firsts[-1])).sum())
+    return DataCounts(int(firsts[-1]), len(firsts) - 1, size, chunk, crossing, weight, at_urls)

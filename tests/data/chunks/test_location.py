@@ -11,11 +11,12 @@ import pytest
 from tests.data import serving
 from tests.data.chunks.test_index_file import tiny
 from tests.data.serving import FaultyServer
+from vqclip.data.chunks import location
 from vqclip.data.chunks.index_file import open_index
 from vqclip.data.chunks.location import cached_index, data_folder, find_index, index_name
 from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig, RemoteShard
-from vqclip.errors import StorageError
+from vqclip.errors import DataError, StorageError
 
 
 def remote(*urls: str, **options: float) -> list[RemoteShard]:
@@ -57,7 +58,9 @@ def test_index_beside_local_data_or_in_the_cache(tmp_path: Path, caplog: pytest.
     assert find_index(shards) is None
 
 
-def test_index_at_a_url_is_fetched_once(tmp_path: Path, server: FaultyServer, pauses: list[float]) -> None:
+def test_index_at_a_url_is_fetched_once(
+    tmp_path: Path, server: FaultyServer, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     shards = tiny(tmp_path)
     there = remote(*(f"{server.url}/a/{path.name}?key=secret" for path in shards))
     assert find_index(there) is None
@@ -69,6 +72,7 @@ def test_index_at_a_url_is_fetched_once(tmp_path: Path, server: FaultyServer, pa
     assert len(pauses) == 2
     assert found is not None
     assert open_index(found).content == index.content
+    assert "secret" not in caplog.text
     before = len(server.requests)
     assert find_index(there) == found
     assert len(server.requests) == before
@@ -79,3 +83,23 @@ def test_index_at_a_url_is_fetched_once(tmp_path: Path, server: FaultyServer, pa
     assert "secret" not in str(error.value)
     server.for_ever[f"/a/{index.path.name}"] = serving.status(403)
     assert find_index(there) is None
+
+
+def test_damaged_and_crafted_indexes_at_a_url(
+    tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = tiny(tmp_path)
+    there = remote(*(f"{server.url}/a/{path.name}" for path in shards))
+    good = make_index(shards, tmp_path / "index").path.read_bytes()
+    name = f"/a/{index_name(shards)}"
+    server.files[name] = good[:-1] + bytes([good[-1] ^ 1])
+    with pytest.raises(DataError, match=rf"{server.url}{name}: does not match its own checksums.*vqclip data index"):
+        find_index(there)
+    server.files[name] = make_index(shards[:3], tmp_path / "other").path.read_bytes()
+    assert find_index(there) is None
+    assert "is of other shards, or of these before they changed" in caplog.text
+    monkeypatch.setattr(location, "_LARGEST_OF_SHARD", 500)
+    server.files[name] = good
+    cached_index(there).unlink()
+    with pytest.raises(DataError, match=f"{server.url}{name}: the index has more than 4000 bytes"):
+        find_index(there)

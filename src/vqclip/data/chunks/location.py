@@ -11,11 +11,11 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
-from vqclip.data.remote import RemoteShard, protocol_of
+from vqclip.data.remote import RemoteShard, display_url, protocol_of
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import open_url
@@ -32,6 +32,8 @@ __all__ = ["cached_index", "data_folder", "find_index", "fits", "index_name", "l
 logger = logging.getLogger("vqclip.data")
 
 _DIGITS = 12
+_LARGEST_OF_SHARD = 64 << 20
+"""Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
 
 
 def shard_names(shards: Sequence[Shard]) -> list[str]:
@@ -119,23 +121,34 @@ def _is_usable(path: Path, shards: Sequence[Shard]) -> bool:
     if not path.exists():
         return False
     try:
-        return fits(open_index(path, verify=False), shards)
+        usable = fits(open_index(path, verify=False), shards)
     except DataError as error:
         logger.warning("%s", error)
         return False
+    if not usable:
+        logger.warning("%s: is of other shards, or of these before they changed; it is not used", path)
+    return usable
 
 
 def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
-    """Fetch an index; return False if there is none."""
+    """Fetch and verify an index; return False if there is none."""
     (first, *_) = (each for each in shards if isinstance(each, RemoteShard))
     deadline = Deadline(first.options.total_s)
+    limit = min(first.options.cache_bytes, _LARGEST_OF_SHARD * len(shards))
 
     def fetch() -> None:
         with open_url(url, first.options.timeout_s, deadline) as body:
-            digest = write_file(path, lambda file: file.writelines(body.blocks))
-        if body.length not in (None, digest.size):
+            digest = write_file(path, lambda file: file.writelines(_bound(body.blocks, limit, display_url(url))))
+        try:
+            if body.length not in (None, digest.size):
+                raise FetchError(f"{digest.size} bytes came, {body.length} were announced", again=True)
+            open_index(path)
+        except FetchError:
             path.unlink()
-            raise FetchError(f"{digest.size} bytes came, {body.length} were announced", again=True)
+            raise
+        except DataError as error:
+            path.unlink()
+            raise DataError(str(error).replace(str(path), display_url(url))) from None
 
     try:
         retry(fetch, url, first.options, deadline)
@@ -150,6 +163,15 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
         ) from None
     logger.info("fetched the index %s", path_in_url(url))
     return True
+
+
+def _bound(blocks: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]:
+    left = limit
+    for block in blocks:
+        left -= len(block)
+        if left < 0:
+            raise DataError(f"{url}: the index has more than {limit} bytes, too many for its shards; it is not read")
+        yield block
 
 
 def _paths(shards: Sequence[Shard]) -> list[str]:
