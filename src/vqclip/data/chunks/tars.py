@@ -64,9 +64,8 @@ class ChunkedTars:
         """
         if not self._is_plain:
             return self._tars
-        index = self._find(None)
-        if index is not None:
-            return [_IndexCheck(index.path)]
+        if self._index is not None:
+            return [_IndexCheck(self._index.path)]
         return [_TarPart(self._maker, number) for number in self._maker.missing()]
 
     def build(self, cache: Path | None = None) -> Source:
@@ -74,7 +73,8 @@ class ChunkedTars:
         if not self._is_plain:
             return self.config.build(cache)
         remote, tars = self.config.remote, self._tars
-        index = self._find(cache) or self._write(cache)
+        index = self._index if cache is None else self._find(cache)
+        index = index or self._write(cache)
         chunks = ChunkCache((cache or cache_folder()) / "chunks", remote.cache_bytes)
         return self.open(ChunkReader(tars, index, ChunkStore(tars, index), chunks, remote.total_s))
 
@@ -89,6 +89,11 @@ class ChunkedTars:
     @cached_property
     def _is_local(self) -> bool:
         return all(isinstance(tar, Path) for tar in self._tars)
+
+    @cached_property
+    def _index(self) -> ChunkIndex | None:
+        """The index in the default cache, as it was when it was first asked for: it takes time for many shards."""
+        return self._find(None)
 
     @cached_property
     def _maker(self) -> IndexMaker:
