@@ -47,8 +47,8 @@ def test_chunks_are_fetched_up_to_the_bound() -> None:
     ahead.advance(29)
     assert fetched.come_to(8) == list(range(8))
     ahead.advance(5)  # never back
-    ahead.advance(500)
-    assert fetched.come_to(56) == list(range(56))
+    ahead.advance(500)  # faster than the threads: what the reader has fetched itself is left out
+    assert fetched.come_to(13) == [*range(8), *range(51, 56)]
     ahead.close()
 
 

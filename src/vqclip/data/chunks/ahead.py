@@ -20,7 +20,7 @@ class PlannedFetch(NamedTuple):
     """A chunk that will be needed."""
 
     position: int
-    """Place of the sample that needs it first; ascending."""
+    """Place of the sample that needs it first; ascending. Behind it, the reader has fetched it."""
     size: int
     """Bytes of the chunk."""
     chunk: int
@@ -30,9 +30,9 @@ class PlannedFetch(NamedTuple):
 class FetchAhead:
     """Fetches chunks in the order of need, several at a time, up to a number of bytes ahead of the reader.
 
-    The workers of a machine divide the chunks among them: each takes every K-th. A chunk that cannot be fetched is
-    left out, since the reader meets the same error when it needs the chunk. Make it in the process that reads: threads
-    do not survive a fork.
+    The workers of a machine divide the chunks among them: each takes every K-th. Chunks that the reader has come to
+    before are left out: they may not be needed any more. So is a chunk that cannot be fetched, since the reader meets
+    the same error when it needs the chunk. Make it in the process that reads: threads do not survive a fork.
 
     Args:
         plan: the chunks that the machine needs, in the order of need; may be without end.
@@ -99,15 +99,13 @@ class FetchAhead:
                 self._first = self._first or next(self._plan, None)
                 if self._first is None:
                     return None
-                if self._is_allowed(self._first):
-                    planned, self._first = self._first, None
-                    if planned.position > self._position:
-                        self._ahead.append(planned)
-                        self._bytes += planned.size
+                planned, size = self._first, self._bytes + self._first.size
+                if planned.position <= self._position:
+                    self._first = None  # the reader was faster
+                elif size <= self._room or not self._ahead:
+                    self._first, self._bytes = None, size
+                    self._ahead.append(planned)
                     return planned
-                self._changed.wait()
+                else:
+                    self._changed.wait()
         return None
-
-    def _is_allowed(self, planned: PlannedFetch) -> bool:
-        is_late = planned.position <= self._position
-        return is_late or not self._ahead or self._bytes + planned.size <= self._room

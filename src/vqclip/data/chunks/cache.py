@@ -31,11 +31,9 @@ _FILLED = 0.95
 """Part of the limit that is left in use when files are removed."""
 _FILES = 1 << 18
 """Limit on the number of files."""
-_BLOCK = 4096
-"""Sizes are rounded up to this, as the disk does."""
 _MARK = b"vqchunk1"
 _USED_S = 1.0
-"""The time of use of a file is written at most so often."""
+"""The time of the last use of a file is written at most so often."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 
@@ -119,9 +117,8 @@ class ChunkCache:
         if size < 0 or os.pread(file, len(_footer(0)), size) != _footer(size):
             os.close(file)
             return None
-        if time.time() - status.st_atime > _USED_S:
-            with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
-                os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))
+        if time.time() - status.st_mtime > _USED_S:
+            _mark_used(file)
         return file
 
     @contextlib.contextmanager
@@ -151,6 +148,7 @@ class ChunkCache:
             while view:
                 count = os.pwrite(part, view, at)
                 view, at = view[count:], at + count
+        _mark_used(part)
         name = path.with_name(f"{path.name}.part")
         file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -162,8 +160,7 @@ class ChunkCache:
 
     def _reserve(self, path: Path, part: int, size: int, deadline: Deadline) -> None:
         """Give a part its final size, after removing other files if the limit is reached."""
-        charge = _charge(size)
-        if charge > self.limit:
+        if size > self.limit:
             raise StorageError(
                 f"{path}: the chunk has {size} bytes, and the cache may take {self.limit} "
                 f"(remote.cache_gib={self.limit / 2**30:g}): not fetched"
@@ -171,10 +168,10 @@ class ChunkCache:
         while True:
             with hold_lock(self.folder / "lock"):
                 used = self._read()
-                if used is None or used.size + charge > self.limit or used.files >= _FILES:
-                    used = self._shrink(charge)
-                if used.size + charge <= self.limit:
-                    self._write(_Ledger(used.size + charge, used.files + 1))
+                if used is None or used.size + size > self.limit or used.files >= _FILES:
+                    used = self._shrink(size)
+                if used.size + size <= self.limit:
+                    self._write(_Ledger(used.size + size, used.files + 1))
                     os.ftruncate(part, size)
                     return
                 self._write(used)
@@ -212,8 +209,8 @@ class ChunkCache:
                 elif entry.name in ("ledger", "lock"):
                     continue
                 else:
-                    whole.append((max(status.st_atime_ns, status.st_mtime_ns), _charge(status.st_size), entry.path))
-                size, files = size + _charge(status.st_size), files + 1
+                    whole.append((status.st_mtime_ns, status.st_size, entry.path))
+                size, files = size + status.st_size, files + 1
         if size + more > self.limit or files >= _FILES:
             for _, each, path in sorted(whole):
                 if size + more <= self.room and files < _FILES * _FILLED:
@@ -228,8 +225,10 @@ def _footer(size: int) -> bytes:
     return struct.pack("<8sQ", _MARK, size)
 
 
-def _charge(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+def _mark_used(file: int) -> None:
+    with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
+        now = time.time_ns()  # the file system's own clock ticks some hundred times a second
+        os.utime(file, ns=(now, now))
 
 
 def _is_leftover(part: Path) -> bool:

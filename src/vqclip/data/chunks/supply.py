@@ -60,8 +60,8 @@ class NodeNeeds:
                 "as the window: see vqclip data plan"
             )
         left = (room - sum(sizes.values())) // len(sizes)
-        # A round and the lead of other workers count as ahead too; see `ChunkSupply.advance`.
-        return {source: min(left, 2 * size) for source, size in sizes.items()}
+        # Chunks of the window after the next one would be unused for longer than the last window, and be removed first.
+        return {source: min(left, size) for source, size in sizes.items()}
 
     def position(self, step: int, source: int) -> int:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""
