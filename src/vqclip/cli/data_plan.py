@@ -92,7 +92,7 @@ def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
     if options.given:
         path, *overrides = options.given
         _refuse(options, "samples", "shards", "bytes", beside="SOURCE")
-        return [count_source(parse_tars(path, overrides))], job
+        return [count_source(parse_tars(path, overrides), _index_chunk(job))], job
     return [_given_counts(options, job)], job
 
 
@@ -120,7 +120,7 @@ def _of_config(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
     counts = []
     for number, source in enumerate(sources):
         with name_section(f"data.sources[{number}]"):
-            counts.append(count_source(source))
+            counts.append(count_source(source, _index_chunk(job)))
     return counts, job
 
 
@@ -139,8 +139,12 @@ def _given_counts(options: argparse.Namespace, job: Job) -> DataCounts:
     missing = [f"--{name}" for name in ("samples", "shards", "bytes") if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"{missing[0]}: got nothing; expected SOURCE, or all of --samples, --shards and --bytes")
-    chunk = choose_chunk(job.order.chunk) if isinstance(job.order, WindowedOrder) else CHUNK
-    return DataCounts(options.samples, options.shards, options.bytes, chunk)
+    return DataCounts(options.samples, options.shards, options.bytes, _index_chunk(job))
+
+
+def _index_chunk(job: Job) -> int:
+    """Return the samples of a chunk of an index that is still to be made."""
+    return choose_chunk(job.order.chunk) if isinstance(job.order, WindowedOrder) else CHUNK
 
 
 def _figures(plan: Plan, options: argparse.Namespace) -> list[tuple[str, Any, str]]:

@@ -53,6 +53,7 @@ class DataCounts:
     """Ends of shards inside a chunk; None: all but the last."""
     weight: float = 1.0
     at_urls: bool = True
+    is_indexed: bool = True
 
     @property
     def requests(self) -> int:
@@ -322,6 +323,11 @@ class WindowedPlan(Plan):
         return sum(-(-each.samples // each.chunk) * CHUNK_BYTES + each.shards * SHARD_BYTES for each in self.data)
 
     @property
+    def preparation_bytes(self) -> float:
+        """See `Plan.preparation_bytes`."""
+        return sum(each.bytes for each in self.data if not each.is_indexed)
+
+    @property
     def first_batch_bytes(self) -> float:
         """See `Plan.first_batch_bytes`; each of its samples is of another chunk, as long as a window has as many."""
         total = 0.0
@@ -372,6 +378,8 @@ class WindowedPlan(Plan):
     def advice(self) -> list[str]:
         """See `Plan.advice`."""
         found = super().advice()
+        if self.preparation_bytes:
+            found.append("the data have no index; make it before training: vqclip data index SOURCE")
         if self.cache_bytes > self.cache_limit:
             window = int(self.kind.window * self.cache_limit / self.cache_bytes)
             needed = self.job.cache_gib * self.cache_bytes / self.cache_limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from vqclip.data.chunks.counts import known_counts
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
 from vqclip.data.chunks.location import find_index
-from vqclip.data.chunks.make import CHUNK
 from vqclip.data.chunks.survey import survey
 from vqclip.data.remote import RemoteShard
 from vqclip.data.sources.base import SourceConfigBase
@@ -21,11 +21,15 @@ __all__ = ["count_index", "count_source"]
 _NUMBERS = "--samples, --shards and --bytes"
 
 
-def count_source(source: SourceConfigBase) -> DataCounts:
+def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
     """Return the size of a source of plain tars: from its index, else from counts that others have written.
 
+    Args:
+        source: configuration of the source.
+        chunk: samples of a chunk of an index that is still to be made.
+
     Raises:
-        DataError: it consists of other files, or has no index.
+        DataError: it consists of other files, or has neither index nor counts.
         StorageError: its server cannot be reached.
     """
     shards = source.shards()
@@ -37,13 +41,14 @@ def count_source(source: SourceConfigBase) -> DataCounts:
     if path is not None:
         return count_index(open_index(path, verify=False), at_urls, weight)
     counts = known_counts(plain)
-    if counts is None:
+    if counts is None or not sum(counts):
         raise DataError(
             f"{plain[0]} and {len(plain) - 1} more: have no index; make it (vqclip data index SOURCE), or give "
             f"{_NUMBERS}"
         )
     size = sum(length for length, _ in survey(plain))
-    return _count(np.cumsum([0, *counts], dtype=np.int64), size, CHUNK, at_urls, weight)
+    found = _count(np.cumsum([0, *counts], dtype=np.int64), size, chunk, at_urls, weight)
+    return replace(found, is_indexed=False)
 
 
 def count_index(index: ChunkIndex, at_urls: bool, weight: float = 1.0) -> DataCounts:
