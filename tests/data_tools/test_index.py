@@ -76,12 +76,15 @@ def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytes
     (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": count for n, count in enumerate(COUNTS)}))
     plan = ["plan", str(tmp_path / "a"), "--json", "--batch", "4"]
     assert main(plan) == 0
-    from_counts = capsys.readouterr().out
+    from_counts = json.loads(capsys.readouterr().out)
     run(capsys, tmp_path / "a")
     assert find_index(shards) is not None
     assert main(plan) == 0
-    assert capsys.readouterr().out == from_counts
-    assert json.loads(from_counts)["samples"] == 20
+    from_index = json.loads(capsys.readouterr().out)
+    assert (from_counts.pop("preparation"), from_index.pop("preparation")) == (from_index["bytes"], 0)
+    assert from_counts["advice"].pop(0) == "the data have no index; make it before training: vqclip data index SOURCE"
+    assert from_counts == from_index
+    assert from_index["samples"] == 20
 
 
 def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
