@@ -38,7 +38,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
     """Metrics of each step, without times."""
     found = [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
     assert len(found) == STEPS
-    assert all("loss" in line for line in found)
+    assert all("loss/total" in line for line in found)
     return found
 
 

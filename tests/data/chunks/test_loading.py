@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
 import threading
@@ -176,6 +177,32 @@ def test_indexes_that_do_not_fit(folder: Path, server: FaultyServer, tmp_path: P
     data = open_data(folder, sources=(one_source(url, 0.9 * size),), order=order)
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, 31)])
     assert ids.bincount().tolist() == [10] * 31
+
+
+def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = CaptionShardsConfig(path=str(folder / "a"))
+    data = open_data(folder, sources=(local,), order=WINDOWED)
+    path = cached_index(local.shards())
+    with monkeypatch.context() as context:
+        context.setattr("vqclip.data.chunks.tars.MAX_CHUNK", 5000)
+        with pytest.raises(DataError, match=r"data\.sources\[0\]: .*a chunk of 6 samples has .*--chunk 16"):
+            open_data(folder, sources=(local,), order=WINDOWED)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"the index is damaged.*It was in the cache and is removed: start again"):
+        open_data(folder, sources=(local,), order=WINDOWED)
+    assert open_data(folder, sources=(local,), order=WINDOWED).fingerprint == data.fingerprint
+    assert open_data(folder, sources=(local,), order={"kind": "windowed", "chunk": 4}).epoch_size == sum(COUNTS)
+
+
+def test_compressed_tars_are_read_sample_by_sample(folder: Path) -> None:
+    for path in (folder / "b").iterdir():
+        path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    data = open_data(folder, sources=(CaptionShardsConfig(path=str(folder / "b")),), order=WINDOWED)
+    assert [source.chunks for source in data.samples.sources] == [None]
+    assert next(data.batches()).sample_ids.sort().values.tolist() == list(range(10))
 
 
 def test_the_index_is_beside_the_data(folder: Path, server: FaultyServer) -> None:

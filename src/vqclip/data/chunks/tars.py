@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkedTars", "choose_chunk"]
 
+MAX_CHUNK = 1 << 30
+"""Bytes of the largest chunk that is read: each thread that fetches has one in memory."""
+
 
 class TarConfig(Protocol):
     """Configuration of a source of tars."""
@@ -75,6 +78,12 @@ class ChunkedTars:
         remote, tars = self.config.remote, self._tars
         index = self._index if cache is None else self._find(cache)
         index = index or self._write(cache)
+        if index.largest > MAX_CHUNK:
+            raise DataError(
+                f"{index.path}: a chunk of {index.chunk} samples has {index.largest / 2**30:.3g} GiB; at most "
+                f"{MAX_CHUNK / 2**30:g} GiB are read at a time. Index the data with fewer samples in a chunk: vqclip "
+                "data index SOURCE --chunk 16"
+            )
         chunks = ChunkCache((cache or cache_folder()) / "chunks", remote.cache_bytes)
         return self.open(ChunkReader(tars, index, ChunkStore(tars, index), chunks, remote.total_s))
 
@@ -156,7 +165,13 @@ class _IndexCheck:
         return str(self.path)
 
     def prepare(self, cache: Path | None = None) -> None:
-        open_index(self.path)
+        try:
+            open_index(self.path)
+        except DataError as error:
+            if self.path.parent != cache_folder() / "index":
+                raise
+            self.path.unlink(missing_ok=True)
+            raise DataError(f"{error}. It was in the cache and is removed: start again") from None
 
 
 def choose_chunk(chunk: int) -> int:
