@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vqclip.data import parts
 from vqclip.data.parts import PrefetchPlan, make_batches
+from vqclip.errors import DataError
 
 GIB = 2**30
 IMAGES = 4096 * 3 * 224 * 224
@@ -84,3 +86,13 @@ def test_prefetch_is_bounded(rows: int, size: int, workers: int, limit: int, pla
     assert chosen == plan
     if size and rows >= workers:
         assert chosen.tasks * workers / chosen.parts * size <= max(limit, size)
+
+
+def test_too_little_shared_memory_is_refused_before_a_worker_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs("/dev/shm")
+    little = SimpleNamespace(f_bavail=167, f_frsize=1)  # three batches of 56 bytes need one more
+    monkeypatch.setattr(os, "statvfs", lambda path: little if path == "/dev/shm" else status)
+    assert next(make_batches(Squares(), range(1), workers=1, prefetch=1))
+    with pytest.raises(DataError, match=r"3 batches of 0.0 MiB .*/dev/shm has 0.0 MiB free. Lower data.prefetch_gib"):
+        next(make_batches(Squares(), range(1), workers=1, prefetch=2))
+    assert next(make_batches(Squares(), range(1), prefetch=2))

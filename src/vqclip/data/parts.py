@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import sys
 import weakref
 from collections import deque
@@ -22,8 +23,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy
 
 from vqclip.data.workers import StartMethod, ordered_map
+from vqclip.errors import DataError
 
 __all__ = ["Layout", "PartMaker", "PrefetchPlan", "make_batches"]
 
@@ -33,6 +36,8 @@ RestT = TypeVar("RestT")
 PART_ROWS = 128
 """Smallest number of rows for which a batch is split: fewer take less than a second, and each part costs the order of
 the whole batch once more."""
+
+_SHARED_MEMORY = "/dev/shm"
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name → shape and dtype of a tensor of a batch; the first dimension is rows."""
@@ -103,12 +108,15 @@ def make_batches(
         start_method: how workers are started.
 
     Raises:
-        DataError: the maker failed, or a worker died or took too long.
+        DataError: the maker failed, a worker died or took too long, or the batches need more shared memory than there
+            is; a worker would be killed without a message.
     """
     layout = maker.layout
     rows = next(iter(layout.values()))[0][0]
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     plan = PrefetchPlan.choose(rows, size, max(workers, 1), prefetch, prefetch_bytes)
+    if workers:
+        _require_shared_memory(size, math.ceil(plan.tasks * workers / plan.parts) + 1)
     batches = _Batches(layout, steps, plan.parts if workers else 1, is_shared=workers > 0)
     results: Generator[Any, None, None] = ordered_map(
         _Filler(maker), batches, workers, plan.tasks, pin_memory, timeout_s, start_method=start_method
@@ -117,6 +125,21 @@ def make_batches(
         while filled := list(itertools.islice(results, batches.parts)):
             batch = batches.open.popleft()
             yield maker.join(batch.step, batch.tensors, [each.rest for each in filled])
+
+
+def _require_shared_memory(size: int, count: int) -> None:
+    """Raise DataError if ``count`` batches of ``size`` bytes, one of them in use, do not fit where torch puts them."""
+    if sys.platform != "linux" or get_sharing_strategy() != "file_descriptor" or not os.path.isdir(_SHARED_MEMORY):
+        return
+    status = os.statvfs(_SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if size * count > free:
+        raise DataError(
+            f"{count} batches of {size / 2**20:.1f} MiB on this rank need {size * count / 2**20:.1f} MiB of shared "
+            f"memory, and {_SHARED_MEMORY} has {free / 2**20:.1f} MiB free. Lower data.prefetch_gib or data.workers (0 "
+            "needs none), or make it larger (docker run --shm-size)",
+            "shared memory",
+        )
 
 
 class _Task(NamedTuple):
