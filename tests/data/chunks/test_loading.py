@@ -20,6 +20,7 @@ from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
+from vqclip.data.chunks.index_file import open_index
 from vqclip.data.chunks.location import cached_index, index_name
 from vqclip.data.chunks.make import make_index
 from vqclip.data.chunks.reader import ChunkReader
@@ -188,7 +189,7 @@ def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.Mon
         with pytest.raises(DataError, match=r"data\.sources\[0\]: .*a chunk of 6 samples has .*--chunk 16"):
             open_data(folder, sources=(local,), order=WINDOWED)
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[content.find(open_index(path).digests[1].tobytes())] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"the index is damaged.*It was in the cache and is removed: start again"):
         open_data(folder, sources=(local,), order=WINDOWED)
