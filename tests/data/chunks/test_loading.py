@@ -253,6 +253,23 @@ def test_the_cache_may_go_and_shards_may_change(
         list(itertools.islice(batches, 40))
 
 
+def test_an_outdated_index_in_the_cache_gives_way(folder: Path, server: FaultyServer) -> None:
+    """To the one beside the shards, after a run has met the difference."""
+    url, tars = server.add(folder / "a", "/a"), sorted((folder / "a").iterdir())
+    shards = one_source(url).shards()
+    beside = f"/a/{index_name(shards)}"
+    server.files[beside] = make_index(tars, folder / "index", 6).path.read_bytes()
+    data = open_data(folder, sources=(one_source(url),), order=WINDOWED)
+    for path in tars:
+        path.write_bytes(path.read_bytes().replace(b"caption ", b"Caption "))
+        server.files[f"/a/{path.name}"] = path.read_bytes()
+    server.files[beside] = make_index(tars, folder / "index", 6).path.read_bytes()
+    with pytest.raises(StorageError, match="changed since they were indexed"):
+        list(data.batches(0, 1))
+    data = open_data(folder, sources=(one_source(url),), order=WINDOWED)
+    assert len(list(data.batches(0, STEPS))) == STEPS
+
+
 def prepare_on_rank(folder: str, cache: str) -> tuple[list[int], str]:
     os.environ["VQCLIP_CACHE"] = cache
     data = open_chunks(Path(folder))

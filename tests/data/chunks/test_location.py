@@ -103,3 +103,10 @@ def test_damaged_and_crafted_indexes_at_a_url(
     cached_index(there).unlink()
     with pytest.raises(DataError, match=f"{server.url}{name}: the index has more than 4000 bytes"):
         find_index(there)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="cannot be written .*set VQCLIP_CACHE to a folder with room"):
+        find_index(remote(f"{server.url}/a/0.tar"))

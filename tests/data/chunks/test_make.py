@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.data import serving
@@ -17,7 +18,7 @@ from tests.data.making import caption_members, write_tar
 from tests.data.serving import FaultyServer
 from vqclip.data.chunks import make
 from vqclip.data.chunks.make import IndexMaker, make_index
-from vqclip.data.chunks.parts import LocalParts
+from vqclip.data.chunks.parts import LocalParts, dump_part, parse_part, part_name
 from vqclip.data.chunks.scan import scan_chunk, scan_shard
 from vqclip.data.remote import GzipShard, RemoteConfig
 from vqclip.errors import DataError, StorageError
@@ -53,10 +54,32 @@ def test_only_changed_shards_are_read_again(tmp_path: Path, scanned: list[str]) 
     for number in range(len(changed)):
         scan_chunk(changed, number, read(changed, number, shards), shards)
     scanned.clear()
-    (damaged, *_) = sorted((tmp_path / "parts").iterdir())
-    damaged.write_bytes(damaged.read_bytes()[:-40] + bytes(40))
+    for damaged in (tmp_path / "parts").iterdir():  # that of the former shard too
+        damaged.write_bytes(damaged.read_bytes()[:-40] + bytes(40))
     assert make_index(shards, tmp_path / "5", 4, parts).content == changed.content
-    assert len(scanned) == 1
+    assert len(scanned) == len(shards)
+
+
+def test_crafted_parts(tmp_path: Path, scanned: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """They may be in a bucket: small archives that unpack to much, and counts that no index may have."""
+    shards = tiny(tmp_path)
+    maker = IndexMaker(shards, LocalParts(tmp_path / "parts"))
+    maker.read_all()
+    files = [tmp_path / "parts" / part_name(facts) for facts in maker.facts]
+    with np.load(files[1]) as stored:
+        np.savez_compressed(files[1], **stored)
+    part = parse_part(files[2].read_bytes(), maker.facts[2])
+    assert part is not None
+    files[2].write_bytes(dump_part(part._replace(members=-part.members)))
+    files[3].write_bytes(dump_part(part._replace(begins=part.begins[:0], digests=part.digests[:0])))
+    scanned.clear()
+    assert maker.write(tmp_path / "index", 4).content == make_index(shards, tmp_path / "other", 4).content
+    assert scanned[:3] == [shards[number].name for number in (1, 2, 3)]
+    assert "compressed arrays" in caplog.text
+    files[1].unlink()
+    files[1].mkdir()
+    with pytest.raises(DataError, match="cannot be read .*delete it"):
+        maker.write(tmp_path / "index", 4)
 
 
 def test_threads_and_order_make_the_same_index(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from vqclip.io.atomic import write_file
 from vqclip.io.cache import cache_folder
 from vqclip.io.file_locks import hold_lock
 
-__all__ = ["cached_index", "data_folder", "find_index", "fits", "index_name", "local_tag", "shard_names"]
+__all__ = ["cached_index", "data_folder", "find_index", "fits", "index_name", "local_tag", "lock_index", "shard_names"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -86,13 +86,29 @@ def find_index(shards: Sequence[Shard], cache: Path | None = None) -> Path | Non
         if _is_usable(place, shards):
             return place
     if isinstance(folder, str):
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(cached.with_name(f"{cached.name}.lock")):
+        with lock_index(cached, "lock"):
             if _is_usable(cached, shards):
                 return cached
             if _fetch(beneath(folder, index_name(shards)), shards, cached) and _is_usable(cached, shards):
                 return cached
     return None
+
+
+@contextlib.contextmanager
+def lock_index(path: Path, name: str) -> Iterator[None]:
+    """Hold a lock of this name beside an index in the cache.
+
+    Raises:
+        StorageError: the cache cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(path.with_name(f"{path.name}.{name}")):
+            yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
+        ) from None
 
 
 def fits(index: ChunkIndex, shards: Sequence[Shard]) -> bool:
@@ -157,10 +173,6 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
         if error.kind == "gone" and (protocol_of(url) in ("http", "https") or "not found" in str(error)):
             return False
         raise
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
-        ) from None
     logger.info("fetched the index %s", path_in_url(url))
     return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import zipfile
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -85,6 +86,10 @@ class LocalParts:
             return read_bounded(self._folder / name, MAX_PART)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise DataError(
+                f"{self._folder / name}: cannot be read ({error.strerror}); delete it, and it is made again"
+            ) from None
 
     def write(self, name: str, content: bytes) -> None:
         """See `PartFolder`; raises DataError if the disk cannot be written."""
@@ -119,6 +124,7 @@ def parse_part(content: bytes, facts: ShardFacts) -> ShardPart | None:
         facts: of the shard.
     """
     try:
+        _require_stored(content)
         with np.load(io.BytesIO(content), allow_pickle=False) as stored:
             begins, digests, members = stored["begins"], stored["digests"], stored["members"]
         samples = len(begins)
@@ -128,12 +134,21 @@ def parse_part(content: bytes, facts: ShardFacts) -> ShardPart | None:
         edges = np.append(begins, facts.length)
         if begins.shape != (samples,) or digests.shape != (samples, DIGEST) or members.shape != (len(KINDS),):
             raise ValueError("it contains arrays of other shapes than were written")
-        if samples and (begins[0] != 0 or (np.diff(edges) <= 0).any() or (members > samples).any()):
+        if samples and (begins[0] != 0 or (np.diff(edges) <= 0).any()):
             raise ValueError("it points outside of the shard")
+        if (members < 0).any() or (members > samples).any():
+            raise ValueError("it counts more members than samples")
     except Exception as error:  # a damaged zip makes zipfile, zlib and numpy raise nearly anything
         logger.warning("damaged part of the index for %s is made again (%s)", facts.name, error)
         return None
     return ShardPart(begins, digests, members)
+
+
+def _require_stored(content: bytes) -> None:
+    """Raise ValueError if an archive contains compressed files, which may be of any size."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+            raise ValueError("it contains compressed arrays")
 
 
 class RemoteParts:

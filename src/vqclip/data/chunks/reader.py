@@ -201,16 +201,25 @@ class ChunkReader(TarReader):
         Raises:
             StorageError: it has other bytes than were indexed, also when it is read again.
         """
+        try:
+            data, samples = self._read_verified(chunk)
+        except StorageError as error:
+            if error.kind == "changed shard" and self.is_remote:
+                # Otherwise the next start would find this index, whatever is beside the shards by then.
+                self.index.path.unlink(missing_ok=True)
+            raise
+        return make_table(self._digest(chunk), samples, data, self._has_data(chunk))
+
+    def _read_verified(self, chunk: int) -> tuple[bytes, SampleTable]:
         ranges = self.index.ranges(chunk)
         data = self.store.read(ranges)
         try:
-            samples = scan_chunk(self.index, chunk, data, self._shards)
+            return data, scan_chunk(self.index, chunk, data, self._shards)
         except StorageError as error:  # damaged on the way
             logger.warning("%s; read again", error)
-            self.store.discard(ranges)
-            data = self.store.read(ranges)
-            samples = self._scan_again(chunk, data)
-        return make_table(self._digest(chunk), samples, data, self._has_data(chunk))
+        self.store.discard(ranges)
+        data = self.store.read(ranges)
+        return data, self._scan_again(chunk, data)
 
     def _scan_again(self, chunk: int, data: bytes) -> SampleTable:
         try:

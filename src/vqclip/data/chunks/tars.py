@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from vqclip.data.chunks.cache import ChunkCache
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
-from vqclip.data.chunks.location import cached_index, find_index
+from vqclip.data.chunks.location import cached_index, find_index, lock_index
 from vqclip.data.chunks.make import CHUNK, IndexMaker
 from vqclip.data.chunks.parts import LocalParts
 from vqclip.data.chunks.reader import ChunkReader
@@ -19,7 +19,6 @@ from vqclip.data.remote import GzipShard, RemoteConfig, is_gzip
 from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.cache import cache_folder
-from vqclip.io.file_locks import hold_lock
 
 if TYPE_CHECKING:
     from vqclip.data.sources.base import Source
@@ -107,7 +106,7 @@ class ChunkedTars:
     @cached_property
     def _maker(self) -> IndexMaker:
         path = cached_index(self._tars)
-        maker = IndexMaker(self._tars, LocalParts(path.with_name(f"{path.name}.parts")))
+        maker = IndexMaker(self._tars, LocalParts(path.with_suffix(".parts")))
         size = sum(each.length for each in maker.facts)
         if not self._is_local and size > self.config.remote.cache_bytes:
             raise DataError(
@@ -136,8 +135,7 @@ class ChunkedTars:
     def _write(self, cache: Path | None) -> ChunkIndex:
         """Join the parts of the index; one process of those that share a cache does it, and the others wait."""
         path = cached_index(self._tars, cache)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(path.with_name(f"{path.name}.write")):  # `find_index` takes the other lock
+        with lock_index(path, "write"):  # `find_index` takes the other lock
             return self._find(cache) or self._maker.write(path, choose_chunk(self.chunk))
 
 
