@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def small_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def kill_worker() -> int | None:

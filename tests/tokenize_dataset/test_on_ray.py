@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.making import class_folder, write_tar
-from tests.on_ray import kill_worker, small_ray, workers
+from tests.on_ray import kill_worker, small_ray, wait_for, workers
 from tests.tokenize_dataset.making import BATCH, hashes, run, shards, tokenizer_folder
 from vqclip.cli.tokenize import main
 from vqclip.data import ClassShardsConfig
@@ -34,13 +33,6 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def arguments(tokenizer: str, data: Path, out: Path, *more: str) -> list[str]:
     fixed = ["--batch-size", str(BATCH), "--device", "cpu", "--engine", "ray", "--ray-actors", "2"]
     return ["--tokenizer", tokenizer, "--data", str(data), "--out", str(out), *fixed, *more]
-
-
-def wait_for(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

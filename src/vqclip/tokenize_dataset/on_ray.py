@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from vqclip import dist
 from vqclip.data import RawSample, ShardedSource
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
-from vqclip.data.remote import protocol_of
 from vqclip.data.shard import Shard
 from vqclip.data.shard_folder import WorkResult, require_few_bad
 from vqclip.data.sources.classes import ClassShardsConfig
@@ -31,7 +30,7 @@ from vqclip.errors import ConfigError, StorageError
 from vqclip.io.json_files import read_checked
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.describe import TarConfig, describe_on_ray
+from vqclip.tokenize_dataset.describe import describe_on_ray
 from vqclip.tokenize_dataset.folder import TokenFolder
 from vqclip.tokenize_dataset.maker import ShardMaker, allowed_bad, describe_cuts, describe_shards
 from vqclip.tokenize_dataset.options import Options
@@ -58,24 +57,13 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
         )
     if options.format == "parquet":
         require_pyarrow("; tars (wds) need nothing more")
-    options = _from_anywhere(options, data)
     mark = ShareMark(options.out, "--out")
     with connect_to_ray(ray) as cluster, mark.shown():
         shards = data.shards()
-        described, fingerprint = describe_on_ray(cluster, cast(TarConfig, options.data), shards)
+        described, fingerprint = describe_on_ray(cluster, data, shards)
         gpus = cluster.gpus(options.device)
         job = _TokenizeJob(options, tuple(shards), describe_shards(described), fingerprint, mark, on_gpu=gpus > 0)
         return _tokenize(job, cluster, cluster.cpus(options.threads + options.workers), gpus)
-
-
-def _from_anywhere(options: Options, data: TarConfig) -> Options:
-    """Return options that mean the same in another working folder."""
-    changes: dict[str, Any] = {}
-    if (home := Path(options.tokenizer).expanduser()).exists():
-        changes["tokenizer"] = str(home.absolute())
-    if isinstance(data, ClassShardsConfig) and protocol_of(data.path) is None:  # it has more files than the shards
-        changes["data"] = data.model_copy(update={"path": str(Path(data.path).expanduser().absolute())})
-    return options.model_copy(update=changes)
 
 
 @dataclass

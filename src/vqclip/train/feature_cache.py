@@ -64,24 +64,36 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillati
         NonFiniteError: the features of a sample contain NaN or infinity.
         StopRequested: a signal asked for a stop; finished shards stay.
     """
-    cache = config.data.feature_cache
-    if cache is None:
+    if config.data.feature_cache is None:
         return
+    jobs = feature_jobs(config, model, data, distillation)
+    finished: set[Path] = set()
+    for job in jobs.values():
+        _require_same_settings(job.folder)
+        if job.folder.path not in finished:  # two terms may have one teacher
+            _complete(job.folder, job)
+        finished.add(job.folder.path)
+    data.use_features({name: FeatureReader(job.folder) for name, job in jobs.items()})
+    if distillation is not None:
+        distillation.release_teachers(config.stores_teacher)
+
+
+def feature_jobs(
+    config: TrainConfig, model: CLIP, data: TrainData, distillation: Distillation | None
+) -> dict[str, FeatureJob]:
+    """Return a job for each network whose features are stored, by name; two of them may have one folder."""
+    cache = config.data.feature_cache
+    assert cache is not None
     makers: dict[str, FeatureMaker] = {
         modality: tower_maker(getattr(model, modality)) for modality in config.cached_modalities
     }
     if distillation is not None:
         makers |= distillation.makers(model, config.stores_teacher)
-    folders = {name: FeatureFolder(cache.path, feature_settings(config, maker, data)) for name, maker in makers.items()}
-    finished: set[Path] = set()
-    for name, folder in folders.items():
-        _require_same_settings(folder)
-        if folder.path not in finished:  # two terms may have one teacher
-            _complete(folder, FeatureJob(makers[name], config.train.precision, data.samples, folder, data.options))
-        finished.add(folder.path)
-    data.use_features({name: FeatureReader(folder) for name, folder in folders.items()})
-    if distillation is not None:
-        distillation.release_teachers(config.stores_teacher)
+    jobs = {}
+    for name, maker in makers.items():
+        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
+        jobs[name] = FeatureJob(maker, config.train.precision, data.samples, folder, data.options)
+    return jobs
 
 
 def _require_same_settings(folder: FeatureFolder) -> None:
@@ -98,17 +110,17 @@ def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
     with dist.raise_on_all_ranks():
         folder.make()
     missing = _find_missing(folder, range(folder.settings.shards))
-    with _computing_alone(folder) if missing else contextlib.nullcontext():
+    with computing_alone(folder) if missing else contextlib.nullcontext():
         missing = _find_missing(folder, missing)  # another job may have computed them by now
         dist.run_on_main(lambda: _announce(folder, job, missing))
         if missing:
             dist.run_on_main(folder.remove_leftovers)
             _compute(folder, job, missing)
     with dist.raise_on_all_ranks():
-        _wait_until_visible(folder)
+        wait_until_visible(folder)
 
 
-def _wait_until_visible(folder: FeatureFolder) -> None:
+def wait_until_visible(folder: FeatureFolder) -> None:
     """Wait until this rank sees all shards: a network file system may hide new files of other machines for a minute."""
     end = time.monotonic() + _VISIBLE_S
     while (unseen := folder.first_unseen()) is not None:
@@ -122,7 +134,7 @@ def _wait_until_visible(folder: FeatureFolder) -> None:
 
 
 @contextlib.contextmanager
-def _computing_alone(folder: FeatureFolder) -> Iterator[None]:
+def computing_alone(folder: FeatureFolder) -> Iterator[None]:
     """Wait until no other job computes in the folder, and keep others from it within the block. A collective."""
     lock = ProcessLock(folder.lock_path)
     try:

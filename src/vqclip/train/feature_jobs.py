@@ -87,7 +87,7 @@ class FeatureJob:
         options: LoaderOptions,
     ):
         self.maker, self._precision = maker, precision
-        self.samples, self._folder, self._options = samples, folder, options
+        self.samples, self.folder, self._options = samples, folder, options
 
     def run(self, shards: Sequence[int]) -> Iterator[int]:
         """Compute and write shards; yield the number of samples done since the last time.
@@ -98,7 +98,7 @@ class FeatureJob:
             DataError: the samples cannot be read.
         """
         size, options = chunk_size(self.maker.device), self._options
-        blocks = _Blocks(self.samples, self._folder.settings, shards, size)
+        blocks = _Blocks(self.samples, self.folder.settings, shards, size)
         made = ordered_map(
             blocks,
             range(len(blocks)),
@@ -127,21 +127,21 @@ class FeatureJob:
         """Return the features ``(R, N, D)`` of some rows in the stored dtype; those that are not finite stay so."""
         with autocast(self.maker.device, self._precision):
             features = self.maker.compute(inputs.to(self.maker.device))
-        stored = features.to(self._folder.settings.torch_dtype)
+        stored = features.to(self.folder.settings.torch_dtype)
         return torch.where(features.isfinite(), stored, torch.nan).cpu()  # infinity is then too large a number
 
     def _write(self, number: int, shard: _ShardInWork) -> None:
-        settings = self._folder.settings
+        settings = self.folder.settings
         rows = torch.cat([torch.empty(0, settings.tokens, settings.width, dtype=settings.torch_dtype), *shard.rows])
         bad_rows = (~rows.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
         if bad_rows:
             place = next(place for place, entries in enumerate(shard.entries) if bad_rows[0] in entries)
             source, index = self.samples.locate(settings.shard_range(number)[place])
             raise self._error(source.name(index), bool(rows[bad_rows[0]].isnan().any()))
-        self._folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
+        self.folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
 
     def _error(self, name: str, is_nan: bool) -> NonFiniteError | ConfigError:
-        network, dtype = self.maker.network, self._folder.settings.dtype
+        network, dtype = self.maker.network, self.folder.settings.dtype
         if is_nan:
             return NonFiniteError(
                 f"{name}: the {network}'s features contain NaN or infinity; are its weights those that "

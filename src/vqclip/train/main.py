@@ -122,9 +122,9 @@ def _run(
 ) -> RunSummary:
     _claim_folder(config, lock, mirror, log)
 
-    model = _build_model(config, device)
+    model = build_model(config, device)
     _leave_if_requested(stop)
-    data = _build_data(config, model)
+    data = build_data(config, model)
     _leave_if_requested(stop)
     prepare(config.evaluation)  # so that a wrong path is an error now, not at the end
     step = _build_step(config, model)
@@ -187,7 +187,8 @@ def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, 
     compare_machines(config)
 
 
-def _build_model(config: TrainConfig, device: torch.device) -> CLIP:
+def build_model(config: TrainConfig, device: torch.device) -> CLIP:
+    """Build the model with the weights of the first step."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     model = config.model.build()
     if model.inherited is not None:
@@ -195,7 +196,8 @@ def _build_model(config: TrainConfig, device: torch.device) -> CLIP:
     return model.to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
 
 
-def _build_data(config: TrainConfig, model: CLIP) -> TrainData:
+def build_data(config: TrainConfig, model: CLIP) -> TrainData:
+    """Open the training data; see `DataConfig.build`. A collective."""
     image_size, tokenize = model.image.tower.image_size, model.text.preprocess.with_lengths
     return config.data.build(image_size, tokenize, config.train.batch_size, config.run.seed)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vqclip.data.on_ray.options import RayOptions
-from vqclip.data.on_ray.worker import RayJob, Starts, Worker, first_line, read_reply
+from vqclip.data.on_ray.worker import RayJob, Starts, Surroundings, Worker, first_line, read_reply
 from vqclip.errors import ConfigError, VqclipError
 
 __all__ = ["RayCluster"]
@@ -74,7 +74,7 @@ class RayCluster:
             data = ray.data.from_items([{"item": n} for n in items], override_num_blocks=min(len(items), _BLOCKS))
             replies = data.map_batches(
                 Worker,
-                fn_constructor_args=(job, starts, what),
+                fn_constructor_args=(job, starts, what, Surroundings()),
                 batch_size=1,
                 batch_format="numpy",
                 # Two tasks at most wait at a worker, so that the last ones are spread over all workers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -15,7 +16,7 @@ from vqclip import errors
 from vqclip.data.remote import mask_credentials
 from vqclip.errors import VqclipError
 
-__all__ = ["RayJob", "Starts", "Worker", "first_line", "read_reply"]
+__all__ = ["RayJob", "Starts", "Surroundings", "Worker", "first_line", "read_reply"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,20 @@ class RayJob(Protocol):
     def open(self) -> Callable[[int], dict[str, Any]]:
         """Prepare a worker, once, such as by loading a model; return the function item → JSON-able result."""
         ...
+
+
+class Surroundings:
+    """Working folder and cache folder of the driver, for workers that have the same folders."""
+
+    def __init__(self) -> None:
+        self._folder, self._cache = os.getcwd(), os.environ.get("VQCLIP_CACHE")
+
+    def enter(self) -> None:
+        """Make them those of this process; a working folder that this machine lacks is left out."""
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
+        if self._cache is not None:
+            os.environ["VQCLIP_CACHE"] = self._cache
 
 
 class Starts:
@@ -46,8 +61,8 @@ class Starts:
 class Worker:
     """A worker of the pool; errors are replies, since Ray would wrap them in its tracebacks."""
 
-    def __init__(self, job: RayJob, starts: Any, what: str):
-        self._job, self._starts, self._what = job, starts, what
+    def __init__(self, job: RayJob, starts: Any, what: str, surroundings: Surroundings):
+        self._job, self._starts, self._what, self._surroundings = job, starts, what, surroundings
         self._work: Callable[[int], dict[str, Any]] | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
@@ -63,6 +78,7 @@ class Worker:
             )
         try:
             if self._work is None:  # here: Ray starts a worker again without end if its constructor fails
+                self._surroundings.enter()
                 self._work = self._job.open()
             return {"result": self._work(item)}
         except VqclipError as error:

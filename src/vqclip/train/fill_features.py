@@ -1,0 +1,161 @@
+"""Fill the feature cache of a run before it starts: in the processes of this job, or on Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from vqclip import dist
+from vqclip.data.features import FeatureFolder, FeatureSettings
+from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
+from vqclip.errors import ConfigError
+from vqclip.runlog.bar import ProgressBar
+from vqclip.train.config import TrainConfig
+from vqclip.train.distillation import Distillation
+from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
+from vqclip.train.feature_jobs import FeatureJob
+from vqclip.train.main import build_data, build_model
+from vqclip.train.process_state import preserve_torch_state
+
+__all__ = ["fill_features", "fill_features_on_ray"]
+
+
+def fill_features(config: TrainConfig) -> None:
+    """Compute the features that a run of this configuration would compute before its first step. A collective.
+
+    Raises:
+        VqclipError: as `vqclip.train.feature_cache.store_features`, and for data and models that cannot be used.
+    """
+    _require_cache(config)
+    device = dist.choose_device(config.run.device, "run.device")
+    with preserve_torch_state(device):
+        joined = dist.init(device, config.run.timeout_s)
+        try:
+            model = build_model(config, device)
+            data = build_data(config, model)
+            store_features(config, model, data, Distillation.build(config.distillation, model, config.run.seed))
+        finally:
+            if joined:
+                dist.shutdown()
+
+
+def fill_features_on_ray(config: TrainConfig, ray: RayOptions) -> str:
+    """Compute the same features on Ray; return what was done in words.
+
+    The folder of the cache, and data that are not at URLs, must have the same path on all machines.
+
+    Raises:
+        VqclipError: for anything a user can correct; the message says how.
+    """
+    _require_cache(config)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
+    cache = config.data.feature_cache
+    assert cache is not None
+    parent = cache.path.expanduser().absolute()
+    cache = cache.model_copy(update={"folder": parent})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
+    mark = ShareMark(parent, "data.feature_cache.folder")
+    with connect_to_ray(ray) as cluster, mark.shown():
+        cpus, gpus = cluster.cpus(1 + config.data.workers), cluster.gpus(config.run.device)
+        opener = _Opener(config, mark, on_gpu=gpus > 0)
+        [(_, described)] = cluster.map(_DescribeJob(opener), [0], "model", cpus, gpus)
+        settings = [FeatureSettings.model_validate_json(each) for each in described["settings"]]
+        folders = [FeatureFolder(parent, each) for each in settings]
+        job = _ComputeJob(opener, tuple(each.digest for each in settings), tuple(each.shards for each in settings))
+        return _compute(job, folders, cluster, cpus, gpus)
+
+
+def _require_cache(config: TrainConfig) -> None:
+    if config.data.feature_cache is None:
+        raise ConfigError("data.feature_cache: got null; expected a cache to fill, such as data.feature_cache={}")
+
+
+@dataclass
+class _Opener:
+    """Builds the networks and opens the data in a worker."""
+
+    config: TrainConfig
+    mark: ShareMark
+    on_gpu: bool
+
+    def __call__(self) -> list[FeatureJob]:
+        """Return a job for each folder of features."""
+        self.mark.require()
+        device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
+        model = build_model(self.config, device)
+        data = build_data(self.config, model)
+        distillation = Distillation.build(self.config.distillation, model, self.config.run.seed)
+        jobs = feature_jobs(self.config, model, data, distillation)
+        return list({job.folder.path: job for job in jobs.values()}.values())
+
+
+@dataclass
+class _DescribeJob:
+    """Describe the folders of features: only a worker knows the name of its device."""
+
+    opener: _Opener
+
+    def open(self) -> Callable[[int], dict[str, Any]]:
+        """See `RayJob.open`."""
+        jobs = self.opener()
+        return lambda _: {"settings": [job.folder.settings.model_dump_json() for job in jobs]}
+
+
+@dataclass
+class _ComputeJob:
+    """Compute shards of features; they are counted over all folders."""
+
+    opener: _Opener
+    digests: tuple[str, ...]
+    shards: tuple[int, ...]
+
+    def locate(self, item: int) -> tuple[int, int]:
+        """Return the number of the folder, and that of the shard in it."""
+        ends = list(accumulate(self.shards))
+        folder = bisect(ends, item)
+        return folder, item - (ends[folder] - self.shards[folder])
+
+    def open(self) -> Callable[[int], dict[str, Any]]:
+        """See `RayJob.open`."""
+        jobs = self.opener()
+        if tuple(job.folder.settings.digest for job in jobs) != self.digests:
+            raise ConfigError(
+                f"data.feature_cache: machine {os.uname().nodename} has other settings of features than the first "
+                "worker; expected the same weights, data, kind of device and versions of the libraries everywhere"
+            )
+        return lambda item: self._compute(jobs, item)
+
+    def _compute(self, jobs: list[FeatureJob], item: int) -> dict[str, Any]:
+        number, shard = self.locate(item)
+        if jobs[number].folder.is_finished(shard):
+            return {"is_new": False}
+        for _ in jobs[number].run([shard]):
+            pass
+        return {"is_new": True}
+
+
+def _compute(job: _ComputeJob, folders: list[FeatureFolder], cluster: RayCluster, cpus: float, gpus: float) -> str:
+    sizes = [len(folder.settings.shard_range(n)) for folder in folders for n in range(folder.settings.shards)]
+    start, made, seen = time.monotonic(), 0, 0
+    with contextlib.ExitStack() as locks:
+        for folder in folders:
+            folder.make()
+            locks.enter_context(computing_alone(folder))
+            folder.remove_leftovers()
+        with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
+            for item, done in cluster.map(job, range(len(sizes)), "shard of features", cpus, gpus):
+                made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
+                bar.advance(sizes[item])
+                bar.show()
+        for folder in folders:
+            wait_until_visible(folder)
+    rate = f"; {seen / (time.monotonic() - start):.0f} samples/s" if seen else ""
+    text = f"shards: {made} written, {len(sizes) - made} already finished{rate}"
+    return "\n".join([text, *(f"{folder.path}: {folder.settings.samples:,} samples" for folder in folders)])
