@@ -128,7 +128,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path, tokenizer: str, ray: None, cap
     assert "3 samples cannot be used; --tolerance allows 2 of these data" in shown
     assert "00000.tar: sample 000000002" in shown
     assert not (out / "manifest.json").exists()
-    assert not list(out.glob(".tmp-*"))
+    assert not list(out.glob(".tmp-ray-*"))
     assert "1 samples cannot be used; --tolerance allows 0" in problem("--tolerance", "0.001", into=tmp_path / "zero")
     assert main(arguments(tokenizer, data, out, "--tolerance", "0.1")) == 0
     assert "batch_size: 4 there, 5 now" in problem("--batch-size", "5", status=2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
 import os
+import signal
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -39,7 +42,13 @@ class Surroundings:
         self._folder, self._cache = os.getcwd(), os.environ.get("VQCLIP_CACHE")
 
     def enter(self) -> None:
-        """Make them those of this process; a working folder that this machine lacks is left out."""
+        """Make them those of this process; a working folder that this machine lacks is left out.
+
+        On Linux the process then ends with Ray on its machine: Ray's own end of a worker can hang, with its GPU memory.
+        """
+        if sys.platform == "linux":
+            set_death_signal = 1
+            ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError):
             os.chdir(self._folder)
         if self._cache is not None:
