@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vqclip.data.chunks.cache import ChunkCache
 from vqclip.data.chunks.index_file import ByteRange, ChunkIndex
@@ -36,6 +36,16 @@ _TABLE = ROW + 16
 """Bytes of the table for a sample, about: its row and its name."""
 
 
+class _OpenTable(NamedTuple):
+    """An open table of a chunk."""
+
+    chunk: int
+    file: int
+    """Its descriptor."""
+    digest: bytes
+    ranges: tuple[ByteRange, ...]
+
+
 class ChunkReader(TarReader):
     """Reads members of samples through a chunk index; the other reader is `vqclip.data.sources.reader.ShardReader`.
 
@@ -52,10 +62,13 @@ class ChunkReader(TarReader):
     def __init__(
         self, shards: Sequence[Shard], index: ChunkIndex, store: ChunkStore, cache: ChunkCache, total_s: float
     ):
-        self._table: tuple[int, int] | None = None  # chunk and descriptor of the table in use; `__del__` needs it
+        self._table: _OpenTable | None = None  # the one in use; first, since `__del__` needs it
+        self._last: tuple[int, Row] | None = None
         self._shards, self._cache, self._total_s = shards, cache, total_s
         self.index = index
         self.store = store
+        self.is_remote = any(not isinstance(shard, Path) for shard in shards)
+        """True if any shard is at a URL."""
 
     def __len__(self) -> int:
         return self.index.samples
@@ -63,7 +76,7 @@ class ChunkReader(TarReader):
     def key(self, index: int) -> str:
         """Return the sample's name in its shard."""
         extent = self._row(index).key
-        name = self._from_table(self._chunk_of(index), lambda file: _read_extent(file, extent))
+        name = self._from_table(self._chunk_of(index), lambda table: _read_extent(table.file, extent))
         return name.decode("utf-8", "replace")
 
     def _shard_and_key(self, index: int) -> tuple[str, str]:
@@ -100,8 +113,9 @@ class ChunkReader(TarReader):
         assert extent is not None
         chunk = self._chunk_of(index)
         if self._has_data(chunk):
-            return self._from_table(chunk, lambda file: _read_extent(file, extent))
-        data = self.store.read([_shift(self.index.ranges(chunk), extent)])
+            return self._from_table(chunk, lambda table: _read_extent(table.file, extent))
+        ranges = self._from_table(chunk, lambda table: table.ranges)
+        data = self.store.read([_shift(ranges, extent)])
         if zlib.crc32(data) != extent.crc:
             raise StorageError(
                 f"{self.name(index)}: its bytes have changed since the chunk was verified, and neither size nor time "
@@ -113,11 +127,6 @@ class ChunkReader(TarReader):
     def fetch(self, chunk: int) -> None:
         """Put the table of a chunk into the node's cache, unless it is there."""
         os.close(self._open(chunk))
-
-    @property
-    def is_remote(self) -> bool:
-        """True if any shard is at a URL."""
-        return any(not isinstance(shard, Path) for shard in self._shards)
 
     @property
     def total_bytes(self) -> int:
@@ -137,15 +146,15 @@ class ChunkReader(TarReader):
     def close(self) -> None:
         """Close the open table; it is opened again on demand."""
         if self._table is not None:
-            os.close(self._table[1])
-            self._table = None
+            os.close(self._table.file)
+            self._table = self._last = None
 
     def __del__(self) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
         # A descriptor is not valid in a spawned worker.
-        return {**self.__dict__, "_table": None}
+        return {**self.__dict__, "_table": None, "_last": None}
 
     def _chunk_of(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -157,21 +166,28 @@ class ChunkReader(TarReader):
 
     def _has_data(self, chunk: int) -> bool:
         """Return whether the table of a chunk holds its bytes too: a shard of it is not on this machine."""
-        return any(not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk))
+        return self.is_remote and any(
+            not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk)
+        )
 
     def _row(self, index: int) -> Row:
-        chunk, number = self._chunk_of(index), index % self.index.chunk
-        digest = self._digest(chunk)
-        return self._from_table(chunk, lambda file: parse_row(digest, number, os.pread(file, ROW, number * ROW)))
+        if self._last is None or self._last[0] != index:
+            number, place = index % self.index.chunk, index % self.index.chunk * ROW
+            row = self._from_table(
+                self._chunk_of(index),
+                lambda table: parse_row(table.digest, number, os.pread(table.file, ROW, place)),
+            )
+            self._last = index, row  # of a sample, text and image are read
+        return self._last[1]
 
-    def _from_table(self, chunk: int, get: Callable[[int], T | None]) -> T:
+    def _from_table(self, chunk: int, get: Callable[[_OpenTable], T | None]) -> T:
         """Return what `get` reads from the table of a chunk; the table is made again if it reads None: damage."""
         for again in (False, True):
-            if self._table is None or self._table[0] != chunk:
+            if self._table is None or self._table.chunk != chunk:
                 self.close()
-                self._table = chunk, self._open(chunk)
+                self._table = _OpenTable(chunk, self._open(chunk), self._digest(chunk), self.index.ranges(chunk))
             try:
-                found = get(self._table[1])
+                found = get(self._table)
             except OSError as error:
                 logger.warning("%s: chunk %d cannot be read from the cache: %s", self.index.path, chunk, error.strerror)
                 found = None
