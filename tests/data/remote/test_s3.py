@@ -14,7 +14,11 @@ from tests.data import serving
 from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.chunks import cache as chunk_cache
+from vqclip.data.chunks.location import cached_index
+from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 
@@ -156,3 +160,49 @@ def test_a_server_that_is_gone(bucket: Any, pauses: list[float]) -> None:
     assert len(pauses) == 1
     with pytest.raises(StorageError, match=r"s3://bucket/a/\*: cannot be fetched: (?s:.*)Tries: 2 of"):
         find_shards(["s3://bucket/a"], RemoteConfig(**OPTIONS))
+
+
+# ---- parts of objects
+
+
+def test_a_part_of_an_object_is_one_request(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = bytes(range(256)) * 100
+    bucket[0].pipe_file("bucket/p/0.tar", body)
+    shard = RemoteShard("s3://bucket/p/0.tar", RemoteConfig(**OPTIONS))
+    with monkeypatch.context() as patch:  # which would be the size of the whole object
+        patch.setattr(type(bucket[0]), "info", None)
+        assert shard.read(1000, 1300, len(body), Deadline(20)) == body[1000:1300]
+        assert shard.read(len(body) - 1, len(body), len(body), Deadline(20)) == body[-1:]
+    for size in (1200, 1000, 10):
+        bucket[0].pipe_file("bucket/p/0.tar", body[:size])
+        with pytest.raises(StorageError, match=rf"has changed since .* 25600 bytes then, {size} bytes now") as error:
+            shard.read(1000, 1300, len(body), Deadline(20))
+        assert error.value.kind == "changed shard"
+    bucket[0].rm_file("bucket/p/0.tar")
+    with pytest.raises(StorageError, match=r"not found .404.; this is not tried again"):
+        shard.read(1000, 1300, len(body), Deadline(20))
+
+
+def test_data_ten_times_the_cache_come_once_an_epoch(
+    bucket: Any, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_cache, "_USED_S", 0.0)
+    sent, read = [0], transfer._ObjectStore.next_block
+
+    def count(self: Any) -> bytes:
+        block = read(self)
+        sent[0] += len(block)
+        return block
+
+    put(bucket[0], caption_shards(tmp_path / "a", (64,) * 10), "ten")
+    size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
+    order = {"kind": "windowed", "chunk": 4, "window": 6}
+    everything = CaptionShardsConfig(path="s3://bucket/ten", remote=OPTIONS)
+    make_index(everything.shards(), cached_index(everything.shards()), 4)
+    source = everything.model_copy(update={"remote": RemoteConfig(cache_gib=0.1 * size / 2**30, **OPTIONS)})
+    there = open_data(tmp_path, sources=(source,), order=order, batch_size=4)
+    here = open_data(tmp_path, sources=(CaptionShardsConfig(path=str(tmp_path / "a")),), order=order, batch_size=4)
+    monkeypatch.setattr(transfer._ObjectStore, "next_block", count)
+    assert same(global_batches(there, 0, 320, 1), global_batches(here, 0, 320, 1))
+    print(f"S3: {sent[0] / 2 / size:.3f} bytes fetched for each byte of data")
+    assert 0.9 <= sent[0] / 2 / size <= 1.1
