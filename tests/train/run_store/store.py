@@ -15,11 +15,11 @@ URL = "s3://bucket/runs/tiny"
 
 
 class Store(MemoryFileSystem):
-    """Fails by ``failing``: name of a method -> errors of its next calls."""
+    """Fails by ``failing``: name of a method -> errors of its next calls, None for a call that succeeds."""
 
     store: dict[str, Any] = {}
     pseudo_dirs: list[str] = [""]
-    failing: dict[str, list[Exception]]
+    failing: dict[str, list[Exception | None]]
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -28,8 +28,9 @@ class Store(MemoryFileSystem):
 
         def call(*args: Any, timeout: float, **options: Any) -> Any:
             assert timeout > 0
-            if errors := self.failing.get(name, self.failing.get("all")):
-                raise errors.pop(0)
+            errors = self.failing.get(name, self.failing.get("all"))
+            if errors and (error := errors.pop(0)):
+                raise error
             result = found(*args, **options)
             # A bucket's names have no slash at the beginning.
             return {each.lstrip("/"): info for each, info in result.items()} if name == "find" else result

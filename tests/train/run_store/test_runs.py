@@ -15,6 +15,16 @@ from vqclip.train import run as train
 pytestmark = pytest.mark.slow
 
 
+class Ask(Callback):
+    """Remember what is at the URL when the training begins."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def on_train_start(self, training):
+        self.names = self.store.names()
+
+
 class StopAt(Callback):
     """Ask for a stop after a step, or fail there."""
 
@@ -42,7 +52,8 @@ def tree_at(tmp_path):
 
 def test_a_stopped_run_continues_elsewhere_with_its_best_step(tmp_path, store, monkeypatch, tree_at):
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
-    tree = tree_at("s3://bucket/runs")
+    slow = {"optim__lr": 1e-9}  # so that the first evaluation stays the best
+    tree = tree_at("s3://bucket/runs", **slow)
     assert train(tree, [StopAt(5)]).stopped == "test"
     notes = json.loads(store.cat_file("/bucket/runs/tiny/stopped.json", timeout=1))
     assert (notes["step"], notes["checkpoint"]) == (5, "checkpoints/step-00000005")
@@ -50,10 +61,12 @@ def test_a_stopped_run_continues_elsewhere_with_its_best_step(tmp_path, store, m
 
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "b"))
     copy = TrainConfig.model_validate(tree).run.path
-    result = train(tree)
+    ask = Ask(store)
+    result = train(tree, [ask])
+    assert "stopped.json" not in ask.names
     assert "stored at   s3://bucket/runs/tiny" in str(result)
-    assert "stopped.json" not in store.names()
-    whole = train(tree_at(tmp_path / "whole"))
+    whole = train(tree_at(tmp_path / "whole", **slow))
+    assert whole.summary.best["step"] == 2
     assert result.summary.best == whole.summary.best
     assert all_equal(weights(copy.parent, 8), weights(tmp_path / "whole", 8))
     best = f"checkpoints/step-{result.summary.best['step']:08d}/manifest.json"

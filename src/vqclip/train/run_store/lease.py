@@ -88,7 +88,7 @@ class Lease:
         found = self._find()
         if found.number < self._number:
             self._lost = "has lost its lease: its files were removed during the run"
-        elif found.number > self._number or _read(found.content).get("name") != self._name:
+        elif _read(found.content).get("name") != self._name:
             self._lost = (
                 f"was taken over by another job ({_holder(found.content)}), after this one had not renewed its lease "
                 f"for {EXPIRE_S:g} s"
