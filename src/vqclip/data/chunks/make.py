@@ -15,9 +15,11 @@ import logging
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,7 +38,10 @@ logger = logging.getLogger("vqclip.data")
 
 CHUNK = 128
 """Samples of a chunk by default."""
+T = TypeVar("T")
 _SHOWN = 5
+_READERS = 16
+"""Parts that are read at a time."""
 _POLL_S = 0.2
 
 
@@ -144,8 +149,8 @@ class IndexMaker:
         Raises:
             DataError: it cannot be written, or a shard whose part is missing is damaged.
         """
-        parts = (self._part(number) for number in range(len(self.facts)))
-        content = join_parts(self.facts, parts, chunk)
+        with ThreadPoolExecutor(_READERS, "parts") as pool:
+            content = join_parts(self.facts, _map_ahead(pool, self._part, range(len(self.facts))), chunk)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return write_index(path, content)
@@ -198,28 +203,39 @@ class _Stopped(Exception):
     """Another thread failed, or the user interrupted the work."""
 
 
+def _map_ahead(pool: ThreadPoolExecutor, function: Callable[[int], T], numbers: range) -> Iterator[T]:
+    """Yield the results of a function in order, with some of the next calls under way."""
+    running: deque[Future[T]] = deque()
+    for number in numbers:
+        running.append(pool.submit(function, number))
+        if len(running) > 2 * _READERS:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
 def join_parts(shards: Sequence[ShardFacts], parts: Iterable[ShardPart], chunk: int) -> IndexContent:
     """Return the content of an index.
 
     Args:
         shards: names, sizes and tags of all shards.
-        parts: of all shards, in order; only one at a time is in memory.
+        parts: of all shards, in order.
         chunk: samples of a chunk.
     """
-    counts, starts, digests = [], [], []
+    counts, starts, digests = [], [], bytearray()
     members, total, rest = np.zeros(len(KINDS), np.int64), 0, b""
     step = chunk * DIGEST
     for part in parts:
         starts.append(part.begins[-total % chunk :: chunk])
         samples = rest + part.digests.tobytes()
         end = len(samples) // step * step
-        digests += [chunk_digest(samples[at : at + step]) for at in range(0, end, step)]
+        digests += b"".join(chunk_digest(samples[at : at + step]) for at in range(0, end, step))
         rest = samples[end:]
         total += len(part.begins)
         counts.append(len(part.begins))
         members += part.members
     if rest:
-        digests.append(chunk_digest(rest))
+        digests += chunk_digest(rest)
     return IndexContent(
         chunk=chunk,
         names=[each.name for each in shards],
@@ -227,6 +243,6 @@ def join_parts(shards: Sequence[ShardFacts], parts: Iterable[ShardPart], chunk: 
         lengths=np.array([each.length for each in shards], dtype=np.int64),
         firsts=np.cumsum([0, *counts], dtype=np.int64),
         starts=np.concatenate([np.zeros(0, np.int64), *starts]),
-        digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST),
+        digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST),
         members=members.tolist(),
     )

@@ -71,8 +71,8 @@ class Span(NamedTuple):
 
     first: int
     end: int
-    total: int
-    """Size of the whole file."""
+    total: int | None
+    """Size of the whole file; None if it is not known."""
 
 
 class NoRangesError(Exception):
@@ -149,7 +149,7 @@ def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]
         if protocol_of(url) not in _OVER_HTTP:
             info = _ObjectStore(url, timeout_s, deadline).info()
             return int(info["size"]), _tag(info)
-        file, length = _open_http(url, timeout_s, deadline, None)
+        file, length = _open_first_byte(url, timeout_s, deadline)
         headers = file.r.headers
         with contextlib.suppress(Exception):
             file.close()
@@ -184,7 +184,8 @@ class _ObjectStore:
 
     def begin(self, span: Span | None) -> int:
         """Go to the begin of the file or of a part, and return its size."""
-        self._is_part, self._info = span is not None, {"size": span.total} if span else self._call(self._system.info)
+        self._is_part = span is not None
+        self._info: dict[str, Any] = {"size": span.total} if span else self._call(self._system.info)
         if self._info.get("type", "file") != "file":
             raise FetchError("is a folder", again=False)
         self._at, self._end = (span.first, span.end) if span else (0, int(self._info["size"]))
@@ -321,6 +322,16 @@ async def _make_client(**options: Any) -> Any:
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
 
 
+def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int | None]:
+    """Open a file to read its first byte, or all of it if the server sends whole files; return its size too."""
+    try:
+        file, _ = _open_http(url, timeout_s, deadline, Span(0, 1, None))
+    except (NoRangesError, ChangedError):  # or the file is empty
+        return _open_http(url, timeout_s, deadline, None)
+    total = file.r.headers["Content-Range"].partition("/")[2]
+    return file, int(total) if total.isdigit() else None
+
+
 def _check_part(response: Any, span: Span) -> None:
     if response.status == 200:
         raise NoRangesError
@@ -331,7 +342,7 @@ def _check_part(response: Any, span: Span) -> None:
             f"HTTP {response.status} {response.reason} with Content-Range {stated[:60]!r}; expected 206 and a part",
             again=False,
         )
-    if match[3] not in ("*", str(span.total)):
+    if span.total is not None and match[3] not in ("*", str(span.total)):
         raise ChangedError(f"{match[3]} bytes")
     if (int(match[1]), int(match[2]) + 1) != span[:2]:
         raise FetchError(f"sent {stated}; asked for bytes {span.first}-{span.end - 1}", again=True)
