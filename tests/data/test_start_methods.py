@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def test_batches_do_not_depend_on_the_start_method(
         data = open_data(folder, workers=count, start_method=method, order=order)
         assert same(global_batches(data, 0, 7, 2), expected)
         assert same(global_batches(data, 5, 7, 1), expected[5:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_and_their_server_outlive_stop_signals(folder: Path, method) -> None:
+    batches = open_data(folder, workers=2, start_method=method).batches(0, 30)
+    first = [next(batches), next(batches)]  # one of each worker, which has prepared itself then
+    others = [forkserver._forkserver._forkserver_pid] if method == "forkserver" else []
+    for process in [each.pid for each in multiprocessing.active_children()] + others:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(process, number)
+    assert len([*first, *batches]) == 30
 
 
 def die(captions: list[str]) -> torch.Tensor:

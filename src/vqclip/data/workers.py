@@ -100,7 +100,7 @@ def ordered_map(
     """
     method = start_method or _default_method()
     if workers and method == "forkserver":
-        multiprocessing.set_forkserver_preload(["__main__", __name__, "vqclip.data.loader"])  # imported once, for all
+        multiprocessing.set_forkserver_preload(["__main__", "vqclip.data.fork_server"])
     loader: DataLoader[Any] = DataLoader(
         _Mapped(function),
         batch_size=None,
