@@ -110,7 +110,9 @@ class DataConfig(Config):
             nodes=dist.nodes(),
         )
         with dist.raise_on_all_ranks():
-            find_needs(data.samples.sources, data.order, batch_size, dist.rank(), data.nodes)
+            needs = find_needs(data.samples.sources, data.order, batch_size, dist.rank(), data.nodes)
+        if needs is not None:
+            needs.warn_of_small_cache()
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
                 f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "

@@ -119,7 +119,8 @@ class WindowedOrder(Config):
 
     kind: Literal["windowed"] = "windowed"
     chunk: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Consecutive samples that stay together; for shards at URLs, the samples of a shard."""
+    """Consecutive samples that stay together: a multiple of the samples of a chunk of the index, which are 128 unless
+    it was made with others. Plain tars are read in chunks."""
     window: Annotated[int, Field(ge=1, le=2**24)] = 32_768
     """Chunks whose samples are shuffled together."""
 

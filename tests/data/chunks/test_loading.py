@@ -159,7 +159,9 @@ def one_source(url: str, gib: float = 1.0) -> CaptionShardsConfig:
     )
 
 
-def test_indexes_that_do_not_fit(folder: Path, server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+def test_indexes_that_do_not_fit(
+    folder: Path, server: FaultyServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = server.add(folder / "a", "/a")
     size = sum(len(data) for data in server.files.values()) / 2**30
     with pytest.raises(
@@ -176,6 +178,7 @@ def test_indexes_that_do_not_fit(folder: Path, server: FaultyServer, tmp_path: P
     with pytest.raises(ConfigError, match=r"data\.order\.window: a window takes .* GiB of the cache of a node"):
         open_data(folder, sources=(one_source(url, 0.5 * size),), order=order)
     data = open_data(folder, sources=(one_source(url, 0.9 * size),), order=order)
+    assert "the cache has room for 1." in caplog.text
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, 31)])
     assert ids.bincount().tolist() == [10] * 31
 

@@ -7,6 +7,7 @@ window may have been unused for longer than those of the former one, which the c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.utils.data import get_worker_info
@@ -17,6 +18,8 @@ from vqclip.data.order import GlobalOrder, WindowedOrder
 from vqclip.errors import ConfigError
 
 __all__ = ["ChunkSupply", "NodeNeeds", "find_needs"]
+
+logger = logging.getLogger("vqclip.data")
 
 
 class NodeNeeds:
@@ -51,7 +54,7 @@ class NodeNeeds:
             ConfigError: the windows of all sources do not fit in the cache.
         """
         sizes = {source: self.window_bytes(source) for source in self.readers}
-        room = min(reader.cache_room for reader in self.readers.values())
+        room = self._cache_room
         if sum(sizes.values()) > room:
             shown = " + ".join(f"{size / 2**30:.3g}" for size in sizes.values())
             raise ConfigError(
@@ -62,6 +65,24 @@ class NodeNeeds:
         left = (room - sum(sizes.values())) // len(sizes)
         # Chunks of the window after the next one would be unused for longer than the last window, and be removed first.
         return {source: min(left, size) for source, size in sizes.items()}
+
+    def warn_of_small_cache(self) -> None:
+        """Log a warning if the data do not fit in the cache, and neither do two windows."""
+        if sum(reader.total_bytes for reader in self.readers.values()) <= self._cache_room:
+            return
+        for source, room in self.room_ahead().items():
+            if room < (window := self.window_bytes(source)):
+                logger.warning(
+                    "data.sources[%d]: the cache has room for %.2f windows of %.3g GiB; below two, chunks are fetched "
+                    "late, and some more than once. Raise remote.cache_gib, or lower data.order.window",
+                    source,
+                    1 + room / window,
+                    window / 2**30,
+                )
+
+    @property
+    def _cache_room(self) -> int:
+        return min(reader.cache_room for reader in self.readers.values())
 
     def position(self, step: int, source: int) -> int:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""

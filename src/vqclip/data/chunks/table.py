@@ -23,6 +23,8 @@ _COLUMNS = (*KINDS, "key")
 _FORMAT = f"<{3 * len(_COLUMNS)}I"
 ROW = struct.calcsize(_FORMAT) + 4
 """Bytes of a row."""
+_MAX_NAME = 1 << 20
+"""Bytes of the name of a sample at most; `vqclip.data.tar` reads fewer."""
 _NONE = 2**32 - 1
 """Offset of a member that the sample lacks."""
 
@@ -75,6 +77,8 @@ def parse_row(digest: bytes, number: int, body: bytes) -> Row | None:
     if len(body) != struct.calcsize(_FORMAT) or checksum != _checksum(digest, number, body).to_bytes(4, "little"):
         return None
     extents = [Extent(*each) for each in struct.iter_unpack("<3I", body)]
+    if extents[-1].size > _MAX_NAME:
+        return None
     return Row(*(None if each.offset == _NONE else each for each in extents))  # type: ignore[arg-type]
 
 
