@@ -234,6 +234,6 @@ def test_in_a_bucket(tmp_path: Path, bucket: Any, capsys: pytest.CaptureFixture[
     changed = tiny(tmp_path / "b", (0, 3, 9, 1, 0, 2, 4, 1))
     bucket[0].pipe_file("bucket/i/7.tar", changed[7].read_bytes())
     assert "1 shards read, 7 known" in run(capsys, "s3://bucket/i")
-    assert "there is no such object" in run(capsys, "s3://bucket/i/{0..8}.tar", status=1)
-    assert "there is no such object" in run(capsys, "s3://bucket/none/{0..8}.tar", status=1)
+    assert "cannot be fetched: not found" in run(capsys, "s3://bucket/i/{0..8}.tar", status=1)
+    assert "cannot be fetched: not found" in run(capsys, "s3://bucket/none/{0..8}.tar", status=1)
     assert "cannot be fetched: not found" in run(capsys, "s3://nobucket/{0..8}.tar", status=1)

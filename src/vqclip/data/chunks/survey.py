@@ -114,14 +114,10 @@ def _ask(shard: Shard) -> tuple[int, str]:
 
 
 def _list_folders(folders: Sequence[str], shards: Sequence[RemoteShard]) -> list[tuple[int, str]]:
-    options, found = shards[0].options, []
+    options = shards[0].options
     there: dict[str, tuple[int, str]] = {}
     for folder in folders:
         deadline = Deadline(options.total_s)
         there |= retry(partial(list_facts, folder, options.timeout_s, deadline), folder, options, deadline)
-    for shard in shards:
-        facts = there.get(path_in_url(shard.url).partition("://")[2])
-        if facts is None:
-            raise DataError(f"{shard}: there is no such object; check the path, or shorten the range in its braces")
-        found.append(facts)
-    return found
+    # A shard that is not listed is asked for, which names the reason.
+    return [there.get(path_in_url(shard.url).partition("://")[2]) or _ask(shard) for shard in shards]

@@ -172,7 +172,7 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def _end_of_path(url: str) -> int:
-    return min(end for end in (url.find("?"), url.find("#"), len(url)) if end >= 0)
+    return len(url.partition("?")[0].partition("#")[0])
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
