@@ -43,7 +43,7 @@ def test_a_billion_samples_on_64_machines(capsys: pytest.CaptureFixture[str]) ->
     assert found["advice"] == []
 
 
-@pytest.mark.parametrize(("nodes", "batch"), [(1, 480), (4, 480), (7, 480), (9, 500), (8, 1000), (8, 1001)])
+@pytest.mark.parametrize(("nodes", "batch"), [(1, 480), (7, 480), (8, 1000), (8, 1001)])
 def test_chunks_that_several_nodes_need_are_those_of_the_order(nodes: int, batch: int) -> None:
     plan = WindowedPlan([SMALL], Job(batch, nodes, 2, KIND, seed=3))
     of_rank = np.repeat(np.arange(nodes), 2).tolist()
@@ -55,7 +55,7 @@ def test_chunks_that_several_nodes_need_are_those_of_the_order(nodes: int, batch
     assert real - 0.01 <= plan.extra[0] <= real + 0.051
 
 
-@pytest.mark.parametrize("batch", [101, 487, 953, 1931, 2999])
+@pytest.mark.parametrize("batch", [101, 700, 2999])
 def test_mixing_by_formula_is_that_of_the_order(batch: int) -> None:
     data = DataCounts(2_000_000, 31_250, 10**9, chunk=64)
     plan = WindowedPlan([data], Job(batch, order=WindowedOrder(chunk=64, window=960)))
@@ -127,6 +127,14 @@ def test_several_sources_share_the_batch() -> None:
     assert halves.epoch_bytes == whole.epoch_bytes
     assert halves.epoch_requests == whole.epoch_requests - 23
     assert halves.first_batch_bytes == pytest.approx(whole.first_batch_bytes)
+    twice = WindowedPlan([replace(SMALL, weight=2.0)], Job(240, 2, 1, KIND))
+    for figure in ("epoch_s", "epoch_bytes", "epoch_requests"):
+        assert getattr(twice, figure) == pytest.approx(2 * getattr(whole, figure))
+
+
+def test_a_batch_reads_no_more_than_a_window() -> None:
+    plan = WindowedPlan([SMALL], Job(5000, order=KIND))
+    assert plan.first_batch_bytes == pytest.approx(SMALL.bytes / plan.windows[0].windows)
 
 
 @pytest.mark.parametrize(
