@@ -59,11 +59,12 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
         require_pyarrow("; tars (wds) need nothing more")
     mark = ShareMark(options.out, "--out")
     with connect_to_ray(ray) as cluster, mark.shown():
+        cpus, gpus = cluster.cpus(options.threads + options.workers), cluster.gpus(options.device)
+        cluster.require_room(cpus, gpus)  # now, not after the shards are indexed
         shards = data.shards()
         described, fingerprint = describe_on_ray(cluster, data, shards)
-        gpus = cluster.gpus(options.device)
         job = _TokenizeJob(options, tuple(shards), describe_shards(described), fingerprint, mark, on_gpu=gpus > 0)
-        return _tokenize(job, cluster, cluster.cpus(options.threads + options.workers), gpus)
+        return _tokenize(job, cluster, cpus, gpus)
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +143,20 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         connect_to_ray(RayOptions()),
     ):
         pass
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = SimpleNamespace(is_initialized=lambda: False)  # its `init` would try for minutes
+    monkeypatch.setattr("vqclip.data.on_ray.connection._import_ray", lambda: silent)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        for scheme in ("", "ray://"):
+            with (
+                pytest.raises(ConfigError, match=rf"--ray-address: got {scheme}{address}, .* refused"),
+                connect_to_ray(RayOptions(address=scheme + address)),
+            ):
+                pass
 
 
 def test_another_folder_of_the_same_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class RayCluster:
         if not items:
             return
         ray = self._ray
-        self._require_room(cpus, gpus)
+        self.require_room(cpus, gpus)
         size = self._options.actors and min(self._options.actors, len(items))
         pool = {"size": size} if size else {"min_size": 1}
         context = ray.data.DataContext.get_current()
@@ -97,7 +97,8 @@ class RayCluster:
             with contextlib.suppress(Exception):  # the connection may be lost
                 ray.kill(starts)
 
-    def _require_room(self, cpus: float, gpus: float) -> None:
+    def require_room(self, cpus: float, gpus: float) -> None:
+        """Raise ConfigError if a worker fits on no machine of this Ray; a cluster may add machines, so it may wait."""
         machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         if any(each.get("CPU", 0) >= cpus and each.get("GPU", 0) >= gpus for each in machines):
             return

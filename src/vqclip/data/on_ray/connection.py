@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import re
+import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,8 @@ _QUIET = {
 }
 _OBJECT_STORE_BYTES = 100 << 20
 """Shared memory of a Ray on this machine alone: only numbers and counts pass through it."""
+_ANSWER_S = 10.0
+"""Longest wait for a connection to a cluster."""
 _SHOWN = 160
 """Characters of a message of Ray in the log."""
 
@@ -44,13 +47,13 @@ def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     ray = _import_ray()
-    here = (options.address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
     started = not ray.is_initialized()
     with _messages_to_log():
         if started:
-            _start(ray, options, here)
+            _start(ray, address)
         try:
-            yield RayCluster(ray, options, here)
+            yield RayCluster(ray, options, address == "local")
         finally:
             if started:
                 ray.shutdown()
@@ -67,12 +70,13 @@ def _import_ray() -> Any:
     return ray
 
 
-def _start(ray: Any, options: RayOptions, here: bool) -> None:
-    limits: dict[str, Any] = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False} if here else {}
-    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+def _start(ray: Any, address: str) -> None:
+    limits = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False} if address == "local" else {}
     try:
+        if found := re.fullmatch(r"(?:ray://)?([^/:]+):(\d{1,5})", address):  # Ray itself tries for minutes
+            socket.create_connection((found[1], int(found[2])), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **limits)
-    except Exception as error:  # ConnectionError, ValueError, RuntimeError, those of grpc, ...
+    except Exception as error:  # OSError, ValueError, RuntimeError, those of grpc, ...
         raise ConfigError(
             f"--ray-address: got {address}, which cannot be used ({first_line(error)}); expected the address of a "
             "running cluster (auto on one of its machines), or nothing for a Ray on this machine"
