@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,9 +121,16 @@ def test_a_server_without_ranges_is_told_apart_once(
 
 
 def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
-    server.faults["/0.tar"] = [status(503, Retry_After="7"), status(429), serving.reset]
-    assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+    def page(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+        serving.answer(handler, b"<html>please log in</html>")
+
+    server.faults["/0.tar"] = [status(503, Retry_After="7"), status(429), page]
+    store = remote(url)
+    assert store.read([Part(0, 100, 300)]) == BODY[100:300]
     assert len(server.requests) == 4
+    assert server.sent == 200
+    server.faults["/0.tar"] = [serving.reset_at_once]
+    assert store.read([Part(0, 100, 300)]) == BODY[100:300]
     assert pauses[0] == 7.0
 
 

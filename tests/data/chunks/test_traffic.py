@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import random
 import shutil
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +16,14 @@ import torch
 
 from tests.data.loading import global_batch, open_data, same
 from tests.data.making import caption_shards
-from tests.data.serving import FaultyServer
+from tests.data.serving import FaultyServer, answer, reset_at_once, status
 from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, TrainData
 from vqclip.data.chunks import cache as cache_module
 from vqclip.data.chunks.location import cached_index
 from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig
+from vqclip.errors import StorageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_times")]
 
@@ -35,7 +41,15 @@ class Bucket:
         self.folder, self.url = folder, url
         self.bytes = sum(file.stat().st_size for file in folder.glob("*.tar"))
 
-    def open(self, cache: Path, part: float, window: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> TrainData:
+    def open(
+        self,
+        cache: Path,
+        part: float,
+        window: int,
+        monkeypatch: pytest.MonkeyPatch,
+        tries: int = 4,
+        **options: Any,
+    ) -> TrainData:
         """Opens the data with a cache for a part of them; and makes the index, which another machine made."""
         monkeypatch.setenv("VQCLIP_CACHE", str(cache))
         config = CaptionShardsConfig(path=f"{self.url}/{{00000..{SHARDS - 1:05d}}}.tar", remote=OPTIONS)
@@ -45,7 +59,7 @@ class Bucket:
             make_index(config.shards(), index, CHUNK)
         path.parent.mkdir(parents=True)
         shutil.copyfile(index, path)
-        limit = RemoteConfig(cache_gib=part * self.bytes / 2**30, **OPTIONS)
+        limit = RemoteConfig(cache_gib=part * self.bytes / 2**30, **OPTIONS | {"tries": tries})
         source = config.model_copy(update={"remote": limit})
         return open_data(cache, sources=(source,), order=ORDER | {"window": window}, batch_size=G, **options)
 
@@ -105,3 +119,58 @@ def test_four_machines_with_caches_of_their_own(
     found = [global_batch(list(each)) for each in zip(*parts, strict=True)]
     require_all(found)
     assert same(found, [global_batch([batch]) for batch in bucket.local(32).batches(0, STEPS)])
+
+
+def test_a_storm_costs_no_bytes(
+    bucket: Bucket, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    """A third of the requests are refused, and of another tenth the connection breaks."""
+    draws = random.Random(22)
+
+    def storm(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        with server.counting:
+            draw = draws.random()
+        if draw < 0.33:
+            status(503, Retry_After="1")(handler, body)
+        elif draw < 0.43:
+            reset_at_once(handler, body)
+        else:
+            size = answer(handler, body, part=handler.headers["Range"])
+            with server.counting:
+                server.sent += size
+
+    data = bucket.open(tmp_path / "cache", 0.1, window=6, monkeypatch=monkeypatch, tries=20)
+    server.sent = 0
+    server.for_ever = dict.fromkeys(server.files, storm)
+    found = [global_batch([batch]) for batch in data.batches(0, STEPS)]
+    assert same(found, [global_batch([batch]) for batch in bucket.local(6).batches(0, STEPS)])
+    print(f"storm: {server.sent / 2 / bucket.bytes:.3f} bytes fetched for each byte of data, {len(pauses)} pauses")
+    assert 0.9 <= server.sent / (2 * bucket.bytes) <= 1.1
+    assert len(pauses) > 100
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bucket.open(tmp_path / "cache", 0.1, window=6, monkeypatch=monkeypatch)
+    expected = [global_batch([batch]) for batch in bucket.local(6).batches(0, STEPS)]
+    found: list[tuple[torch.Tensor, ...]] = []
+    write = os.pwrite
+
+    def full(file: int, data: bytes, at: int) -> int:
+        if len(data) > 1000:  # a chunk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data, at)
+
+    for _ in range(3):
+        batches = data.batches(len(found), STEPS)
+        found += [global_batch([batch]) for batch in itertools.islice(batches, 30)]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(
+                StorageError, match=r"chunks: cannot be written \(No space left on device\); set VQCLIP"
+            ):
+                found += [global_batch([batch]) for batch in batches]
+    found += [global_batch([batch]) for batch in data.batches(len(found), STEPS)]
+    assert same(found[:STEPS], expected)
+    assert not list((tmp_path / "cache" / "chunks").glob("*.part"))
