@@ -25,5 +25,5 @@ def test_files_stay_open_within_a_share_of_the_limit(
         status = path.stat()
         assert files.read(path, (3, status.st_mtime_ns), 1, 2, "shard") == b"%02d" % number
     assert open_now() - before == most
-    files.close()
+    del files
     assert open_now() == before

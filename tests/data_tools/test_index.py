@@ -21,9 +21,10 @@ from tests.data.serving import serving
 from vqclip.cli.data import main
 from vqclip.data.chunks.index_file import open_index
 from vqclip.data.chunks.location import cached_index, find_index, index_name
-from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.sources.paths import find_shards
 from vqclip.data_tools import index as job
+from vqclip.errors import StorageError
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,6 @@ def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytes
     assert main(plan) == 0
     from_index = json.loads(capsys.readouterr().out)
     assert (from_counts.pop("preparation"), from_index.pop("preparation")) == (from_index["bytes"], 0)
-    assert from_counts["advice"].pop(0) == "the data have no index; make it before training: vqclip data index SOURCE"
     assert from_counts == from_index
     assert from_index["samples"] == 20
 
@@ -118,6 +118,24 @@ def test_web_servers_cannot_be_written_to(
         assert "no shard had to be read" in run(capsys, source)
         server.files.pop("/d/3.tar")
         assert "not found (404)" in run(capsys, source, status=1)
+
+
+def test_a_bucket_without_permission_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("s3://b/a/writable: cannot be written: AccessDenied", kind)
+
+    monkeypatch.setattr(job.RemoteFolder, "write", refuse)
+    shards = [RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)]
+    kind = "gone"
+    place, advice = job._choose_place(shards, None)
+    assert place.path == cached_index(shards)
+    assert (place.upload, "AccessDenied; the index goes to the cache" in caplog.text) == (None, True)
+    assert advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
+    kind = "storage"  # the store does not answer: nothing else is chosen in its place
+    with pytest.raises(StorageError):
+        job._choose_place(shards, None)
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job(32_768, cache_gib=50), "raise remote.cache_gib to 65.6, or lower data.order.window to 24,9"),
+        (Job(32_768, cache_gib=50), "raise remote.cache_gib to 65.5, or lower data.order.window to 24,9"),
         (Job(32_768, 64, 8, order=WindowedOrder(window=1024)), "raise data.order.window to 32,768"),
         (
             Job(4096, 7, 8, WindowedOrder(window=1024)),
@@ -111,6 +112,12 @@ def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture
     assert count_index(open_index(folder / index_name(shards)), at_urls=True).requests == 4 + 1
     assert main(["plan", str(folder), "--batch", "4", "--chunk", "6"]) == 2
     assert "multiple of the 4 samples" in capsys.readouterr().err
+
+
+def test_a_missing_index_is_to_be_made() -> None:
+    plan = WindowedPlan([replace(BILLION, is_indexed=False)], Job(32_768, 64, 8))
+    assert plan.preparation_bytes == BILLION.bytes
+    assert "vqclip data index" in plan.advice()[0]
 
 
 def test_several_sources_share_the_batch() -> None:

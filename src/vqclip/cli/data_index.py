@@ -41,7 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=CHUNK,
         help="samples of a chunk; data.order.chunk must be a multiple of it (%(default)s)",
     )
-    add("--workers", type=types.whole(1, 512), default=4, help="shards that are read at a time (%(default)s)")
+    add(
+        "--workers",
+        type=types.whole(1, 512),
+        default=4,
+        help="shards that are read at a time; on fast disks start several processes instead (%(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:

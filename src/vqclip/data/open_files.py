@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class OpenFiles:
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
         self._most = _most_open_files()
+        weakref.finalize(self, _close_all, self._files)  # `__del__` fails when the interpreter ends
         self._lock = threading.Lock()
 
     def read(self, path: Path, stamp: tuple[int, int], first: int, size: int, name: str) -> bytes:
@@ -76,17 +78,18 @@ class OpenFiles:
     def close(self) -> None:
         """Close the files; they are opened again on demand."""
         with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
+            _close_all(self._files)
 
     def __getstate__(self) -> dict[str, object]:
         return {}  # descriptors are not valid in a spawned worker
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__()  # type: ignore[misc]
+
+
+def _close_all(files: OrderedDict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _pread(file: int, first: int, size: int) -> bytes:

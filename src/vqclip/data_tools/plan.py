@@ -35,8 +35,8 @@ SAMPLE_BYTES = 88
 """Bytes of a sample in the indexes of the full order, which every process has."""
 WORKER_BYTES = 160e6
 """Private memory of a forked worker; a spawned one has 520e6."""
-NAME_BYTES, DISK_BLOCK = 16, 4096
-"""Bytes of the name of a sample in the cache, and of a block of a disk."""
+NAME_BYTES = 16
+"""Bytes of the name of a sample in the cache."""
 _SIMULATED_STEPS = 16
 
 
@@ -254,12 +254,12 @@ class FullPlan(Plan):
     def epoch_bytes(self) -> float:
         """See `Plan.epoch_bytes`; if the cache holds the data, that of the first epoch."""
         local = sum(each.bytes * each.weight for each in self.data if not each.at_urls)
-        return local + sum(self._fetched(each) * each.bytes for each in self.data if each.at_urls)
+        return local + sum(self._fetches(each) * each.bytes for each in self.data if each.at_urls)
 
     @property
     def epoch_requests(self) -> float:
         """See `Plan.epoch_requests`."""
-        return sum(self._fetched(each) * each.shards for each in self.data if each.at_urls)
+        return sum(self._fetches(each) * each.shards for each in self.data if each.at_urls)
 
     def advice(self) -> list[str]:
         """See `Plan.advice`."""
@@ -283,7 +283,7 @@ class FullPlan(Plan):
     def _read_bytes(self, each: DataCounts) -> float:
         return each.bytes / (each.shards if each.at_urls else each.samples)
 
-    def _fetched(self, each: DataCounts) -> float:
+    def _fetches(self, each: DataCounts) -> float:
         """Return how often each shard is fetched in an epoch, by all nodes."""
         missing = max(0.0, 1 - self.cache_limit / self.cache_bytes)  # samples come in random order
         return max(self.job.nodes, each.samples * each.weight * missing / each.shards)
@@ -378,8 +378,8 @@ class WindowedPlan(Plan):
     def advice(self) -> list[str]:
         """See `Plan.advice`."""
         found = super().advice()
-        if self.preparation_bytes:
-            found.append("the data have no index; make it before training: vqclip data index SOURCE")
+        if any(each.at_urls and not each.is_indexed for each in self.data):
+            found.append("the data at URLs have no index; make it before training: vqclip data index SOURCE")
         if self.cache_bytes > self.cache_limit:
             window = int(self.kind.window * self.cache_limit / self.cache_bytes)
             needed = self.job.cache_gib * self.cache_bytes / self.cache_limit
@@ -393,12 +393,12 @@ class WindowedPlan(Plan):
                 f"data.order.window to {self.job.batch_size:,}"
             )
         if max(self.extra) > 0.02:
-            nodes = self.job.nodes
-            near = [n for n in range(1, 2 * nodes) if 960 % n == 0 and self.job.batch_size % (n * self.job.gpus) == 0]
-            best = min(near, key=lambda n: (abs(n - nodes), n))
+            nodes, lanes = self.job.nodes, min(each.lanes for each in self.windows)
+            near = [n for n in range(1, 2 * nodes) if lanes % n == 0 and self.job.batch_size % (n * self.job.gpus) == 0]
+            best = min(near, key=lambda n: (abs(n - nodes), n), default=1)
             found.append(
                 f"{max(self.extra):.0%} of the chunks are fetched by several of the {nodes} nodes; {best} nodes, which "
-                "divide the 960 lanes and the batch, fetch none twice"
+                f"divide the {lanes} lanes of a window and, with their GPUs, the batch, fetch none twice"
             )
         return found
 
@@ -406,10 +406,9 @@ class WindowedPlan(Plan):
         return each.bytes / each.samples * min(self.kind.chunk, each.samples)
 
     def _cached_bytes(self, each: DataCounts) -> float:
-        """Return the bytes on the disk of a chunk in the cache: tables, and the data if they are at URLs."""
+        """Return the bytes of a chunk in the cache: tables, and the data if they are at URLs."""
         data = each.bytes / each.samples if each.at_urls else 0
-        blocks = -(-each.chunk * (data + ROW + NAME_BYTES) // DISK_BLOCK)
-        return blocks * DISK_BLOCK * self.kind.chunk / each.chunk
+        return self.kind.chunk * (data + ROW + NAME_BYTES)
 
     def _extra(self, number: int) -> float:
         """Return the lanes that a further node needs, of some dealt batches, over all lanes."""

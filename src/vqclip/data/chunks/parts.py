@@ -92,12 +92,12 @@ class LocalParts:
             ) from None
 
     def write(self, name: str, content: bytes) -> None:
-        """See `PartFolder`; raises DataError if the disk cannot be written."""
+        """See `PartFolder`; raises StorageError if the disk cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._folder / name, content)
         except OSError as error:
-            raise DataError(
+            raise StorageError(
                 f"{self._folder}: parts of the index cannot be written ({error.strerror}); expected a folder with "
                 "room: name another with --out, or set VQCLIP_CACHE"
             ) from None

@@ -185,7 +185,7 @@ class ChunkReader(TarReader):
         for again in (False, True):
             if self._table is None or self._table.chunk != chunk:
                 self.close()
-                self._table = _OpenTable(chunk, self._open(chunk), self._digest(chunk), self.index.ranges(chunk))
+                self._table = _OpenTable(chunk, self._open_needed(chunk), self._digest(chunk), self.index.ranges(chunk))
             try:
                 found = get(self._table)
             except OSError as error:
@@ -205,6 +205,15 @@ class ChunkReader(TarReader):
     def _open(self, chunk: int) -> int:
         return self._cache.open(self._key(chunk), lambda: self._make(chunk), Deadline(self._total_s))
 
+    def _open_needed(self, chunk: int) -> int:
+        try:
+            return self._open(chunk)
+        except StorageError as error:
+            if error.kind == "changed shard" and self.is_remote:
+                # Otherwise the next start would find this index, whatever is beside the shards by then.
+                self.index.path.unlink(missing_ok=True)
+            raise
+
     def _key(self, chunk: int) -> str:
         return f"{self._digest(chunk).hex()}-{'chunk' if self._has_data(chunk) else 'table'}"
 
@@ -217,13 +226,7 @@ class ChunkReader(TarReader):
         Raises:
             StorageError: it has other bytes than were indexed, also when it is read again.
         """
-        try:
-            data, samples = self._read_verified(chunk)
-        except StorageError as error:
-            if error.kind == "changed shard" and self.is_remote:
-                # Otherwise the next start would find this index, whatever is beside the shards by then.
-                self.index.path.unlink(missing_ok=True)
-            raise
+        data, samples = self._read_verified(chunk)
         return make_table(self._digest(chunk), samples, data, self._has_data(chunk))
 
     def _read_verified(self, chunk: int) -> tuple[bytes, SampleTable]:

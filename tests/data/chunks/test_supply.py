@@ -1,0 +1,80 @@
+"""Chunks that the workers of a node fetch ahead: when, how many, and who."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vqclip.data.chunks import supply
+from vqclip.data.chunks.supply import ChunkSupply, NodeNeeds, find_needs
+from vqclip.data.order import GlobalOrder, WindowedOrder
+
+SIZE, CHUNK, WINDOW, G = 96, 4, 6, 6
+"""Four windows of four rounds; each round is a batch."""
+
+
+class Reader:
+    """A reader whose chunks of the index are half as long as those of the order, and take a byte."""
+
+    index = SimpleNamespace(chunk=CHUNK // 2)
+    is_remote = True
+    total_bytes = 2 * SIZE // CHUNK
+
+    def __init__(self, cache_room: int) -> None:
+        self.cache_room = cache_room
+        self.chunks: list[int] = []
+        self.fetch = self.chunks.append
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def cached_bytes(self, chunk: int) -> int:
+        return 1
+
+    def count(self, expected: int) -> int:
+        """Number of the chunks that were fetched, when there are so many; or more, if more come soon after."""
+        end = time.monotonic() + 5
+        while len(self.chunks) < expected and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.01)
+        return len(self.chunks)
+
+
+def needs_of(reader: Reader, rank: int = 0, nodes: Sequence[int] = (0,)) -> NodeNeeds:
+    order = GlobalOrder([SIZE], [1.0], 7, WindowedOrder(chunk=CHUNK, window=WINDOW))
+    needs = find_needs([SimpleNamespace(chunks=reader)], order, G, rank, nodes)
+    assert needs is not None
+    return needs
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+def test_a_window_is_fetched_after_the_first_round_of_the_one_before(lead: int) -> None:
+    reader = Reader(cache_room=24)
+    each = ChunkSupply(needs_of(reader), lead)
+    # The first window, the second one from the second round on, and the third one likewise.
+    for step, expected in enumerate([12] * lead + [12, 14, 24, 24, 24, 26, 36]):
+        each.advance(step)
+        assert reader.count(expected) == expected
+    each.close()
+    assert len(set(reader.chunks)) == 36
+
+
+def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[set[int]] = []
+    for rank, worker in ((0, 0), (0, 1), (2, 0), (2, 1)):
+        info: Any = SimpleNamespace(id=worker, num_workers=2)
+        monkeypatch.setattr(supply, "get_worker_info", lambda info=info: info)
+        reader = Reader(cache_room=24)
+        each = ChunkSupply(needs_of(reader, rank, (5, 9, 5)), 0)
+        each.advance(0)
+        reader.count(1)
+        each.close()
+        parts.append(set(reader.chunks))
+    plan = needs_of(Reader(24), 2, (5, 9, 5)).plan(0, 0)
+    assert all(parts)
+    assert len(set.union(*parts)) == sum(map(len, parts))
+    assert set.union(*parts) <= {next(plan).chunk for _ in range(24)}
