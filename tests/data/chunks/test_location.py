@@ -26,6 +26,7 @@ def remote(*urls: str, **options: float) -> list[RemoteShard]:
 def test_folder_of_the_data() -> None:
     assert data_folder([Path("/a/b/0.tar"), Path("/a/b/1.tar")]) == Path("/a/b")
     assert data_folder([Path("/a/b/0.tar"), Path("/a/c/1.tar")]) == Path("/a")
+    assert data_folder([Path("/a/0.tar"), Path("/b/1.tar")]) is None
     assert data_folder([Path("/a/b/0.tar"), *remote("s3://x/1.tar")]) is None
     assert data_folder([]) is None
     assert data_folder(remote("s3://x/a/0.tar", "s3://x/a/b/1.tar")) == "s3://x/a"

@@ -47,11 +47,12 @@ def index_name(shards: Sequence[Shard]) -> str:
 
 
 def data_folder(shards: Sequence[Shard]) -> Path | str | None:
-    """Return the folder, or its URL, that contains all shards; None if there is none, or it is the root of a server."""
+    """Return the folder, or its URL, that contains all shards; None if there is none, or only a disk or server does."""
     if not shards:
         return None
     if all(isinstance(each, Path) for each in shards):
-        return Path(os.path.commonpath([str(Path(str(each)).parent) for each in shards]))
+        folder = Path(os.path.commonpath([str(Path(str(each)).parent) for each in shards]))
+        return None if folder == folder.parent else folder
     if not all(isinstance(each, RemoteShard) for each in shards):
         return None
     parts = [split_query(each.url) for each in shards if isinstance(each, RemoteShard)]
