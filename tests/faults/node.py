@@ -16,7 +16,7 @@ from vqclip.cli.train import main
 from vqclip.train.run_store import RemoteFolder, lease
 from vqclip.train.step import TrainStep
 
-UPLOAD_S, STEP_S = 0.02, 0.05
+UPLOAD_S, STEP_S = 0.02, float(os.environ.get("STEP_S", "0.05"))
 
 
 def mark(what: str, seconds: float) -> Any:

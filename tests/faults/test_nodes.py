@@ -184,7 +184,8 @@ def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
     assert len([name for name in names if "/lease/" in name]) <= 2
 
 
-def test_two_jobs_on_one_bucket(tmp_path, shards, bucket):
+def test_two_jobs_on_one_bucket(tmp_path, shards, bucket, monkeypatch):
+    monkeypatch.setenv("STEP_S", "1")
     one, other = (Machines(tmp_path / name, shards, "s3://nodes/runs") for name in "ab")
     with one.start() as first:
         while not list(one.marks.glob("upload-*")):

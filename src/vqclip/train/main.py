@@ -235,8 +235,8 @@ def _build_checkpointer(
     checkpointer = Checkpointer(folder, identity, step, retention, config.train.save_in_background, mirror)
     if config.run.resume == "never" and dist.run_on_main(lambda: len(checkpointer.find())):
         raise ConfigError(
-            f"run.resume: got 'never', but {config.run.url or config.run.path} contains checkpoints; choose another "
-            "run.name, or 'auto'"
+            f"run.resume: got 'never', but {config.run.url or config.run.path}/checkpoints contains checkpoints; "
+            "choose another run.name, or 'auto'"
         )
     return checkpointer
 

@@ -83,7 +83,7 @@ def test_a_run_folder_that_was_copied_to_a_url(tmp_path, store, monkeypatch, tre
     tree = tree_at("s3://bucket/runs", train__steps=10, run__resume_allow=["train.steps"])
     assert train(tree).step == 10
     assert "resumed from step 8" in store.cat_file("/bucket/runs/tiny/train.log", timeout=1).decode()
-    with pytest.raises(ConfigError, match="got 'never', but s3://bucket/runs/tiny contains checkpoints"):
+    with pytest.raises(ConfigError, match="got 'never', but s3://bucket/runs/tiny/checkpoints contains checkpoints"):
         train(tree_at("s3://bucket/runs", run__resume="never"))
 
 
