@@ -134,7 +134,8 @@ def test_class_names_and_prompts_are_bounded(tmp_path: Path) -> None:
     assert "classnames.txt: cannot be read (not a regular file)" in refusal(ClassShardsConfig(path=folder).build)
 
 
-def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
+def test_many_shards_need_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vqclip.data.open_files._most_open_files", lambda: 64)
     folder = caption_shards(tmp_path, (1,) * 90)
     source = CaptionShardsConfig(path=str(folder)).build()
     before = len(os.listdir("/proc/self/fd"))
