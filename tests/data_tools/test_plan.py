@@ -114,6 +114,10 @@ def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "multiple of the 4 samples" in capsys.readouterr().err
 
 
+def test_small_local_data_need_no_change() -> None:
+    assert WindowedPlan([DataCounts(480, 12, 10**6, at_urls=False)], Job(64, 2, 4)).advice() == []
+
+
 def test_a_missing_index_is_to_be_made() -> None:
     plan = WindowedPlan([replace(BILLION, is_indexed=False)], Job(32_768, 64, 8))
     assert plan.preparation_bytes == BILLION.bytes

@@ -387,12 +387,12 @@ class WindowedPlan(Plan):
                 f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.3g}, or "
                 f"lower data.order.window to {window:,}, or use more nodes"
             )
-        if self.mixing > 2:
+        if self.mixing > 2 and max(each.windows for each in self.windows) > 1:
             found.append(
                 f"a batch has {self.mixing:,.1f} samples of a chunk: if neighbouring samples are of one topic, raise "
                 f"data.order.window to {self.job.batch_size:,}"
             )
-        if max(self.extra) > 0.02:
+        if any(each.at_urls for each in self.data) and max(self.extra) > 0.02:
             nodes, lanes = self.job.nodes, min(each.lanes for each in self.windows)
             near = [n for n in range(1, 2 * nodes) if lanes % n == 0 and self.job.batch_size % (n * self.job.gpus) == 0]
             best = min(near, key=lambda n: (abs(n - nodes), n), default=1)
