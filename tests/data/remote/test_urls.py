@@ -182,7 +182,13 @@ def test_queries_stay_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("url", "package", "extra"),
-    [("https://host/0.tar", "aiohttp", "remote"), ("s3://bucket/0.tar", "s3fs", "s3"), ("gs://b/0.tar", "gcsfs", "gs")],
+    [
+        ("https://host/0.tar", "aiohttp", "remote"),
+        ("hf://datasets/me/data/0.tar", "aiohttp", "remote"),
+        ("s3://bucket/0.tar", "s3fs", "s3"),
+        ("gs://b/0.tar", "gcsfs", "gs"),
+        ("az://b/0.tar", "adlfs", "az"),
+    ],
 )
 def test_a_missing_package_is_named(url: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
