@@ -335,9 +335,7 @@ def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[An
 def _check_part(response: Any, span: Span) -> None:
     if response.status == 200:
         whole = response.headers.get("Content-Length", str(span.total))
-        if whole != str(
-            span.total
-        ):  # such as the page of a proxy, which is no reason to ask for whole files from now on
+        if whole != str(span.total):  # such as the page of a proxy, after which parts may come again
             raise FetchError(
                 f"HTTP 200 with {whole[:20]} bytes; expected 206 and a part, or the file of {span.total} bytes",
                 again=True,
