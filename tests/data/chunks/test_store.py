@@ -120,6 +120,15 @@ def test_a_server_without_ranges_is_told_apart_once(
     assert refusal(store).kind == "changed shard"
 
 
+def test_a_server_without_ranges_needs_a_cache_for_all_shards(server: FaultyServer, url: str) -> None:
+    server.ranges = False
+    size = 2 * len(BODY) / 2**30
+    store = remote(url, url, cache_gib=0.99 * size)
+    with pytest.raises(StorageError, match=rf"sends no parts of files, and its {size:.3g} GiB .* do not fit in remote"):
+        store.read([Part(0, 1, 2)])
+    assert remote(url, url, cache_gib=1.01 * size).read([Part(0, 1, 2)]) == BODY[1:2]
+
+
 def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
     def page(handler: BaseHTTPRequestHandler, _: bytes) -> None:
         serving.answer(handler, b"<html>please log in</html>")

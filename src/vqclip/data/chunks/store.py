@@ -15,6 +15,7 @@ from vqclip.data.remote import RemoteShard
 from vqclip.data.remote.deadline import Deadline
 from vqclip.data.remote.transfer import NoRangesError
 from vqclip.data.shard import Shard
+from vqclip.errors import StorageError
 
 __all__ = ["ChunkStore", "Range", "ShardTable"]
 
@@ -52,7 +53,7 @@ class ChunkStore:
     """Reads ranges of bytes of shards.
 
     May be used by several threads, after a fork, and in spawned workers. A server that answers a request for a part of
-    a shard with all of it is asked for whole shards from then on, which are put in the cache of shards.
+    a shard with all of it is asked for whole shards from then on, which go to the cache of shards; they must fit in it.
 
     Args:
         shards: tar files, here or at URLs, not compressed.
@@ -73,7 +74,8 @@ class ChunkStore:
 
         Raises:
             StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
-                modification time (`kind` is then "changed shard"). Bytes at URLs may come from a changed shard of the
+                modification time (`kind` is then "changed shard"); or a server sends whole shards only, for which the
+                cache is too small. Bytes at URLs may come from a changed shard of the
                 same size: compare a checksum.
         """
         parts = []
@@ -102,6 +104,7 @@ class ChunkStore:
                 return shard.read(first, end, length, deadline)
             except NoRangesError:
                 if shard.host not in self._whole:  # another thread may have been first
+                    self._require_room(shard)
                     self._whole.add(shard.host)
                     logger.warning("%s: the server sends no parts of files: shards are fetched whole, cached", shard)
         file = shard.open(length)
@@ -112,3 +115,14 @@ class ChunkStore:
             return os.pread(file, end - first, first)
         finally:
             os.close(file)
+
+    def _require_room(self, shard: RemoteShard) -> None:
+        """Raise StorageError if the cache cannot hold all shards of a host: each would be fetched for every chunk."""
+        pairs = zip(self._shards, self._index.lengths, strict=True)
+        size = sum(int(length) for each, length in pairs if isinstance(each, RemoteShard) and each.host == shard.host)
+        if size > shard.options.cache_bytes:
+            raise StorageError(
+                f"{shard}: the server sends no parts of files, and its {size / 2**30:.3g} GiB of shards do not fit in "
+                f"remote.cache_gib={shard.options.cache_gib:g}, so that each would be fetched many times. Expected a "
+                "server that answers requests with Range, or a larger cache"
+            )
