@@ -69,3 +69,14 @@ def test_of_two_jobs_that_start_at_once_one_gets_the_lease(store):
     assert FOLDER.create("lease/00000001.json", b"one")
     assert not FOLDER.create("lease/00000001.json", b"other")
     assert FOLDER.create("lease/00000001.json", b"one")  # a try whose answer was lost
+
+
+def test_leases_that_are_empty_or_have_the_last_number(store):
+    FOLDER.write("lease/00000001.json", b"")
+    store.failing["cat_file"] = [OSError(22, "The requested range is not satisfiable")]
+    assert FOLDER.read("lease/00000001.json") == b""
+    FOLDER.write("lease/99999999.json", json.dumps({"released": True}).encode())
+    job = Lease(FOLDER, "disk a")
+    job.acquire()
+    job.require()
+    job.release()

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LEASES = "lease"
 """Name of the folder of leases."""
-_NUMBER = re.compile(rf"{LEASES}/(\d{{8}})\.json")
+_NUMBER = re.compile(rf"{LEASES}/(\d{{8,18}})\.json", re.ASCII)
 RENEW_S = 20.0
 """Seconds between two renewals."""
 EXPIRE_S = 90.0
