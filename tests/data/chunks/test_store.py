@@ -114,6 +114,14 @@ def test_a_server_without_ranges_is_told_apart_once(
             )
     assert server.requests == ["GET /0.tar"] * 2 + ["GET /1.tar"]  # asked for a part once
     assert caplog.messages == [f"{url}: the server sends no parts of files: shards are fetched whole, cached"]
+    short = ChunkStore(store._shards, Table((len(BODY) - 1,) * 2))
+    short._whole = store._whole
+    with pytest.raises(StorageError, match="255743 bytes then, 255744"):
+        short.read([Part(0, 1, 2)])
+    server.files["/0.tar"] = BODY[:-1]
+    assert short.read([Part(0, 1, 2)]) == BODY[1:2]  # not from the former copy
+    server.files["/0.tar"] = BODY
+    assert store.read([Part(0, 1, 2)]) == BODY[1:2]
     server.files["/0.tar"] = BODY + b"x"
     assert store.read([Part(0, 1, 2)]) == BODY[1:2]  # the copy
     store.discard([Part(0, 1, 2)])

@@ -108,10 +108,13 @@ class ChunkStore:
                     self._whole.add(shard.host)
                     logger.warning("%s: the server sends no parts of files: shards are fetched whole, cached", shard)
         file = shard.open(length)
+        if os.fstat(file).st_size != length:  # a copy of a former file
+            os.close(file)
+            shard.discard()
+            file = shard.open(length)
         try:
-            if os.fstat(file).st_size != length:
-                shard.discard()
-                raise shard.change_error(f"{length} bytes", f"{os.fstat(file).st_size} bytes")
+            if (now := os.fstat(file).st_size) != length:
+                raise shard.change_error(f"{length} bytes", f"{now} bytes")
             return os.pread(file, end - first, first)
         finally:
             os.close(file)
