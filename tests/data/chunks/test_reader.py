@@ -13,11 +13,13 @@ import pytest
 from tests.data.making import caption_members, write_tar
 from tests.data.serving import FaultyServer, answer
 from vqclip.data.chunks.cache import ChunkCache
+from vqclip.data.chunks.index_file import ByteRange
 from vqclip.data.chunks.make import make_index
 from vqclip.data.chunks.reader import ChunkReader
 from vqclip.data.chunks.store import ChunkStore
 from vqclip.data.chunks.table import ROW
 from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.remote.deadline import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError, StorageError
@@ -183,3 +185,32 @@ def test_damage_on_the_way_and_changes_on_the_server(
         reader.read(8, "image")
     server.files["/d/4.tar"] = data
     assert reader.read(8, "image") == expected.read(8, "image")
+
+
+def test_one_deadline_for_all_that_a_chunk_takes(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, found = open_reader(shards, tmp_path), []
+
+    def read(ranges: Sequence[object], deadline: Deadline | None = None) -> bytes:
+        found.append(deadline)
+        return b"x" * 512
+
+    monkeypatch.setattr(reader.store, "read", read)
+    opened = reader._cache.open
+    monkeypatch.setattr(reader._cache, "open", lambda key, make, end: (found.append(end), opened(key, make, end))[1])
+    with pytest.raises(StorageError, match="read twice"):
+        reader.read(0, "txt")
+    assert len(found) == 3
+    assert found[0] is not None
+    assert len({id(each) for each in found}) == 1
+
+
+def test_a_table_that_was_verified_with_other_ranges(shards: list[Path], tmp_path: Path) -> None:
+    """An index beside the data may be crafted: the same digests, other places."""
+    reader = open_reader(shards, tmp_path)
+    reader.read(3, "txt")
+    reader.close()
+    reader.index.ranges = lambda chunk: (ByteRange(1, 0, 512),)
+    with pytest.raises(StorageError, match="make it again"):
+        reader.read(3, "txt")

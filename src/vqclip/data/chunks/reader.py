@@ -203,7 +203,8 @@ class ChunkReader(TarReader):
         )
 
     def _open(self, chunk: int) -> int:
-        return self._cache.open(self._key(chunk), lambda: self._make(chunk), Deadline(self._total_s))
+        deadline = Deadline(self._total_s)  # also of a fetch that begins after a wait for another one
+        return self._cache.open(self._key(chunk), lambda: self._make(chunk, deadline), deadline)
 
     def _open_needed(self, chunk: int) -> int:
         try:
@@ -220,24 +221,24 @@ class ChunkReader(TarReader):
     def _digest(self, chunk: int) -> bytes:
         return self.index.digests[chunk].tobytes()
 
-    def _make(self, chunk: int) -> bytes:
+    def _make(self, chunk: int, deadline: Deadline) -> bytes:
         """Fetch a chunk, verify it, and return its table.
 
         Raises:
             StorageError: it has other bytes than were indexed, also when it is read again.
         """
-        data, samples = self._read_verified(chunk)
+        data, samples = self._read_verified(chunk, deadline)
         return make_table(self._digest(chunk), samples, data, self._has_data(chunk))
 
-    def _read_verified(self, chunk: int) -> tuple[bytes, SampleTable]:
+    def _read_verified(self, chunk: int, deadline: Deadline) -> tuple[bytes, SampleTable]:
         ranges = self.index.ranges(chunk)
-        data = self.store.read(ranges)
+        data = self.store.read(ranges, deadline)
         try:
             return data, scan_chunk(self.index, chunk, data, self._shards)
         except StorageError as error:  # damaged on the way
             logger.warning("%s; read again", error)
         self.store.discard(ranges)
-        data = self.store.read(ranges)
+        data = self.store.read(ranges, deadline)
         return data, self._scan_again(chunk, data)
 
     def _scan_again(self, chunk: int, data: bytes) -> SampleTable:
@@ -264,4 +265,8 @@ def _shift(ranges: Sequence[ByteRange], extent: Extent) -> ByteRange:
         if at <= each.end - each.first:  # no member begins where its range does: its header is before it
             return ByteRange(each.shard, each.first + at, each.first + at + extent.size)
         at -= each.end - each.first
-    raise AssertionError(extent)
+    raise StorageError(
+        "the index has other byte ranges than the one with which a chunk was verified; make it again: vqclip data "
+        "index SOURCE",
+        "changed shard",
+    )
