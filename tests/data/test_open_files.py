@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vqclip.data.open_files import OpenFiles
+from vqclip.errors import StorageError
 
 
 def open_now() -> int:
@@ -27,3 +29,21 @@ def test_files_stay_open_within_a_share_of_the_limit(
     assert open_now() - before == most
     del files
     assert open_now() == before
+
+
+def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"bytes")
+    files, stamp = OpenFiles(), (5, path.stat().st_mtime_ns)
+    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
+    before = open_now()
+
+    def fail(file: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(StorageError, match="shard: cannot be read: Stale file handle"):
+            files.read(path, stamp, 0, 5, "shard")
+    assert open_now() == before - 1
+    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"

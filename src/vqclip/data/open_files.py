@@ -64,12 +64,15 @@ class OpenFiles:
         if file is None:
             # Non-blocking: a pipe in place of the shard must not make the run wait.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(file)  # before every read, as the file may change while it is open
-        if (status.st_size, status.st_mtime_ns) != stamp:
+        try:
+            status = os.fstat(file)  # before every read, as the file may change while it is open
+            if (status.st_size, status.st_mtime_ns) != stamp:
+                raise StorageError(
+                    f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
+                )
+        except BaseException:  # a stale handle of a network disk too: the next read opens the file again
             os.close(file)
-            raise StorageError(
-                f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
-            )
+            raise
         self._files[path] = file  # the last one used
         if len(self._files) > self._most:
             os.close(self._files.popitem(last=False)[1])

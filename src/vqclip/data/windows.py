@@ -95,11 +95,6 @@ class Windows:
         """Return how many chunks come before a window."""
         return np.minimum(window * self.rows // self.windows * self.lanes, self.chunks)
 
-    def chunks_of(self, window: int) -> np.ndarray:
-        """Return the chunks of a window, int64 in ascending order; chunk j begins with sample ``j * chunk``."""
-        first, end = (int(self.first_chunk(each)) for each in (window, window + 1))
-        return np.sort(self._chunk_at(np.arange(first, end)))
-
     def needs(self, place: int, lanes: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yield the chunks of some lanes that are needed from a place of the pass on, each once, in the order of need.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["ProcessLock", "hold_lock", "is_at", "take_lock", "try_lock"]
+__all__ = ["ProcessLock", "hold_lock", "is_at", "remove_unlocked", "take_lock", "try_lock"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,20 @@ def is_at(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
+
+
+def remove_unlocked(path: Path) -> bool:
+    """Remove a file unless a process has locked it; return whether it is gone."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        if unused := try_lock(file) and is_at(file, path):
+            path.unlink()
+        return unused
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager

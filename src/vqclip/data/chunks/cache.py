@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.file_locks import hold_lock, is_at, try_lock
+from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 
 __all__ = ["ChunkCache"]
 
@@ -204,7 +204,7 @@ class ChunkCache:
             with contextlib.suppress(FileNotFoundError):  # a part that became a chunk, or was discarded
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(".part"):
-                    if _is_leftover(Path(entry.path)):
+                    if remove_unlocked(Path(entry.path)):
                         continue
                 elif entry.name in ("ledger", "lock"):
                     continue
@@ -229,17 +229,3 @@ def _mark_used(file: int) -> None:
     with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
         now = time.time_ns()  # the file system's own clock ticks some hundred times a second
         os.utime(file, ns=(now, now))
-
-
-def _is_leftover(part: Path) -> bool:
-    """Remove a part that no process makes; return whether it is gone."""
-    try:
-        file = os.open(part, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        if unused := try_lock(file) and is_at(file, part):
-            part.unlink()
-        return unused
-    finally:
-        os.close(file)

@@ -11,7 +11,7 @@ import io
 import logging
 import zipfile
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,22 +43,6 @@ class ShardFacts(NamedTuple):
     tag: str
 
 
-class PartFolder(Protocol):
-    """A folder of parts."""
-
-    def list(self) -> set[str]:
-        """Return the names of all parts."""
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a part with this name."""
-
-    def read(self, name: str) -> bytes | None:
-        """Return a part; None if there is none."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a part, whole or not at all."""
-
-
 class LocalParts:
     """Parts in a folder on this machine, or on a disk that machines share.
 
@@ -73,15 +57,15 @@ class LocalParts:
         return str(self._folder)
 
     def list(self) -> set[str]:
-        """See `PartFolder`."""
+        """Return the names of all parts."""
         return {path.name for path in self._folder.glob("*.npz")}
 
     def has(self, name: str) -> bool:
-        """See `PartFolder`."""
+        """Return whether there is a part with this name."""
         return (self._folder / name).exists()
 
     def read(self, name: str) -> bytes | None:
-        """See `PartFolder`."""
+        """Return a part; None if there is none."""
         try:
             return read_bounded(self._folder / name, MAX_PART)
         except FileNotFoundError:
@@ -92,7 +76,7 @@ class LocalParts:
             ) from None
 
     def write(self, name: str, content: bytes) -> None:
-        """See `PartFolder`; raises StorageError if the disk cannot be written."""
+        """Write a part, whole or not at all; raises StorageError if the disk cannot be written."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._folder / name, content)
@@ -162,15 +146,15 @@ class RemoteParts:
         self._folder = folder
 
     def list(self) -> set[str]:
-        """See `PartFolder`."""
+        """See `LocalParts`."""
         return set(self._folder.list())
 
     def has(self, name: str) -> bool:
-        """See `PartFolder`."""
+        """See `LocalParts`."""
         return bool(self._folder.list(name))
 
     def read(self, name: str) -> bytes | None:
-        """See `PartFolder`."""
+        """See `LocalParts`."""
         try:
             return fetch_bytes(f"{self._folder.url}/{name}", RemoteConfig(**dict(self._folder.options)), MAX_PART)
         except StorageError as error:
@@ -179,5 +163,9 @@ class RemoteParts:
             raise
 
     def write(self, name: str, content: bytes) -> None:
-        """See `PartFolder`."""
+        """See `LocalParts`."""
         self._folder.write(name, content)
+
+
+PartFolder: TypeAlias = LocalParts | RemoteParts
+"""A folder of parts."""

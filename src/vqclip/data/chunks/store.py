@@ -6,10 +6,8 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-
+from vqclip.data.chunks.index_file import ByteRange, ChunkIndex
 from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import RemoteShard
 from vqclip.data.remote.deadline import Deadline
@@ -17,36 +15,9 @@ from vqclip.data.remote.transfer import NoRangesError
 from vqclip.data.shard import Shard
 from vqclip.errors import StorageError
 
-__all__ = ["ChunkStore", "Range", "ShardTable"]
+__all__ = ["ChunkStore"]
 
 logger = logging.getLogger("vqclip.data")
-
-
-class Range(Protocol):
-    """Bytes of one shard."""
-
-    @property
-    def shard(self) -> int:
-        """Number of the shard."""
-
-    @property
-    def first(self) -> int:
-        """The first byte."""
-
-    @property
-    def end(self) -> int:
-        """The byte after the last."""
-
-
-class ShardTable(Protocol):
-    """Facts about shards when they were indexed; `ChunkIndex` has them."""
-
-    @property
-    def lengths(self) -> Sequence[int] | np.ndarray:
-        """Size of each shard in bytes."""
-
-    def tag(self, shard: int, /) -> str:
-        """Return the modification time of a local shard in nanoseconds."""
 
 
 class ChunkStore:
@@ -60,12 +31,12 @@ class ChunkStore:
         index: their sizes and tags.
     """
 
-    def __init__(self, shards: Sequence[Shard], index: ShardTable):
+    def __init__(self, shards: Sequence[Shard], index: ChunkIndex):
         self._shards, self._index = shards, index
         self._files = OpenFiles()
         self._whole: set[str] = set()
 
-    def read(self, ranges: Sequence[Range], deadline: Deadline | None = None) -> bytes:
+    def read(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
         """Return the bytes of all ranges, one after the other.
 
         Args:
@@ -75,8 +46,7 @@ class ChunkStore:
         Raises:
             StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
                 modification time (`kind` is then "changed shard"); or a server sends whole shards only, for which the
-                cache is too small. Bytes at URLs may come from a changed shard of the
-                same size: compare a checksum.
+                cache is too small. Bytes at URLs may come from a changed shard of the same size: compare a checksum.
         """
         parts = []
         for shard, first, end in ((each.shard, each.first, each.end) for each in ranges):
@@ -90,7 +60,7 @@ class ChunkStore:
                 parts.append(self._files.read(where, stamp, first, end - first, str(where)))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def discard(self, ranges: Sequence[Range]) -> None:
+    def discard(self, ranges: Sequence[ByteRange]) -> None:
         """Remove copies of whole shards from the cache, so that the next `read` asks the server."""
         for each in ranges:
             where = self._shards[each.shard]

@@ -23,7 +23,7 @@ from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
 from vqclip.io.cache import cache_folder
-from vqclip.io.file_locks import hold_lock, is_at, try_lock
+from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 from vqclip.io.files import sync_folder
 
 __all__ = ["CachedShard", "PartialShard", "ShardCache", "ShardInCache"]
@@ -93,7 +93,7 @@ class ShardCache:
             return
         with hold_lock(self.folder / "lock"):
             for path in self.folder.glob(f"{key}-*.tar"):
-                _remove_unused(path)
+                remove_unlocked(path)
 
     def make_room(self, part: PartialShard, size: int) -> None:
         """Grow a part to `size` bytes, after removing other files: leftovers first, then the least recently used.
@@ -129,7 +129,7 @@ class ShardCache:
         over = sum(size for _, _, size, _ in files) + more - self.limit
         for is_whole, _, size, path in sorted(files):
             if path != keep and path.suffix in (".part", ".tar") and (over > 0 or not is_whole):
-                over -= size if _remove_unused(path) else 0
+                over -= size if remove_unlocked(path) else 0
         return over <= 0
 
     def _find(self, key: str, sha256: str | None) -> CachedShard | None:
@@ -229,21 +229,6 @@ class PartialShard:
         if is_at(self._file, self.path):  # otherwise it has become a shard
             self.path.unlink()
         os.close(self._file)
-
-
-def _remove_unused(path: Path) -> bool:
-    """Remove a file unless a process has locked it; return whether it is gone."""
-    try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        unused = try_lock(file) and is_at(file, path)
-        if unused:
-            path.unlink()
-        return unused
-    finally:
-        os.close(file)
 
 
 class ShardInCache:
