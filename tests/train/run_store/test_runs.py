@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.making import caption_shards
 from tests.training import all_equal, run_tree, weights
-from vqclip.errors import ConfigError
+from vqclip.errors import CheckpointError, ConfigError
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
 
@@ -93,3 +93,27 @@ def test_what_an_error_leaves_is_uploaded(tmp_path, store, monkeypatch, tree_at)
         train(tree_at("s3://bucket/runs"), [StopAt(3, ValueError("mine"))])
     assert "StopAt failed in on_step_end" in store.cat_file("/bucket/runs/tiny/train.log", timeout=1).decode()
     assert json.loads(store.cat_file("/bucket/runs/tiny/lease/00000001.json", timeout=1))["released"]
+
+
+class FailUploads(Callback):
+    """Refuse uploads after a step."""
+
+    def __init__(self, store, step):
+        self.store, self.step = store, step
+
+    def on_step_end(self, training):
+        if training.done == self.step:
+            self.store.failing["put_file"] = [PermissionError("read only")] * 99
+
+
+def test_the_only_checkpoint_that_is_kept_is_uploaded_by_the_next_job(tmp_path, store, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    changes = {"train__steps": 6, "train__checkpoint_every": 2, "train__keep_checkpoints": 1}
+    changes["train__save_in_background"] = False
+    tree = run_tree("s3://bucket/runs", caption_shards(tmp_path / "shards", counts=(17, 13)), **changes)
+    with pytest.raises(CheckpointError, match="step-00000004: the checkpoint could not be uploaded"):
+        train(tree, [FailUploads(store, 3)])
+    store.failing.clear()
+    result = train(tree)
+    assert result.step == 6
+    assert "resumed from step 4" in (result.folder / "train.log").read_text()
