@@ -1,5 +1,7 @@
 """Orders of samples: time and memory before the first batch, and shuffling of data that are sorted by topic.
 
+Prints a table, after about 2 minutes on two CPU cores.
+
     python benchmarks/order.py start                        # made indexes of 1e6, 1e7 and 1.3e9 samples, 30 s, 250 MB
     python benchmarks/order.py mixing                       # 1.3e9 samples in 130,000 shards, batches of 32,768
     python benchmarks/order.py mixing --samples 1e6 --shards 100 --scale 16
@@ -245,6 +247,7 @@ def main() -> None:
     chosen.add_argument("--batch", type=int, default=BATCH)
     chosen.add_argument("--scale", type=int, default=1, help="divides the batch, windows, blocks and buffers")
     options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     if options.command == "start":
         return print_start()
     rows = mixing(int(options.samples), options.shards, options.batch, options.scale)
