@@ -6,6 +6,7 @@ parts of all shards  ->  index  ->  (a bucket:) upload
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from vqclip.data.chunks.location import cached_index, data_folder, index_name
 from vqclip.data.chunks.make import IndexMaker
 from vqclip.data.chunks.parts import LocalParts, PartFolder, RemoteParts
 from vqclip.data.remote import RemoteConfig, RemoteShard, TransferConfig, beneath, display_url, protocol_of
-from vqclip.data.remote.folder import RemoteFolder, require_writable
+from vqclip.data.remote.folder import STORES, RemoteFolder, require_writable
 from vqclip.data.remote.urls import path_in_url
 from vqclip.data.shard import Shard
 from vqclip.errors import ConfigError, StorageError
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 PARTS = ".vqclip-index-parts"
 """Folder of the parts, beside the index."""
-_STORES = ("s3", "gs", "az")
 _SHOWN = 5
 
 
@@ -135,7 +135,7 @@ def _choose_place(shards: Sequence[Shard], out: str | None) -> tuple[_Place, str
         return _place_in(target, name, options, shards), f"{hint}, or make it without --out"
     if isinstance(folder, Path) and os.access(folder, os.W_OK):
         return _place_in(folder, name, options, shards), found
-    if isinstance(folder, str) and protocol_of(folder) in _STORES and _is_writable(folder, options):
+    if isinstance(folder, str) and protocol_of(folder) in STORES and _is_writable(folder, options):
         return _place_in(folder, name, options, shards), found
     cached = cached_index(shards)
     others = f"; for other machines copy it to {beside}" if folder else ""
@@ -166,7 +166,10 @@ def _require_out(out: str) -> Path | str:
 def _is_writable(folder: str, options: TransferConfig) -> bool:
     """Return whether objects can be written to a folder of an object store."""
     try:
-        RemoteFolder(f"{folder}/{PARTS}", options).write("writable", b"")
+        parts = RemoteFolder(f"{folder}/{PARTS}", options)
+        parts.write("writable", b"")
+        with contextlib.suppress(StorageError):  # one that may write, but not remove
+            parts.remove("writable")
     except StorageError as error:
         if error.kind != "gone":
             raise

@@ -48,8 +48,6 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
         VqclipError: for anything a user can correct; the message says how.
     """
     data = options.data
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
     if not isinstance(data, CaptionShardsConfig | ClassShardsConfig):
         raise ConfigError(
             f"--engine ray: got data of kind {data.kind}; expected tars (kind shards or classes): pack them first "

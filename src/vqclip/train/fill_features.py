@@ -54,8 +54,6 @@ def fill_features_on_ray(config: TrainConfig, ray: RayOptions) -> str:
         VqclipError: for anything a user can correct; the message says how.
     """
     _require_cache(config)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
     cache = config.data.feature_cache
     assert cache is not None
     parent = cache.path.expanduser().absolute()

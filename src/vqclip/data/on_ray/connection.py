@@ -42,8 +42,10 @@ def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
     """Connect to a cluster, or start a Ray on this machine, for the time of the block. A Ray in use is left as it is.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster answers.
+        ConfigError: Ray is not installed, no cluster answers, or this is one of several processes of torchrun.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     ray = _import_ray()

@@ -13,11 +13,11 @@ from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import object_store, translate_errors
 from vqclip.errors import ConfigError, StorageError
 
-__all__ = ["RemoteFolder", "require_writable"]
+__all__ = ["STORES", "RemoteFolder", "require_writable"]
 
 T = TypeVar("T")
 
-_STORES = ("s3", "gs", "az")
+STORES = ("s3", "gs", "az")
 """Protocols of object stores that can be written to."""
 _SMALL = 1 << 20
 """Bytes of a file that is read into memory."""
@@ -35,9 +35,9 @@ def require_writable(folder: str) -> str:
         return folder
     if protocol == "file":
         return local_path(folder)
-    if protocol not in _STORES or set(folder) & set("?#*"):
+    if protocol not in STORES or set(folder) & set("?#*"):
         raise ConfigError(
-            f"got {display_url(folder)}; expected a local folder, or a URL of {', '.join(_STORES)} without ?, # and *"
+            f"got {display_url(folder)}; expected a local folder, or a URL of {', '.join(STORES)} without ?, # and *"
         )
     return folder.rstrip("/")
 

@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 
 from vqclip import checkpoint
-from vqclip.checkpoint.manifest import MANIFEST
 from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import replace_folder
 from vqclip.train.run_store.lease import LEASES
+from vqclip.train.run_store.mirror import CHECKPOINTS, complete_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
     def fill(aside: Path) -> None:
         for name in sorted(names):
             top = name.split("/")[0]
-            if top not in (LEASES, "checkpoints") or (top == "checkpoints" and all_checkpoints):
+            if top not in (LEASES, CHECKPOINTS) or (top == CHECKPOINTS and all_checkpoints):
                 remote.download(name, aside / name)
         if not all_checkpoints:
-            checkpoint.use_latest(aside / "checkpoints", fetch, _complete(aside / "checkpoints", names))
+            checkpoint.use_latest(aside / CHECKPOINTS, fetch, complete_checkpoints(aside, names))
 
     def fetch(path: Path) -> None:
-        base = f"checkpoints/{path.name}/"
+        base = f"{CHECKPOINTS}/{path.name}/"
         for name in names:
             if name.startswith(base):
                 remote.download(name, path / name.removeprefix(base))
@@ -58,8 +58,3 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
 
     replace_folder(folder, fill)
     return folder
-
-
-def _complete(folder: Path, names: dict[str, int]) -> list[Path]:
-    found = {name.split("/")[1] for name in names if name.startswith("checkpoints/") and name.endswith(f"/{MANIFEST}")}
-    return checkpoint.sort_checkpoints(folder / name for name in found)

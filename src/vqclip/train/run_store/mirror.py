@@ -8,7 +8,7 @@ import logging
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -29,10 +29,10 @@ _RUN = "run.json"
 """Random name of the run, at the URL and in the copy: a copy with another one is of another run."""
 _DISK = ".disk-id"
 """Random name of the copy, for the lease."""
-_CHECKPOINTS = "checkpoints"
+CHECKPOINTS = "checkpoints"
 _OWN = (_DISK, *LOCK_FILES)
 """Files of the copy that stay there."""
-_LEFT_OUT = (*_OWN, _RUN, _CHECKPOINTS, "wandb")
+_LEFT_OUT = (*_OWN, _RUN, CHECKPOINTS, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
 _NOTES = ("stopped.json", "best.json")
 """Files that a resumed run may remove."""
@@ -77,7 +77,7 @@ class RunMirror:
         self._lease = lease
         same = self._compare_names()
         self._remove_unfinished()
-        stored, local = self.checkpoints(), checkpoint.checkpoints(self._folder / _CHECKPOINTS)
+        stored, local = self.checkpoints(), checkpoint.checkpoints(self._folder / CHECKPOINTS)
         if same and (not stored or self._equals(stored[-1])):
             self._uploaded = dict.fromkeys(name for name in self._remote.list() if name in _NOTES)
             for path in local:
@@ -93,8 +93,7 @@ class RunMirror:
 
     def checkpoints(self) -> list[Path]:
         """Return the paths of all complete checkpoints at the URL in the copy, oldest first; they may not be there."""
-        names = {name.split("/")[1] for name in self._remote.list(_CHECKPOINTS) if name.endswith(f"/{MANIFEST}")}
-        return checkpoint.sort_checkpoints(self._folder / _CHECKPOINTS / name for name in names)
+        return complete_checkpoints(self._folder, self._remote.list(CHECKPOINTS))
 
     def fetch(self, path: Path) -> Path:
         """Fetch a checkpoint unless the copy has the same one intact, and return its path.
@@ -105,7 +104,7 @@ class RunMirror:
         """
         if self._equals(path) and _is_intact(path):
             return path
-        base = f"{_CHECKPOINTS}/{path.name}/"
+        base = f"{CHECKPOINTS}/{path.name}/"
         files = self._remote.list(base.rstrip("/"))
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < sum(files.values()):
@@ -133,7 +132,7 @@ class RunMirror:
         Raises:
             CheckpointError: it could not be uploaded, or another job has taken over the folder.
         """
-        base = f"{_CHECKPOINTS}/{path.name}"
+        base = f"{CHECKPOINTS}/{path.name}"
         try:
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
             if not self._equals(path):
@@ -144,7 +143,7 @@ class RunMirror:
                 self._require_lease()
                 self._remote.upload(f"{base}/{MANIFEST}", path / MANIFEST)
             for old in find_old(self.checkpoints(), path, keep_last, keep):
-                self._remove(f"{_CHECKPOINTS}/{old.name}")
+                self._remove(f"{CHECKPOINTS}/{old.name}")
         except StorageError as error:
             raise CheckpointError(
                 f"{self._remote}/{base}: the checkpoint could not be uploaded ({error}); it is in {path}, and older "
@@ -161,7 +160,7 @@ class RunMirror:
         with self._uploading:
             self._require_lease()
             for name in _files(self._folder, _LEFT_OUT):
-                self._upload_file(self._remote, name)
+                self._upload_file(name)
             for name in [name for name in self._uploaded if not (self._folder / name).exists()]:
                 self._remote.remove(name)
                 del self._uploaded[name]
@@ -170,7 +169,7 @@ class RunMirror:
         """Rename checkpoints at the URL newer than ``step``, so that nothing resumes from them later."""
         for path in self.checkpoints():
             if checkpoint.step_of(path) > step:
-                self._set_aside(f"{_CHECKPOINTS}/{path.name}")
+                self._set_aside(f"{CHECKPOINTS}/{path.name}")
 
     def raise_if_lost(self) -> None:
         """Raise CheckpointError if another job has taken over the folder."""
@@ -202,7 +201,7 @@ class RunMirror:
         path = self._folder / _RUN
         mine = read_bounded(path, _MOST) if path.exists() else None
         theirs = self._remote.read(_RUN)
-        if mine != theirs and checkpoint.checkpoints(self._folder / _CHECKPOINTS):
+        if mine != theirs and checkpoint.checkpoints(self._folder / CHECKPOINTS):
             raise ConfigError(
                 f"run.folder: {self._folder} has checkpoints of another run than {self._remote}, or those of a run "
                 "that was removed there. Remove this folder to continue with what is at the URL, or copy it there to "
@@ -230,11 +229,11 @@ class RunMirror:
             logger.warning("%s: was not uploaded by the job that saved it; it is uploaded now", path)
             self.upload_checkpoint(path, keep_last=2**62, keep=lambda step: True)
 
-    def _upload_file(self, remote: RemoteFolder, name: str) -> None:
+    def _upload_file(self, name: str) -> None:
         try:
             state = _state(self._folder / name)
             if self._uploaded.get(name) != state:
-                remote.upload(name, self._folder / name)
+                self._remote.upload(name, self._folder / name)
                 self._uploaded[name] = state
         except (FileNotFoundError, StorageError):
             if (self._folder / name).exists():  # otherwise it was removed meanwhile
@@ -246,12 +245,12 @@ class RunMirror:
 
     def _equals(self, path: Path) -> bool:
         """Return whether the copy of a checkpoint has the manifest of the one at the URL."""
-        stored = self._remote.read(f"{_CHECKPOINTS}/{path.name}/{MANIFEST}")
+        stored = self._remote.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST}")
         return stored is not None and (path / MANIFEST).is_file() and read_bounded(path / MANIFEST, _MOST) == stored
 
     def _remove_unfinished(self) -> None:
         """Remove files of checkpoints without a manifest, which a killed job has left at the URL."""
-        names = self._remote.list(_CHECKPOINTS)
+        names = self._remote.list(CHECKPOINTS)
         complete = {name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
         for name in names:
             if "/".join(name.split("/")[:2]) not in complete:
@@ -261,7 +260,7 @@ class RunMirror:
         """Give a checkpoint at the URL a name that no run resumes from; nothing happens if there is none."""
         names = self._remote.list(base)
         if f"{base}/{MANIFEST}" in names:
-            target = f"{_CHECKPOINTS}/set-aside-{base.rpartition('/')[2]}-{secrets.token_hex(4)}"
+            target = f"{CHECKPOINTS}/set-aside-{base.rpartition('/')[2]}-{secrets.token_hex(4)}"
             logger.warning("%s/%s: renamed to %s", self._remote, base, target)
             for name in names:
                 self._remote.copy(name, f"{target}{name.removeprefix(base)}")
@@ -271,6 +270,13 @@ class RunMirror:
         """Remove a checkpoint at the URL: the manifest first, so that no part of it counts as one."""
         for name in (f"{base}/{MANIFEST}", *self._remote.list(base)):
             self._remote.remove(name)
+
+
+def complete_checkpoints(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the paths in a copy of all checkpoints whose manifests are among the files at the URL, oldest first."""
+    parts = [name.split("/") for name in names]
+    found = {part[1] for part in parts if len(part) == 3 and part[0] == CHECKPOINTS and part[2] == MANIFEST}
+    return checkpoint.sort_checkpoints(folder / CHECKPOINTS / name for name in found)
 
 
 def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[str]:
