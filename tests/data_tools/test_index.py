@@ -120,6 +120,15 @@ def test_web_servers_cannot_be_written_to(
         assert "not found (404)" in run(capsys, source, status=1)
 
 
+def test_trying_whether_a_bucket_can_be_written_leaves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+    monkeypatch.setattr(job.RemoteFolder, "write", lambda self, name, content: calls.append(("write", name)))
+    monkeypatch.setattr(job.RemoteFolder, "remove", lambda self, name: calls.append(("remove", name)))
+    place, _ = job._choose_place([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], None)
+    assert place.upload is not None
+    assert calls == [("write", "writable"), ("remove", "writable")]
+
+
 def test_a_bucket_without_permission_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
