@@ -87,6 +87,7 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
     ("job", "words"),
     [
         (Job(32_768, cache_gib=50), "raise remote.cache_gib to 65.5, or lower data.order.window to 24,9"),
+        (Job(32_768, cache_gib=1e-4), "raise remote.cache_gib to 65.5, or use more nodes"),
         (Job(32_768, 64, 8, order=WindowedOrder(window=1024)), "raise data.order.window to 32,768"),
         (
             Job(4096, 7, 8, WindowedOrder(window=1024)),
@@ -98,6 +99,12 @@ def test_shards_fetched_in_the_full_order_are_those_of_a_simulated_cache() -> No
 )
 def test_what_does_not_fit_is_named_with_a_remedy(job: Job, words: str) -> None:
     assert any(words in each for each in make_plan([BILLION], job).advice()), make_plan([BILLION], job).advice()
+
+
+@pytest.mark.parametrize(("cache", "then"), [(100, "fetches all of them"), (1e-3, "ends: they exceed the cache")])
+def test_a_missing_index_at_urls(cache: float, then: str) -> None:
+    data = replace(SMALL, at_urls=True, is_indexed=False)
+    assert f"without one training {then}" in make_plan([data], Job(64, order=KIND, cache_gib=cache)).advice()[0]
 
 
 def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

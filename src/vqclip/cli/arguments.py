@@ -143,6 +143,6 @@ def text(given: str) -> str:
 def path(given: str) -> Path:
     """Convert a path that is not empty, which would be the current folder, and no URL."""
     if "://" in text(given):
-        hint = "expected a path on this machine; `vqclip copy-run URL FOLDER` copies a run from a URL"
+        hint = "expected a path on this machine; a run at a URL is copied to one by `vqclip copy-run URL FOLDER`"
         raise argparse.ArgumentTypeError(f"got {mask_credentials(given)!r}, {hint}")
     return Path(given)

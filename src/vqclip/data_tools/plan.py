@@ -379,13 +379,22 @@ class WindowedPlan(Plan):
         """See `Plan.advice`."""
         found = super().advice()
         if any(each.at_urls and not each.is_indexed for each in self.data):
-            found.append("the data at URLs have no index; make it before training: vqclip data index SOURCE")
+            size = sum(each.bytes for each in self.data if each.at_urls and not each.is_indexed)
+            then = (
+                "fetches all of them to make it"
+                if size <= self.job.cache_gib * 2**30
+                else "ends: they exceed the cache"
+            )
+            found.append(
+                f"the data at URLs have no index; without one training {then}. Make it: vqclip data index SOURCE"
+            )
         if self.cache_bytes > self.cache_limit:
             window = int(self.kind.window * self.cache_limit / self.cache_bytes)
             needed = self.job.cache_gib * self.cache_bytes / self.cache_limit
+            lower = f"lower data.order.window to {window:,}, or " if window else ""
             found.append(
                 f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.3g}, or "
-                f"lower data.order.window to {window:,}, or use more nodes"
+                f"{lower}use more nodes"
             )
         if self.mixing > 2 and max(each.windows for each in self.windows) > 1:
             found.append(

@@ -17,6 +17,7 @@ from tests.data import serving
 from tests.data.serving import FaultyServer, status
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, remote_shards, transfer
 from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import FetchError
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = RemoteConfig(tries=3, timeout_s=5.0, total_s=30.0)
@@ -176,3 +177,9 @@ def test_what_azure_does_not_have(blobs: dict[str, bytes], pauses: list[float], 
     monkeypatch.setattr(transfer, "_systems", {})
     with pytest.raises(StorageError, match=r"az://box/a/1.tar: cannot be fetched: ValueError: .*; this is not tried"):
         whole(RemoteShard("az://box/a/1.tar", OPTIONS))
+
+
+def test_missing_credentials_are_asked_for() -> None:
+    error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+    with pytest.raises(FetchError, match="locate credentials; give AWS_ACCESS"), transfer.translate_errors("s3://b/a"):
+        raise error

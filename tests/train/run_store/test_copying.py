@@ -33,7 +33,10 @@ def test_the_newest_intact_checkpoint_is_copied(run, store, capsys):
 
 def test_mistakes(run, store, capsys):
     for arguments, told in (
-        (["copy-run", f"{URL}x", str(run)], f"{URL}x: no run there"),
+        (
+            ["copy-run", f"{URL}x", str(run)],
+            f"{URL}x: no run there: nothing is below this name. Are the names of bucket",
+        ),
         (["copy-run", "runs/base", str(run)], "expected a URL of a run"),
         (
             ["copy-run", "http://host/runs/base", str(run)],
@@ -51,4 +54,7 @@ def test_mistakes(run, store, capsys):
     with pytest.raises(SystemExit):
         main(["report", "s3://me:secret@b/runs/x"])
     error = capsys.readouterr().err
-    assert "got 's3://b/runs/x', expected a path on this machine; `vqclip copy-run" in error
+    assert (
+        "got 's3://b/runs/x', expected a path on this machine; a run at a URL is copied to one by `vqclip copy-run"
+        in error
+    )

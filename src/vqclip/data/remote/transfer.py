@@ -50,6 +50,9 @@ _PERMANENT_NAMES = {
     "ClientAuthenticationError",
 } | {f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")}
 """Errors of aiohttp, botocore, google.auth and azure by name, since the packages may not be installed."""
+_HINTS = {  # what to do about an error, by its name
+    "NoCredentialsError": "; give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws/credentials"
+}
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
 _TAGS = ("ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "mtime")
 _systems: dict[tuple[object, ...], Any] = {}
@@ -416,7 +419,7 @@ def _fetch_error(error: Exception, url: str) -> FetchError:
             again=status >= 500 or status in (408, 425, 429),
             after_s=float(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0,
         )
-    text = redact_message(str(error), url)
+    text = redact_message(str(error), url) + _HINTS.get(type(error).__name__, "")
     permanent = isinstance(error, _PERMANENT) or any(kind.__name__ in _PERMANENT_NAMES for kind in type(error).__mro__)
     return FetchError(f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent)
 

@@ -39,7 +39,9 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
     remote = RemoteFolder(url, TransferConfig(total_s=600.0))
     names = remote.list()
     if not names:
-        raise CheckpointError(f"{remote}: no run there; the bucket has no files below this name")
+        raise CheckpointError(
+            f"{remote}: no run there: nothing is below this name. Are the names of bucket and folder right?"
+        )
 
     def fill(aside: Path) -> None:
         for name in sorted(names):
