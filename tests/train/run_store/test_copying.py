@@ -37,6 +37,7 @@ def test_mistakes(run, store, capsys):
             ["copy-run", f"{URL}x", str(run)],
             f"{URL}x: no run there: nothing is below this name. Are the names of bucket",
         ),
+        (["copy-run", URL.rpartition("/")[0], str(run)], "no run there: there are files, but no run.json"),
         (["copy-run", "runs/base", str(run)], "expected a URL of a run"),
         (
             ["copy-run", "http://host/runs/base", str(run)],

@@ -38,10 +38,9 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
         raise ConfigError(f"{folder}: exists; expected a new folder")
     remote = RemoteFolder(url, TransferConfig(total_s=600.0))
     names = remote.list()
-    if not names:
-        raise CheckpointError(
-            f"{remote}: no run there: nothing is below this name. Are the names of bucket and folder right?"
-        )
+    if not any(name == "run.json" or name.startswith(f"{CHECKPOINTS}/") for name in names):
+        below = "there are files, but no run.json" if names else "nothing is below this name"
+        raise CheckpointError(f"{remote}: no run there: {below}. Are the names of bucket, folder and run right?")
 
     def fill(aside: Path) -> None:
         for name in sorted(names):
