@@ -110,7 +110,7 @@ def inject(fault: dict[str, Any]) -> None:
             weight = next(self.model.parameters()).detach()
             weight.reshape(-1).view(torch.uint8)[0] ^= 16
 
-    def in_worker(self: Any, number: int) -> None:
+    def in_worker(self: Any, number: int, *part: Any) -> None:
         if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
             time.sleep(1000)
 
@@ -139,7 +139,7 @@ def inject(fault: dict[str, Any]) -> None:
     ):
         before(owner, name, lambda *args, phase=phase: mark(phase))
     before(TrainStep, "__call__", in_step)
-    before(BatchMaker, "__call__", in_worker)
+    before(BatchMaker, "fill", in_worker)
     before(Encoder, "__call__", in_evaluation)
     before(Tokenizer, "with_continuous", in_batch)
     before(prepare, "load_index", in_shard)
