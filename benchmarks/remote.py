@@ -1,6 +1,6 @@
 """Images a second from shards at a web server, beside the same shards on a local disk, under the windowed order.
 
-Prints a table, after about 4 minutes on two CPU cores.
+Prints a table, after about 3 minutes on two CPU cores.
 
     python benchmarks/remote.py
     python benchmarks/remote.py --rate 50 --samples 12800 --rounds 8
