@@ -110,7 +110,7 @@ def test_a_missing_index_at_urls(cache: float, then: str) -> None:
 def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = caption_shards(tmp_path / "shards", counts=(5, 3, 8))
     assert main(["plan", str(folder), "--batch", "4"]) == 1
-    assert "have no index; make it (vqclip data index SOURCE)" in capsys.readouterr().err
+    assert "no index; make it (vqclip data index SOURCE)" in capsys.readouterr().err
     shards = sorted(folder.glob("*.tar"))
     make_index(shards, folder / index_name(shards), chunk=4)
     found = run(capsys, str(folder), "--batch", "4", "--chunk", "4", "--window", "2")

@@ -42,10 +42,8 @@ def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
         return count_index(open_index(path, verify=False), at_urls, weight)
     counts = known_counts(plain)
     if counts is None or not sum(counts):
-        raise DataError(
-            f"{plain[0]} and {len(plain) - 1} more: have no index; make it (vqclip data index SOURCE), or give "
-            f"{_NUMBERS}"
-        )
+        others = f" and {len(plain) - 1} more" if plain[1:] else ""
+        raise DataError(f"{plain[0]}{others}: no index; make it (vqclip data index SOURCE), or give {_NUMBERS}")
     size = sum(length for length, _ in survey(plain))
     found = _count(np.cumsum([0, *counts], dtype=np.int64), size, chunk, at_urls, weight)
     return replace(found, is_indexed=False)

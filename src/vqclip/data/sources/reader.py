@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,13 +42,14 @@ def read_image(file: Path, name: str) -> bytes:
     return data
 
 
-class TarReader:
+class TarReader(ABC):
     """Base of readers of the samples of tars: checks of sizes and texts, and names for messages."""
 
+    @abstractmethod
     def _shard_and_key(self, index: int) -> tuple[str, str]:
         """Return a sample's shard and its name there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, index: int, kind: str) -> bytes:
         """Read one member of one sample, of a kind of `vqclip.data.index.KINDS`.
 
@@ -55,7 +57,6 @@ class TarReader:
             DataError: the sample lacks it, or it is too large.
             StorageError: a shard cannot be read or downloaded, or has changed.
         """
-        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
