@@ -1,9 +1,9 @@
 """Images a second from shards at a web server, beside the same shards on a local disk, under the windowed order.
 
-Prints a table, after about 3 minutes on two CPU cores.
+Prints a table, after about 5 minutes on two CPU cores.
 
     python benchmarks/remote.py
-    python benchmarks/remote.py --rate 50 --samples 12800 --rounds 8
+    python benchmarks/remote.py --rate 50 --window 20 --rounds 8
 
 The server is a process of its own on this machine; all its answers together are limited to a number of MB a second. The
 cache holds two of the windows, a fraction of the data, and is empty at the beginning of each round, as is that for the
@@ -153,8 +153,8 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200, help="MB a second of the server")
-    parser.add_argument("--samples", type=int, default=12_800)
-    parser.add_argument("--window", type=int, default=10, help="chunks of a window")
+    parser.add_argument("--samples", type=int, default=25_600)
+    parser.add_argument("--window", type=int, default=8, help="chunks of a window")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -165,7 +165,7 @@ def main() -> None:
         os.environ["VQCLIP_CACHE"] = str(cache)
         write_shards(shards, options.samples)
         size = sum(path.stat().st_size for path in shards.iterdir())
-        cache_gib = 2.2 * options.window * CHUNK / options.samples * size / 2**30
+        cache_gib = 2.4 * options.window * CHUNK / options.samples * size / 2**30
         mine, theirs = multiprocessing.Pipe()
         server = multiprocessing.get_context("spawn").Process(
             target=serve, args=(shards, options.rate * 1e6, theirs), daemon=True

@@ -102,7 +102,9 @@ class BatchMaker:
         batch_size: G.
         rank: this rank.
         nodes: node of every rank.
-        lead: batches by which a worker may be ahead of another one.
+        steps: that are made.
+        workers: processes that make batches; 0: this one.
+        lead: batches by which the workers of one rank may be ahead of those of another rank.
     """
 
     def __init__(
@@ -114,6 +116,8 @@ class BatchMaker:
         batch_size: int,
         rank: int,
         nodes: Sequence[int],
+        steps: range,
+        workers: int = 0,
         lead: int = 0,
     ):
         self._samples = samples
@@ -124,7 +128,7 @@ class BatchMaker:
         self._rank = rank
         self._nodes = nodes
         needs = find_needs(samples.sources, order, batch_size, rank, nodes)
-        self.supply = None if needs is None else ChunkSupply(needs, lead)
+        self.supply = None if needs is None else ChunkSupply(needs, steps, workers, lead)
         """Fetches chunks ahead."""
 
     @property
@@ -307,6 +311,8 @@ class TrainData:
         world_size = dist.world_size() if world_size is None else world_size
         if nodes is None:
             nodes = self.nodes if len(self.nodes) == world_size else (0,) * world_size
+        options = self.options
+        steps = range(start, sys.maxsize if stop is None else stop)
         make = BatchMaker(
             self._samples,
             self.order,
@@ -315,10 +321,10 @@ class TrainData:
             self.batch_size,
             dist.rank() if rank is None else rank,
             nodes,
-            self.options.prefetch * self.options.workers + 1,
+            steps,
+            options.workers,
+            options.prefetch * options.workers + 1,
         )
-        options = self.options
-        steps = range(start, sys.maxsize if stop is None else stop)
         batches = make_batches(
             make,
             steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from vqclip.data.order import GlobalOrder, WindowedOrder
 
 SIZE, CHUNK, WINDOW, G = 96, 4, 6, 6
 """Four windows of four rounds; each round is a batch."""
+STEPS = range(0, sys.maxsize)
 
 
 class Reader:
@@ -51,16 +53,45 @@ def needs_of(reader: Reader, rank: int = 0, nodes: Sequence[int] = (0,)) -> Node
     return needs
 
 
-@pytest.mark.parametrize("lead", [0, 2])
-def test_a_window_is_fetched_after_the_first_round_of_the_one_before(lead: int) -> None:
+def test_a_window_is_fetched_after_the_first_round_of_the_one_before() -> None:
     reader = Reader(cache_room=24)
-    each = ChunkSupply(needs_of(reader), lead)
+    each = ChunkSupply(needs_of(reader), STEPS)
     # The first window, the second one from the second round on, and the third one likewise.
-    for step, expected in enumerate([12] * lead + [12, 14, 24, 24, 24, 26, 36]):
+    for step, expected in enumerate([12, 14, 24, 24, 24, 26, 36]):
         each.advance(step)
         assert reader.count(expected) == expected
     each.close()
     assert len(set(reader.chunks)) == 36
+
+
+def test_no_chunk_is_fetched_that_only_later_steps_need() -> None:
+    reader = Reader(cache_room=24)
+    each = ChunkSupply(needs_of(reader), range(0, 6))  # of the second window, the first two rounds
+    for step in range(6):
+        each.advance(step)
+    assert reader.count(24) == 24
+    each.close()
+    plan = list(needs_of(reader).plan(range(2, 3), 0))
+    assert len(plan) == 12, "a round needs each chunk of the window"
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, [6, 6, 7, 12]), (2, [3, 3, 3, 3])])
+def test_the_slowest_worker_decides(monkeypatch: pytest.MonkeyPatch, ranks: int, expected: list[int]) -> None:
+    reader = Reader(cache_room=24)
+    each = ChunkSupply(needs_of(reader, nodes=(0,) * ranks), STEPS, workers=2, lead=2)
+    found = []
+    for worker, step in (
+        (0, 0),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ):  # only the first fetches: one process holds one set of threads
+        info: Any = SimpleNamespace(id=worker, num_workers=2)
+        monkeypatch.setattr(supply, "get_worker_info", lambda info=info: info)
+        each.advance(step)
+        found.append(reader.count(expected[len(found)]))
+    each.close()
+    assert found == expected
 
 
 def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +100,12 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
         info: Any = SimpleNamespace(id=worker, num_workers=2)
         monkeypatch.setattr(supply, "get_worker_info", lambda info=info: info)
         reader = Reader(cache_room=24)
-        each = ChunkSupply(needs_of(reader, rank, (5, 9, 5)), 0)
+        each = ChunkSupply(needs_of(reader, rank, (5, 9, 5)), STEPS, workers=2)
         each.advance(0)
         reader.count(1)
         each.close()
         parts.append(set(reader.chunks))
-    plan = needs_of(Reader(24), 2, (5, 9, 5)).plan(0, 0)
+    plan = needs_of(Reader(24), 2, (5, 9, 5)).plan(STEPS, 0)
     assert all(parts)
     assert len(set.union(*parts)) == sum(map(len, parts))
     assert set.union(*parts) <= {next(plan).chunk for _ in range(24)}

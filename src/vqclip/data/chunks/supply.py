@@ -8,8 +8,11 @@ window may have been unused for longer than those of the former one, which the c
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch.utils.data import get_worker_info
 
 from vqclip.data.chunks.ahead import FetchAhead, PlannedFetch
@@ -99,15 +102,18 @@ class NodeNeeds:
         mine = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
         return mine.index(self._rank), len(mine)
 
-    def plan(self, step: int, source: int) -> Iterator[PlannedFetch]:
-        """Yield the chunks of the index that are needed from a step on, without end; see the module's docstring."""
+    def plan(self, steps: range, source: int) -> Iterator[PlannedFetch]:
+        """Yield the chunks of the index that some steps need; see the module's docstring."""
         delay = self.round(source)
+        stop = math.inf if steps.stop == sys.maxsize else self.position(steps.stop, source)
         reader, size = self.readers[source], len(self.readers[source])
         chunk, part = min(self._chunk, size), reader.index.chunk
-        for need in self._order.needs(step, self._batch_size, source, self._rank, self._nodes):
+        for need in self._order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
+            if (place := need.passes * size + need.place) >= stop:
+                return
             first, end = need.chunk * chunk, min((need.chunk + 1) * chunk, size)
             for number in range(first // part, -(-end // part)):
-                yield PlannedFetch(need.passes * size + need.place + delay, reader.cached_bytes(number), number)
+                yield PlannedFetch(place + delay, reader.cached_bytes(number), number)
 
 
 def find_needs(
@@ -132,19 +138,29 @@ class ChunkSupply:
 
     Args:
         needs: of the node.
-        lead: steps by which one worker may be ahead of another one.
+        steps: that all workers make.
+        workers: processes that make the batches of this rank; 0: this one.
+        lead: steps by which the workers of one rank may be ahead of those of another rank.
     """
 
-    def __init__(self, needs: NodeNeeds, lead: int):
-        self._needs, self._lead = needs, lead
+    def __init__(self, needs: NodeNeeds, steps: range, workers: int = 0, lead: int = 0):
+        self._needs, self._steps, self._workers = needs, steps, max(workers, 1)
+        self._lead = lead if needs.local_rank[1] > 1 else 0
+        self._begun = torch.full((self._workers,), steps.start)  # the step that each worker makes now
+        if workers:
+            self._begun.share_memory_()
         self._ahead: dict[int, FetchAhead] = {}
 
     def advance(self, step: int) -> None:
-        """Fetch ahead of a step, of which this worker makes a batch."""
+        """Fetch ahead of the slowest worker; this one begins a step."""
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        self._begun[number] = step
+        slowest = max(self._steps.start, int(self._begun.min()) - self._lead)
         for source in self._needs.readers:
             if source not in self._ahead:
-                self._ahead[source] = self._start(source, step)
-            self._ahead[source].advance(self._needs.position(max(0, step - self._lead), source))
+                self._ahead[source] = self._fetch_ahead(source, number)
+            self._ahead[source].advance(self._needs.position(slowest, source))
 
     def close(self) -> None:
         """End the threads after the chunks that they fetch now."""
@@ -152,16 +168,14 @@ class ChunkSupply:
             ahead.close()
         self._ahead = {}
 
-    def _start(self, source: int, step: int) -> FetchAhead:
-        worker = get_worker_info()
-        number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+    def _fetch_ahead(self, source: int, number: int) -> FetchAhead:
         local_rank, local_ranks = self._needs.local_rank
         return FetchAhead(
-            self._needs.plan(step, source),
+            self._needs.plan(self._steps, source),
             self._needs.readers[source].fetch,
             self._needs.room_ahead()[source],
-            local_rank * count + number,
-            local_ranks * count,
+            local_rank * self._workers + number,
+            local_ranks * self._workers,
         )
 
     def __getstate__(self) -> dict[str, object]:
