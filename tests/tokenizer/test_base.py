@@ -42,6 +42,7 @@ def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training,
         assert torch.equal(ids, out.ids)
         assert ids.is_contiguous()
         assert torch.equal(tokenizer.embed(ids), out.embedding)
+        assert torch.equal(tokenizer.quantizer.decode(ids).to(dtype), out.vectors)
         assert tokenizer.features(inputs)[0].dtype == tokenizer.decode(ids).dtype == out.embedding.dtype == dtype
         torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3, dtype=dtype))
 

@@ -49,6 +49,8 @@ class TokenizerOutput(NamedTuple):
     """``(B, N, C)`` int64, -1 at padding."""
     stats: Stats
     """This rank's sums for the quantizer's losses and metrics."""
+    vectors: Tensor | None = None
+    """``(B, N, quantizer.dim)`` vectors of the codes, gradients straight-through; None where outputs were joined."""
 
 
 class Tokenizer(TokenizerDecoder, ABC):
@@ -152,7 +154,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         if self.training and self.code_share is not None:
             continuous = self.quantizer.continuous(features, mask)
             vectors = continuous.lerp(vectors, self.code_share.to(vectors.dtype))
-        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats)
+        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats, out.vectors)
 
     def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
         return self._embed(self.quantizer.continuous(features, mask), mask)
