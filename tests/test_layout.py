@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("process",),
     ("scenes",),
     ("data", "lm_vocabulary", "losses", "quantizers", "towers"),
+    ("pixels",),
     ("tokenizer",),
     ("model",),
     ("evaluation", "export", "search"),
