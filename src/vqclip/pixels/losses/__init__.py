@@ -1,0 +1,18 @@
+"""Losses on pixels: made and real images to terms over the global batch.
+
+Each kind is one file with its config class, and one line in the union `PixelLossConfig`.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vqclip.pixels.losses.distances import L1Config, L2Config
+from vqclip.pixels.losses.total import PixelLosses
+
+PixelLossConfig = Annotated[L1Config | L2Config, Field(discriminator="kind")]
+"""Configuration of any term, chosen by ``kind``."""
+PixelLossesConfig = tuple[PixelLossConfig, ...]
+"""Configuration of all terms."""
+
+__all__ = ["PixelLossConfig", "PixelLosses", "PixelLossesConfig"]

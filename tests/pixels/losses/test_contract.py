@@ -1,0 +1,107 @@
+"""What every term of the loss on pixels keeps. A new one is a line in TERMS."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
+
+SIZE = 16
+TERMS = {"l1": [{"kind": "l1"}], "l2": [{"kind": "l2"}], "both": [{"kind": "l1", "weight": 0.5}, {"kind": "l2"}]}
+
+
+def build(terms, dtype=torch.float64) -> PixelLosses:
+    return PixelLosses.build(TypeAdapter(PixelLossesConfig).validate_python(terms), SIZE).to(dtype)
+
+
+@pytest.fixture(params=TERMS)
+def losses(request) -> PixelLosses:
+    return build(TERMS[request.param])
+
+
+def images(count, dtype=torch.float64):
+    """Made images, some numbers outside of 0..1, and real ones."""
+    generator = torch.Generator().manual_seed(0)
+    made = torch.rand(count, 3, SIZE, SIZE, generator=generator, dtype=torch.float64).to(dtype) * 1.2 - 0.1
+    return made.requires_grad_(), torch.randint(256, made.shape, generator=generator, dtype=torch.uint8)
+
+
+def total_of(losses, sums, step=0):
+    terms, weights = losses.terms(sums, step)
+    assert terms.keys() == weights.keys()
+    return sum(weights[name] * term for name, term in terms.items())
+
+
+def gradients(losses, made, real, bounds, step=0):
+    """Total and gradients of a batch in parts, as in microbatches or on ranks."""
+    made = made.detach().requires_grad_()
+    parts = [losses(made[a:b], real[a:b], step) for a, b in itertools.pairwise(bounds)]
+    sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+    total = total_of(losses, sums, step)
+    trained = [weight for weight in losses.parameters() if weight.requires_grad]
+    return sums, total, torch.autograd.grad(total, [made, *trained])
+
+
+def test_sums_and_gradients_add_up(losses):
+    made, real = images(7)
+    whole = gradients(losses, made, real, [0, 7])
+    parts = gradients(losses, made, real, [0, 2, 2, 7])  # an empty one, too
+    assert int(whole[0]["count"]) == int(parts[0]["count"]) == 7
+    for name, total in whole[0].items():
+        torch.testing.assert_close(total, parts[0][name], rtol=1e-9, atol=1e-12)
+    for one, other in zip(whole[2], parts[2], strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_are_right(losses):
+    made, real = images(2)
+    assert torch.autograd.gradcheck(lambda x: total_of(losses, losses(x, real, 0)), made, fast_mode=True)
+
+
+def test_autocast_changes_nothing(losses):
+    losses, (made, real) = losses.float(), images(3, torch.float32)
+    plain = losses(made, real, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = losses(made, real, 0)
+    assert all(torch.equal(plain[name], cast[name]) for name in plain)
+    half = losses(made.bfloat16(), real, 0)
+    assert all(total.dtype == torch.float64 for name, total in half.items() if name != "count")
+    total_of(losses, half).backward()
+
+
+def test_sums_without_gradient_are_equal(losses):
+    made, real = images(3)
+    with torch.no_grad():
+        without = losses(made, real, 0)
+    for name, total in losses(made, real, 0).items():
+        assert torch.equal(total, without[name])
+        assert not without[name].requires_grad
+
+
+def test_values_by_hand():
+    made, real = images(5)
+    apart = made - real.double() / 255
+    sums = build([{"kind": "l1"}, {"kind": "l2"}, {"kind": "l1"}])(made, real, 0)
+    assert list(sums) == ["count", "l1", "l2", "l1_2"]
+    torch.testing.assert_close(sums["l1"] / 5, apart.abs().mean())
+    torch.testing.assert_close(sums["l2"] / 5, apart.square().mean())
+
+
+def test_terms_begin_at_their_step():
+    losses = build([{"kind": "l1"}, {"kind": "l2", "start_step": 3}])
+    assert [sorted(losses(*images(2), step)) for step in (2, 3)] == [["count", "l1"], ["count", "l1", "l2"]]
+    with pytest.raises(ConfigError, match="losses: got no term that begins at step 0"):
+        build([{"kind": "l1", "start_step": 1}])
+
+
+def test_images_must_pair_up():
+    made, real = images(3)
+    for wrong in (real[:2], real.float() / 255, real[0]):
+        with pytest.raises(ShapeError, match="expected float and uint8"):
+            build(TERMS["l1"])(made, wrong, 0)
