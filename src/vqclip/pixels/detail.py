@@ -1,0 +1,174 @@
+"""Detail codebooks: what an image's semantic ids leave out, for the pixel decoder alone.
+
+    images → convolutions → (B, N, D) → stage 0 | stage 1 | ...     each stage has channels and codebooks of its own
+    ids    (B, N, C + stages · Cs), the semantic ones first
+
+The frozen tokenizer is not touched: its ids and embeddings are the same to the bit, and whoever wants these alone takes
+``ids[..., :C]``. Stages are ordered: in training some samples have only the first few of them, or none ("nested
+dropout", Rippel et al. 2014, https://arxiv.org/abs/1402.0915), so that any number of stages can be decoded.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.inputs import require_ids
+from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
+from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
+from vqclip.quantizers.draws import random_integers, stream
+from vqclip.seeds import derive_seed
+from vqclip.towers.pixels import Normalize
+
+__all__ = ["Detail", "DetailConfig", "draw_stages"]
+
+
+class _Convolutions(nn.Sequential):
+    """Pixels → features of the tokens: stages of a 3×3 convolution, each of which folds the grid first.
+
+    The mirror image of the convolutional decoder; no layer joins the samples of a batch.
+    """
+
+    def __init__(self, config: DetailConfig, dim: int, num_tokens: int, image_size: int):
+        layers: list[nn.Module] = [Normalize(image_size)]
+        before = 3
+        for number, factor in enumerate(reversed(prime_factors(pixels_per_token(num_tokens, image_size)))):
+            after = min(config.max_channels, config.channels << number)
+            layers += [nn.PixelUnshuffle(factor), nn.Conv2d(factor**2 * before, after, 3, padding=1)]
+            layers += [nn.GroupNorm(after // config.channels_per_group, after), nn.SiLU()]
+            before = after
+        super().__init__(*layers, nn.Conv2d(before, dim, 1), nn.Flatten(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``(B, 3, H, W)`` uint8 or 0..1 → ``(B, N, dim)``."""
+        return super().forward(images).transpose(1, 2)
+
+
+class Detail(nn.Module):
+    """Images → detail ids → vectors, on the tokenizer's grid of tokens. Built by `DetailConfig.build`.
+
+    Args:
+        branch: images ``(B, 3, H, W)`` uint8 or 0..1 → ``(B, N, quantizer.dim)``.
+        quantizer: one part for each stage.
+        dropout: see `DetailConfig`.
+    """
+
+    def __init__(self, branch: nn.Module, quantizer: Product, dropout: float):
+        super().__init__()
+        self.branch, self.quantizer, self.dropout = branch, quantizer, dropout
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.quantizer.codebooks
+
+    @property
+    def dim(self) -> int:
+        """Width of the vectors."""
+        return self.quantizer.dim
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """K of each of the codebooks, stage after stage."""
+        return self.quantizer.codebook_sizes
+
+    def forward(self, images: Tensor, stages: Tensor | None = None) -> QuantizerOutput:
+        """Run the training path. Contains no collective.
+
+        Args:
+            images: ``(B, 3, H, W)`` uint8 or 0..1.
+            stages: ``(B,)`` int64, number of stages of each sample, from `draw_stages`; None: all.
+
+        Returns:
+            Vectors ``(B, N, dim)``, 0 in the channels of left-out stages; ids and statistics of all stages.
+        """
+        out = self.quantizer(self.branch(images))
+        return out if stages is None else QuantizerOutput(self._keep(out.vectors, stages), out.ids, out.stats)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode images ``(B, 3, H, W)`` to ids ``(B, N, Cd)`` int64, stage after stage."""
+        return self.quantizer.encode(self.branch(images))
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Map the ids ``(B, N, Cd or fewer)`` of all or of the first stages to vectors ``(B, N, dim)``.
+
+        Left-out ids, and ids of -1, add 0.
+
+        Raises:
+            ShapeError: more ids than codebooks, an id outside its codebook, or another shape or dtype.
+        """
+        missing = len(self.codebook_sizes) - require_ids(ids).shape[-1]
+        if missing < 0:
+            raise ShapeError(
+                f"detail ids: got shape {tuple(ids.shape)}; expected at most {len(self.codebook_sizes)} ids a token "
+                f"({self.stages} stages)"
+            )
+        return self.quantizer.decode(F.pad(ids, (0, missing), value=-1))
+
+    def _keep(self, vectors: Tensor, stages: Tensor) -> Tensor:
+        stage_of = torch.arange(self.dim, device=vectors.device) // (self.dim // self.stages)
+        return torch.where(stage_of < stages[:, None, None], vectors, 0)
+
+
+def draw_stages(detail: Detail, places: Tensor, seed: int, step: int) -> Tensor:
+    """Draw the number of stages of each sample of a training step, 0 to all: the same on any number of ranks.
+
+    Args:
+        detail: its `dropout` is the share of samples that have fewer than all, each number equally often.
+        places: ``(B,)`` int64, positions of the samples in the global batch.
+        seed: seed of the run.
+        step: number of the optimizer step.
+
+    Returns:
+        ``(B,)`` int64.
+    """
+    key = torch.tensor(step, device=places.device)
+    number = random_integers(stream(derive_seed(seed, "detail stages"), key), places)
+    low = number & (2**30 - 1)
+    return torch.where(low < detail.dropout * 2**30, (number >> 30) % detail.stages, detail.stages)
+
+
+class DetailConfig(Config):
+    """Detail codebooks beside a tokenizer's: a thin stack of convolutions on pixels, and its quantizer."""
+
+    quantizer: QuantizerConfig
+    """The quantizer of one stage; its width times `stages` is the width of the detail vectors."""
+    stages: int = Field(4, ge=1, le=MAX_CODEBOOKS)
+    """Number of stages, the most important first."""
+    dropout: float = Field(0.5, ge=0, le=1)
+    """Share of the training samples that have fewer than all stages, each number from 0 (semantic ids alone) equally
+    often. With 0, images can be decoded from all stages only."""
+    channels: int = Field(32, ge=2, le=MAX_WIDTH)
+    """Channels after the first convolution; each further one has twice as many."""
+    max_channels: int = Field(128, ge=2, le=MAX_WIDTH)
+    """Most channels of a convolution."""
+    channels_per_group: int = Field(8, ge=2)
+    """Number of channels that are normalised together; must divide `channels` and `max_channels`."""
+
+    @model_validator(mode="after")
+    def _groups_divide_channels(self) -> DetailConfig:
+        require_groups(self.channels, self.max_channels, self.channels_per_group)
+        return self
+
+    def build(self, num_tokens: int, image_size: int) -> Detail:
+        """Make the module with random weights (torch's global generator).
+
+        Args:
+            num_tokens: N of the tokenizer, a square number.
+            image_size: height and width of the images in pixels.
+
+        Raises:
+            ConfigError: the tokens are no square grid, or do not divide the image, or the quantizer has no codes.
+        """
+        quantizer = Product(self.quantizer.build(), self.stages)
+        if not quantizer.codebook_sizes:
+            raise ConfigError(
+                f"detail.quantizer: got kind {self.quantizer.kind!r}, which has no codes; expected another"
+            )
+        return Detail(_Convolutions(self, quantizer.dim, num_tokens, image_size), quantizer, self.dropout)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.pixels.detail import DetailConfig, draw_stages
+
+FSQ = {"kind": "fsq", "levels": [4, 3]}
+QUANTIZERS = {
+    "fsq": FSQ,
+    "product": {"kind": "product", "codebooks": 2, "layer": FSQ},
+    "residual vq": {"kind": "residual", "depth": 2, "layer": {"kind": "vq", "dim": 3, "codebook_size": 8}},
+    "lfq": {"kind": "lfq", "bits": 3},
+}
+STAGES = 3
+
+
+def build(quantizer="fsq", **settings):
+    torch.manual_seed(0)
+    config = {"quantizer": QUANTIZERS[quantizer], "stages": STAGES, "channels": 8, "max_channels": 8} | settings
+    return DetailConfig.model_validate(config).build(4, 16)
+
+
+def images(count=5):
+    return torch.randint(0, 256, (count, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_stages_of_training_are_those_of_stored_ids(quantizer):
+    detail = build(quantizer)
+    ids, each = detail.encode(images()), len(detail.codebook_sizes) // STAGES
+    assert ids.shape == (5, 4, STAGES * each)
+    for stages in range(STAGES + 1):
+        out = detail(images(), torch.full((5,), stages))
+        assert out.ids.equal(ids)
+        assert out.vectors.equal(detail.decode(ids[..., : stages * each]))
+        assert out.vectors.equal(detail.decode(ids[..., : stages * each].to(torch.int16)))
+    assert detail(images()).vectors.equal(out.vectors)
+
+
+def test_samples_have_their_own_number_of_stages_and_left_out_ones_get_no_gradient():
+    detail = build()
+    stages = torch.tensor([0, 1, 2, 3, 1])
+    vectors = detail(images(), stages).vectors
+    alone = [detail(images()[row : row + 1], stages[row : row + 1]).vectors for row in range(5)]
+    assert vectors.detach().equal(torch.cat(alone).detach())
+    assert not vectors[0].any()
+    vectors.sum().backward()
+    full, (weight,) = build(), [each.weight for each in detail.branch if isinstance(each, torch.nn.Conv2d)][-1:]
+    assert weight.grad[:2].any()  # the first stage
+    detail.zero_grad()
+    detail(images(), torch.full((5,), 1)).vectors.sum().backward()
+    assert not weight.grad[2:].any()
+    assert full(images()).stats["tokens"] == detail(images(), stages).stats["tokens"] == 20
+
+
+def test_stages_are_drawn_by_place_seed_and_step():
+    detail, places = build(), torch.arange(3000)
+    drawn = draw_stages(detail, places, seed=1, step=7)
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(0))
+    assert draw_stages(detail, places[order], seed=1, step=7).equal(drawn[order])
+    assert not draw_stages(detail, places, seed=1, step=8).equal(drawn)
+    assert not draw_stages(detail, places, seed=2, step=7).equal(drawn)
+    shares = torch.bincount(drawn, minlength=STAGES + 1) / 3000
+    assert (shares - torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 2])).abs().max() < 0.03
+    assert draw_stages(build(dropout=0.0), places, 1, 7).eq(STAGES).all()
+    assert draw_stages(build(dropout=1.0), places, 1, 7).lt(STAGES).all()
+
+
+def test_sizes_follow_the_tokenizer():
+    for tokens, size in ((1, 8), (9, 21), (16, 64)):
+        detail = DetailConfig(quantizer=FSQ, stages=2, channels=8, max_channels=16).build(tokens, size)
+        assert detail.encode(torch.zeros(2, 3, size, size)).shape == (2, tokens, 2)
+        assert (detail.dim, detail.stages, detail.codebook_sizes) == (4, 2, (12, 12))
+
+
+def test_wrong_settings_and_ids_are_named():
+    with pytest.raises(
+        ValueError, match="channels 12, max_channels 128 and channels_per_group 8; expected .* multiples"
+    ):
+        DetailConfig(quantizer=FSQ, channels=12)
+    with pytest.raises(ConfigError, match=r"detail\.quantizer: got kind 'identity'"):
+        DetailConfig(quantizer={"kind": "identity", "dim": 4}).build(4, 16)
+    with pytest.raises(ConfigError, match="got 5 tokens for images of 16 x 16"):
+        DetailConfig(quantizer=FSQ).build(5, 16)
+    detail = build()
+    with pytest.raises(ShapeError, match=r"detail ids: got shape \(1, 4, 4\); expected at most 3 ids a token"):
+        detail.decode(torch.zeros(1, 4, 4, dtype=torch.int64))
+    with pytest.raises(ShapeError, match=r"expected \(B, 3, 16, 16\)"):
+        detail.encode(torch.zeros(1, 3, 8, 8))
