@@ -3,7 +3,7 @@
     images → convolutions → (B, N, D) → stage 0 | stage 1 | ...     each stage has channels and codebooks of its own
     ids    (B, N, C + stages · Cs), the semantic ones first
 
-The frozen tokenizer is not touched: its ids and embeddings are the same to the bit, and whoever wants these alone takes
+The frozen tokenizer is not touched: its ids and embeddings are the same to the bit, and those who want these alone take
 ``ids[..., :C]``. Stages are ordered: in training some samples have only the first few of them, or none ("nested
 dropout", Rippel et al. 2014, https://arxiv.org/abs/1402.0915), so that any number of stages can be decoded.
 """
