@@ -188,7 +188,9 @@ class CLIP(nn.Module):
     def section(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""
         temperature = self.config.temperature.model_dump(mode="json")
-        return {"image": self.image.section(), "text": self.text.section(), "temperature": temperature}
+        return {"image": self.image.section(), "text": self.text.section(), "temperature": temperature} | (
+            self.image.pixels_section()
+        )
 
     @staticmethod
     def from_pretrained(folder: str | Path, revision: str | None = None) -> CLIP:
@@ -217,4 +219,6 @@ class CLIP(nn.Module):
             opened.require_counts(built.text)
             return built
 
-        return opened.load(build)
+        model = opened.load(build)
+        opened.load_pixels(model.image)
+        return model

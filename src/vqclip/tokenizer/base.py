@@ -172,7 +172,7 @@ class Tokenizer(TokenizerDecoder, ABC):
             ConfigError: a tokenizer of the other modality, another model, or other files would be lost.
         """
         state = {f"{self.modality}.{key}": value for key, value in merged_state(self).items()}
-        save_folder(folder, {self.modality: self.section()}, state, self.files())
+        save_folder(folder, {self.modality: self.section()} | self.pixels_section(), state, self.files())
 
     @classmethod
     def from_pretrained(cls: type[TokenizerT], folder: str | Path, revision: str | None = None) -> TokenizerT:

@@ -1,7 +1,8 @@
 """Decode ids: the part of a tokenizer after the quantizer, without tower, images or captions.
 
-    ids → quantizer → project_out ─→ vectors for a downstream model
-                               └→ pool → unit-norm embedding
+    ids → quantizer ─→ project_out ─→ vectors for a downstream model
+                   │             └→ pool → unit-norm embedding
+                   └→ pixel decoder, if there is one → images
 
 `vqclip.tokenizer.base` adds the part that encodes. Nothing here imports a tower's library, torchvision or Pillow.
 """
@@ -9,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -23,7 +24,12 @@ from vqclip.nn.attention import heads_divide_width
 from vqclip.nn.inputs import require_ids
 from vqclip.nn.pooling import PooledEmbedding
 from vqclip.nn.projection import LinearProjectionConfig, Projection, ProjectionConfig
+from vqclip.pixels.decoder import PIXELS_FILE, PixelDecoder
+from vqclip.pixels.pil import to_pil
 from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DecoderConfigT = TypeVar("DecoderConfigT", bound="DecoderConfig")
 
@@ -87,6 +93,8 @@ class TokenizerDecoder(nn.Module):
     quantizer: Quantizer
     project_out: Projection
     pool: PooledEmbedding
+    pixels: PixelDecoder | None
+    """Codes to images; None unless `vqclip.pixels.attach` was called, or the folder has a decoder."""
 
     def __init__(
         self,
@@ -105,6 +113,7 @@ class TokenizerDecoder(nn.Module):
         self.project_out = project_out
         self.pool = pool
         self.fewest_tokens = fewest_tokens
+        self.pixels = None
 
     @property
     def num_tokens(self) -> int:
@@ -162,6 +171,51 @@ class TokenizerDecoder(nn.Module):
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
         return self._embed(self._lookup(ids), self.ids_mask(ids))
+
+    @torch.no_grad()
+    def decode_pixels(self, ids: Tensor, codebooks: int | None = None, depth: int | None = None) -> Tensor:
+        """Decode ids ``(B, N, C)`` to images ``(B, 3, H, W)`` float32 in 0..1, without gradients.
+
+        An image differs by at most about 1e-5 between batches of different sizes.
+
+        Args:
+            ids: of any integer type; -1 for an absent id.
+            codebooks: number of first codebooks to use; None: all.
+            depth: number of first residual stages to use; None: all. See `truncate`.
+
+        Raises:
+            VqclipError: the tokenizer has no pixel decoder.
+            ShapeError: for another shape or dtype, or an id outside its codebook.
+            ConfigError: more stages or codebooks than the quantizer has.
+        """
+        if codebooks is not None or depth is not None:
+            ids = self.truncate(ids, depth, codebooks)
+        return self.pixels_of(self._lookup(ids)).float().clamp(0, 1)
+
+    def pixels_of(self, vectors: Tensor) -> Tensor:
+        """Decode the quantizer's code vectors ``(B, N, quantizer.dim)`` to images ``(B, 3, H, W)``, with gradients.
+
+        Values are not clamped and may be a little outside of 0..1; see `PixelDecoder.forward`.
+
+        Raises:
+            VqclipError: the tokenizer has no pixel decoder.
+            ShapeError: for another shape.
+        """
+        if self.pixels is None:
+            raise VqclipError(
+                f"this {self.modality} tokenizer has no pixel decoder; expected a folder with {PIXELS_FILE}, which a "
+                "run with task: pixels writes, or vqclip.pixels.attach(tokenizer, decoder) before"
+            )
+        return self.pixels(vectors)
+
+    @staticmethod
+    def to_pil(pixels: Tensor) -> list[Image]:
+        """Convert images ``(B, 3, H, W)``, floating point in 0..1 or uint8, to PIL images.
+
+        Raises:
+            ShapeError: for another shape, dtype or range, or NaN.
+        """
+        return to_pil(pixels)
 
     def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
         """Replace the ids ``(B, N, C)`` outside of the first stages and codebooks by -1, to use fewer bits.
@@ -241,3 +295,7 @@ class TokenizerDecoder(nn.Module):
     def _project_out(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         # Codes are fp32 numbers whatever the module's dtype is.
         return self.project_out(vectors.to(self.pool.position.dtype), mask)
+
+    def pixels_section(self) -> dict[str, Any]:
+        """Return the section of ``config.json`` on the pixel decoder; empty without one."""
+        return {} if self.pixels is None else {"pixels": self.pixels.config.model_dump(mode="json")}

@@ -4,6 +4,7 @@
          └ size and SHA-256 of the weights   │
            and of tokenizer.json, if any     │
     model.safetensors ── bytes, then names and shapes in the header ──> modules, built and filled
+    pixels.safetensors ── likewise, if the configuration has a section on pixels ──> pixel decoder
 
 A folder contains an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
 under its name (``image.``, ``text.``), so that one modality is read without the other. Nothing here imports a tower's
@@ -13,8 +14,8 @@ library or fetches weights, and no file is opened that the configuration names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,16 +35,19 @@ from vqclip.io.tensors import (
     shape_differences,
     tensor_differences,
 )
+from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.schema import EXTRA_FILES, FolderConfig, Modality, StoredTokenizer
 from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, verify_frozen
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+PIXELS_PREFIX = "image.pixels."
+"""Beginning of the names of the tensors in `PIXELS_FILE`, which no other file has."""
 CARD_FILE = "README.md"
 PROCESSOR_FILE = "preprocessor_config.json"
 """Names the class by which AutoImageProcessor of transformers reads the folder; never read here."""
-FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, PROCESSOR_FILE, *EXTRA_FILES)
+FILES = (CONFIG_FILE, WEIGHTS_FILE, PIXELS_FILE, CARD_FILE, PROCESSOR_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
@@ -78,7 +82,9 @@ class TokenizerFolder:
             CheckpointError: a file is missing, damaged, of another version, or does not fit the schema.
         """
         config = _read_config(path)
-        _verify_weights(path, config.weights)
+        _verify_weights(path / WEIGHTS_FILE, config.weights)
+        if config.pixels is not None:
+            _verify_weights(path / PIXELS_FILE, config.pixels.weights)
         for name, digest in config.files.items():
             verify_file(path / name, digest, CONFIG_FILE)
         folder = TokenizerFolder(path, config)
@@ -126,7 +132,30 @@ class TokenizerFolder:
         """Return a tokenizer without its tower, in evaluation mode."""
         stored = self.section(modality)
         sizes = stored.num_tokens, stored.fewest_tokens, stored.embed_dim
-        return self.load(lambda: stored.build_decoder(modality, *sizes), f"{modality}.", without=_ENCODER_PARTS)
+        tokenizer = self.load(lambda: stored.build_decoder(modality, *sizes), f"{modality}.", without=_ENCODER_PARTS)
+        self.load_pixels(tokenizer)
+        return tokenizer
+
+    def load_pixels(self, tokenizer: TokenizerDecoder) -> None:
+        """Attach the pixel decoder of the folder, if there is one, to the image tokenizer of the folder.
+
+        Raises:
+            CheckpointError: the configuration cannot be built, or the weights do not fit it.
+        """
+        stored = self.config.pixels
+        if stored is None or tokenizer.modality != "image":
+            return
+        sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
+        config, path = PixelsConfig(decoder=stored.decoder, image_size=stored.image_size), self.path / PIXELS_FILE
+        with self._name_config_errors("pixels."), torch.device("meta"):
+            expected = {
+                f"{PIXELS_PREFIX}{name}": tuple(t.shape) for name, t in config.build(*sizes).state_dict().items()
+            }
+        with open_joined([path], {}) as file:
+            _require_no_problems(path, shape_differences(expected, read_shapes(file)))  # before memory is taken
+            decoder = config.build(*sizes)
+            _load(path, file, decoder, PIXELS_PREFIX, adopt_dtype=True)
+        attach(tokenizer, decoder.eval())
 
     @torch.inference_mode(False)  # so that the module can be used outside of inference mode
     def load(self, build: Callable[[], ModuleT], prefix: str = "", without: tuple[str, ...] = ()) -> ModuleT:
@@ -140,14 +169,19 @@ class TokenizerFolder:
         Raises:
             CheckpointError: the configuration cannot be built, or the weights do not fit it.
         """
-        try:
+        with self._name_config_errors(prefix):
             module = build()
-        except ConfigError as error:
-            message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
-            raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
         with self._open_weights({}) as file:
             _load(self.path / WEIGHTS_FILE, file, module, prefix, adopt_dtype=True, without=without)
         return module.eval()
+
+    @contextmanager
+    def _name_config_errors(self, prefix: str) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
+            raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
 
     def merge_adapters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge adapters among ``tensors``, such as their moving averages, into the stored matrices that they change.
@@ -173,7 +207,11 @@ class TokenizerFolder:
         others = () if self.config.temperature is None else _TEMPERATURE
         with open_tensors(self.path / WEIGHTS_FILE) as file:
             names, shapes = list(file.keys()), read_shapes(file, expected)
-        strays = [f"unexpected {name}" for name in names if not name.startswith(prefixes) and name not in others]
+        strays = [
+            f"unexpected {name}"
+            for name in names
+            if (not name.startswith(prefixes) and name not in others) or name.startswith(PIXELS_PREFIX)
+        ]
         _require_no_problems(self.path / WEIGHTS_FILE, strays + shape_differences(expected, shapes))
 
 
@@ -189,7 +227,8 @@ def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = (
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    with open_joined([folder / WEIGHTS_FILE], {}) as file:
+    paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
+    with open_joined(paths, {}) as file:
         _load(folder / WEIGHTS_FILE, file, module, constants=constants)
 
 
@@ -254,11 +293,10 @@ def _read_config(folder: Path) -> FolderConfig:
     return read_checked(path, FolderConfig, VERSIONS, remedy)
 
 
-def _verify_weights(folder: Path, expected: FileDigest) -> None:
-    path = folder / WEIGHTS_FILE
+def _verify_weights(path: Path, expected: FileDigest) -> None:
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: no such file{_mention_pickles(folder) or '; pickled weights are never fetched'}"
+            f"{path}: no such file{_mention_pickles(path.parent) or '; pickled weights are never fetched'}"
         )
     verify_file(path, expected, CONFIG_FILE)
 

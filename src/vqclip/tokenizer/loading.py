@@ -68,4 +68,6 @@ def _load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer |
         opened.require_counts(built)
         return built
 
-    return opened.load(build, f"{modality}.")
+    tokenizer = opened.load(build, f"{modality}.")
+    opened.load_pixels(tokenizer)
+    return tokenizer

@@ -16,7 +16,15 @@ from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.files import expand_home
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
-from vqclip.tokenizer.folder import CONFIG_FILE, FILES, PROCESSOR_FILE, VERSIONS, WEIGHTS_FILE
+from vqclip.pixels.decoder import PIXELS_FILE
+from vqclip.tokenizer.folder import (
+    CONFIG_FILE,
+    FILES,
+    PIXELS_PREFIX,
+    PROCESSOR_FILE,
+    VERSIONS,
+    WEIGHTS_FILE,
+)
 from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES, MODEL_TYPES
 
 PROCESSOR_CLASS = "VqclipImageProcessor"
@@ -60,6 +68,8 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
             f"{folder}: contains a tokenizer of modality {others[0]!r}, which would be lost; name another folder, or "
             "save both into one with vqclip.model.CLIP.save_pretrained"
         )
+    if stored.get("pixels") is not None and "pixels" not in config:
+        raise ConfigError(f"{folder}: contains a pixel decoder, which would be lost; name another folder")
     if foreign := sorted(path.name for path in folder.iterdir() if path.name not in FILES):
         raise ConfigError(
             f"{folder}: contains {', '.join(foreign[:5])} beside a tokenizer, which would be lost; name another folder"
@@ -73,18 +83,25 @@ def write_tokenizer_files(
 ) -> None:
     """Write ``config`` (JSON-able), ``state`` and ``files`` to ``folder``, which is made if missing; not atomic.
 
+    The weights of a pixel decoder, for which ``config`` has a section ``pixels``, are written to a file of their own.
+
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
-    write_weights(folder, state)
+    decoder = {name: tensor for name, tensor in state.items() if name.startswith(PIXELS_PREFIX)}
+    assert bool(decoder) == ("pixels" in config)
+    write_weights(folder, {name: tensor for name, tensor in state.items() if name not in decoder})
+    if decoder:
+        digest = write_weights(folder, decoder, PIXELS_FILE)
+        config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
     for name, content in files.items():
         assert name in EXTRA_FILES, name
         (folder / name).write_bytes(content)
     write_config(folder, config, tuple(files))
 
 
-def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
-    """Write ``state`` to ``folder``, which is made if missing, and return the digest of the file; not atomic.
+def write_weights(folder: Path, state: dict[str, Tensor], name: str = WEIGHTS_FILE) -> FileDigest:
+    """Write ``state`` to a file in ``folder``, which is made if missing, and return the file's digest; not atomic.
 
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
@@ -92,8 +109,8 @@ def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
     if bad := nonfinite_names(state):
         raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(_make_storable(state), folder / WEIGHTS_FILE)
-    return digest_file(folder / WEIGHTS_FILE)
+    save_tensors(_make_storable(state), folder / name)
+    return digest_file(folder / name)
 
 
 def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.io.digest import FileDigest
 from vqclip.nn.temperature import TemperatureConfig
+from vqclip.pixels.decoder import PixelsConfig
 from vqclip.tokenizer.decoder import DecoderConfig
 
-__all__ = ["EXTRA_FILES", "MODALITIES", "MODEL_TYPES", "FolderConfig", "Modality", "StoredTokenizer"]
+__all__ = ["EXTRA_FILES", "MODALITIES", "MODEL_TYPES", "FolderConfig", "Modality", "StoredPixels", "StoredTokenizer"]
 
 EXTRA_FILES = ("tokenizer.json",)
 """Files that some towers need: the vocabulary of a text tower of transformers."""
@@ -69,6 +70,13 @@ class StoredTokenizer(DecoderConfig):
         return {f"{prefix}pool.{name}": shape for name, shape in shapes.items()}
 
 
+class StoredPixels(PixelsConfig):
+    """The pixel decoder's section of ``config.json``."""
+
+    weights: FileDigest
+    """Digest of ``pixels.safetensors``."""
+
+
 class FolderConfig(Config):
     """Schema of ``config.json`` without its versions and checksum: one tokenizer, or both and their temperature."""
 
@@ -84,6 +92,8 @@ class FolderConfig(Config):
     """The text tokenizer."""
     temperature: TemperatureConfig | None = None
     """Scale and bias of the logits, if both tokenizers are present."""
+    pixels: StoredPixels | None = None
+    """The pixel decoder of the image tokenizer; absent if it has none."""
     frozen: FileDigest | None = None
     """Digest of the run's file of frozen tensors, which are not in ``model.safetensors``; only in checkpoints."""
     adapters: dict[Modality, Annotated[float, Field(gt=0)]] = {}
@@ -93,6 +103,8 @@ class FolderConfig(Config):
     def _complete(self) -> FolderConfig:
         if self.text is not None and self.text.preprocess is not None:
             raise ValueError("text.preprocess: got a section; expected none, which only images have")
+        if self.pixels is not None and self.image is None:
+            raise ValueError("pixels: got a section without an image tokenizer; expected both or neither")
         needed = set() if self.text is None or self.text.tower.get("kind") != "transformers" else set(EXTRA_FILES)
         if set(self.files) != needed:
             raise ValueError(f"files: got {sorted(self.files)}; expected {sorted(needed)} for these towers")

@@ -1,0 +1,294 @@
+"""Pixel decoders: the code vectors of an image → the image.
+
+    vectors (B, N, D) → layers on the grid of tokens → (B, 3, H, W), about 0..1
+
+Each kind is a config class beside its module, and one entry of `PixelDecoderConfig`. No layer joins the samples of a
+batch, so an image is the same in every batch, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from einops import rearrange
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.attention import Block, heads_divide_width
+
+__all__ = [
+    "ConvolutionalPixelsConfig",
+    "PixelDecoder",
+    "PixelDecoderConfig",
+    "PixelsConfig",
+    "TransformerPixelsConfig",
+    "attach",
+]
+
+PIXELS_FILE = "pixels.safetensors"
+"""File of a decoder's weights in a tokenizer folder."""
+ImageSize = Annotated[int, Field(ge=8, le=4096)]
+"""H = W of the images in pixels."""
+
+
+class PixelDecoder(nn.Module):
+    """Code vectors → images.
+
+    Args:
+        config: its configuration, which a tokenizer folder stores.
+        layers: ``(B, N, D)`` → ``(B, 3, H, W)``.
+        dim: D, width of the vectors.
+        num_tokens: N.
+    """
+
+    def __init__(self, config: PixelsConfig, layers: nn.Module, dim: int, num_tokens: int):
+        super().__init__()
+        self.config, self.layers = config, layers
+        self.dim, self.num_tokens = dim, num_tokens
+
+    @property
+    def image_size(self) -> int:
+        """H = W of the images in pixels."""
+        return self.config.image_size
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Decode code vectors, with gradients.
+
+        Args:
+            vectors: ``(B, N, D)`` floating point, from ``tokenizer.quantizer``; 0 for an absent token.
+
+        Returns:
+            ``(B, 3, H, W)`` float32 (float64 for a decoder in float64), also under autocast; 0 is black and 1 is
+            white, and values may be a little outside of 0..1.
+
+        Raises:
+            ShapeError: another shape.
+        """
+        if vectors.ndim != 3 or tuple(vectors.shape[1:]) != (self.num_tokens, self.dim):
+            raise ShapeError(
+                f"vectors: got shape {tuple(vectors.shape)}, expected (B, {self.num_tokens}, {self.dim}), as "
+                "tokenizer.quantizer.decode(ids) gives them"
+            )
+        pixels = self.layers(vectors.to(next(self.parameters()).dtype))
+        # Around 0, half precision has more digits than around 0.5.
+        return pixels.to(torch.promote_types(pixels.dtype, torch.float32)) + 0.5
+
+
+class _Transformer(nn.Module):
+    """Transformer blocks over the tokens; each token becomes a patch of pixels, and convolutions join the patches."""
+
+    def __init__(self, config: TransformerPixelsConfig, dim: int, num_tokens: int, pixels: int):
+        super().__init__()
+        self.side = math.isqrt(num_tokens)
+        self.into = nn.Linear(dim, config.width)
+        self.position = nn.Parameter(torch.randn(num_tokens, config.width) * 0.02)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+        fold = 2 if pixels % 2 == 0 else 1  # convolutions at half the size cost a quarter
+        self.patch = pixels // fold
+        self.patches = nn.Linear(config.width, config.channels * self.patch**2)
+        self.out = nn.Sequential(
+            nn.Conv2d(config.channels, config.channels, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(config.channels, 3 * fold**2, 3, padding=1),
+            nn.PixelShuffle(fold),
+        )
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        x = self.into(vectors) + self.position
+        for block in self.blocks:
+            x = block(x, None)
+        x = self.patches(self.norm(x))
+        side, patch = self.side, self.patch
+        return self.out(rearrange(x, "b (h w) (c p q) -> b c (h p) (w q)", h=side, w=side, p=patch, q=patch))
+
+
+class _Residual(nn.Module):
+    """Two 3×3 convolutions with group normalisation, added to the input."""
+
+    def __init__(self, channels: int, per_group: int):
+        super().__init__()
+        groups = channels // per_group
+        self.layers = nn.Sequential(
+            nn.GroupNorm(groups, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(groups, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class _Convolutional(nn.Module):
+    """Stages of residual blocks, each of which enlarges the grid; the last ones have the fewest channels."""
+
+    def __init__(self, config: ConvolutionalPixelsConfig, dim: int, num_tokens: int, pixels: int):
+        super().__init__()
+        self.side = math.isqrt(num_tokens)
+        factors = _prime_factors(pixels)
+        widths = [min(config.max_channels, config.channels << left) for left in range(len(factors), -1, -1)]
+        self.position = nn.Parameter(torch.randn(num_tokens, dim) * 0.02)
+        self.into = nn.Conv2d(dim, widths[0], 3, padding=1)
+        layers: list[nn.Module] = []
+        for factor, before, after in zip(factors, widths, widths[1:], strict=False):
+            layers += [_Residual(before, config.channels_per_group) for _ in range(config.blocks)]
+            layers += [nn.Conv2d(before, factor**2 * after, 3, padding=1), nn.PixelShuffle(factor)]
+        self.stages = nn.Sequential(*layers)
+        last = widths[-1]
+        self.out = nn.Sequential(
+            nn.GroupNorm(last // config.channels_per_group, last), nn.SiLU(), nn.Conv2d(last, 3, 3, padding=1)
+        )
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        x = rearrange(vectors + self.position, "b (h w) d -> b d h w", h=self.side, w=self.side)
+        return self.out(self.stages(self.into(x)))
+
+
+class TransformerPixelsConfig(Config):
+    """Transformer blocks over the tokens, each of which becomes a patch of pixels.
+
+    After the decoder of ViT-VQGAN (Yu et al. 2021, https://arxiv.org/abs/2110.04627); two convolutions at the end hide
+    the borders of the patches.
+    """
+
+    kind: Literal["transformer"] = "transformer"
+    """Transformer blocks."""
+    width: int = Field(256, ge=8, le=MAX_WIDTH)
+    """Width of the blocks."""
+    heads: int = Field(4, ge=1)
+    """Attention heads; must divide `width`."""
+    depth: int = Field(4, ge=1, le=MAX_LAYERS)
+    """Number of blocks."""
+    channels: int = Field(16, ge=1, le=MAX_WIDTH)
+    """Channels of the convolutions at the end."""
+
+    _heads_divide_width = model_validator(mode="after")(heads_divide_width)
+
+    def build(self, dim: int, num_tokens: int, image_size: int) -> PixelDecoder:
+        """Make a decoder with random weights (torch's global generator).
+
+        Args:
+            dim: D, width of the vectors.
+            num_tokens: N, a square number.
+            image_size: height and width of the images in pixels.
+
+        Raises:
+            ConfigError: the tokens are no square grid, or do not divide the image.
+        """
+        layers = _Transformer(self, dim, num_tokens, _pixels_per_token(num_tokens, image_size))
+        return PixelDecoder(PixelsConfig(decoder=self, image_size=image_size), layers, dim, num_tokens)
+
+
+class ConvolutionalPixelsConfig(Config):
+    """Residual blocks of convolutions (as in VQGAN, Esser et al. 2021), in stages that enlarge the grid of tokens.
+
+    A stage doubles height and width; where the pixels of a token are no power of 2, the first stages have the other
+    prime factors (14 pixels: 7, then 2).
+    """
+
+    kind: Literal["convolutional"] = "convolutional"
+    """Convolutions."""
+    channels: int = Field(32, ge=2, le=MAX_WIDTH)
+    """Channels of the last stage; each stage before has twice as many."""
+    max_channels: int = Field(192, ge=2, le=MAX_WIDTH)
+    """Most channels of a stage."""
+    blocks: int = Field(1, ge=0, le=MAX_LAYERS)
+    """Residual blocks of each stage."""
+    channels_per_group: int = Field(8, ge=2)
+    """Number of channels that are normalised together; must divide `channels` and `max_channels`."""
+
+    @model_validator(mode="after")
+    def _groups_divide_channels(self) -> ConvolutionalPixelsConfig:
+        if self.channels % self.channels_per_group or self.max_channels % self.channels_per_group:
+            raise ValueError(
+                f"got channels {self.channels}, max_channels {self.max_channels} and channels_per_group "
+                f"{self.channels_per_group}; expected channels that are multiples of channels_per_group"
+            )
+        return self
+
+    def build(self, dim: int, num_tokens: int, image_size: int) -> PixelDecoder:
+        """Make a decoder with random weights; see `TransformerPixelsConfig.build`."""
+        layers = _Convolutional(self, dim, num_tokens, _pixels_per_token(num_tokens, image_size))
+        return PixelDecoder(PixelsConfig(decoder=self, image_size=image_size), layers, dim, num_tokens)
+
+
+PixelDecoderConfig = Annotated[TransformerPixelsConfig | ConvolutionalPixelsConfig, Field(discriminator="kind")]
+"""Any pixel decoder, chosen by ``kind``."""
+
+
+class PixelsConfig(Config):
+    """A pixel decoder and the size of its images."""
+
+    decoder: PixelDecoderConfig = ConvolutionalPixelsConfig()
+    """Layers of the decoder."""
+    image_size: ImageSize
+    """Height and width of the images in pixels; a multiple of the side of the token grid."""
+
+    @torch.inference_mode(False)  # so that it can be used outside of inference mode
+    def build(self, dim: int, num_tokens: int) -> PixelDecoder:
+        """Make the decoder with random weights; see `TransformerPixelsConfig.build`."""
+        return self.decoder.build(dim, num_tokens, self.image_size)
+
+
+class _ImageTokenizer(Protocol):
+    modality: str
+    pixels: PixelDecoder | None
+
+    @property
+    def quantizer(self) -> Any: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
+    """Make a pixel decoder a part of an image tokenizer: of its `decode_pixels`, and of the folder that it writes.
+
+    The ids, embeddings and fingerprint of the tokenizer do not change.
+
+    Args:
+        tokenizer: an image tokenizer, with a tower or without; a decoder that it has is replaced.
+        decoder: made for the width of its codes and its number of tokens.
+
+    Raises:
+        ConfigError: a text tokenizer, or a decoder of other sizes.
+    """
+    if tokenizer.modality != "image":
+        raise ConfigError(f"pixels: got a tokenizer of modality {tokenizer.modality!r}, expected one of images")
+    got, expected = (decoder.num_tokens, decoder.dim), (tokenizer.num_tokens, tokenizer.quantizer.dim)
+    if got != expected:
+        raise ConfigError(
+            f"pixels: got a decoder of {got[0]} tokens with {got[1]} channels for a tokenizer of {expected[0]} tokens "
+            f"with {expected[1]} channels; expected decoder.build(tokenizer.quantizer.dim, tokenizer.num_tokens, ...)"
+        )
+    tokenizer.pixels = decoder
+
+
+def _pixels_per_token(num_tokens: int, image_size: int) -> int:
+    side = math.isqrt(num_tokens)
+    if side**2 != num_tokens or image_size % side:
+        raise ConfigError(
+            f"pixels: got {num_tokens} tokens for images of {image_size} x {image_size} pixels; expected a square grid "
+            "of tokens whose side divides the image's"
+        )
+    return image_size // side
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Return the prime factors of ``number``, largest first."""
+    factors, factor = [], 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            factors.append(factor)
+            number //= factor
+    return factors[::-1]

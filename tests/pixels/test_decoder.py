@@ -1,0 +1,121 @@
+"""Pixel decoders by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from tests.models import FSQ, tiny_model
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.pixels import (
+    ConvolutionalPixelsConfig,
+    PixelDecoderConfig,
+    PixelsConfig,
+    TransformerPixelsConfig,
+    attach,
+)
+
+CONFIGS = {
+    "transformer": TransformerPixelsConfig(width=16, heads=2, depth=1, channels=4),
+    "convolutional": ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2),
+}
+BATCH_TOLERANCE = 1e-5
+"""Largest difference of an image between two batches, in float32."""
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    torch.manual_seed(0)
+    return CONFIGS[request.param]
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(4, 16), (4, 28), (16, 16), (9, 33), (1, 8)])
+def test_images_have_their_size_for_any_grid(config, tokens, size):
+    decoder = config.build(3, tokens, size)
+    images = decoder(torch.randn(2, tokens, 3))
+    assert images.shape == (2, 3, size, size)
+    assert decoder(torch.randn(0, tokens, 3)).shape == (0, 3, size, size)
+    assert (decoder.dim, decoder.num_tokens, decoder.image_size) == (3, tokens, size)
+    images.sum().backward()
+    assert [name for name, weight in decoder.named_parameters() if weight.grad is None] == []
+
+
+def test_an_image_depends_on_its_batch_by_rounding_alone(config):
+    decoder = config.build(3, 16, 32).eval()
+    vectors = torch.randn(64, 16, 3)
+    with torch.no_grad():
+        whole = decoder(vectors)
+        for size in (1, 7):
+            parts = torch.cat([decoder(part) for part in vectors.split(size)])
+            torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
+
+
+def test_tokens_at_other_places_give_another_image(config):
+    """With equal vectors everywhere only the position is left to tell the tokens apart."""
+    decoder = config.build(3, 16, 32)
+    patches = decoder(torch.ones(1, 16, 3)).unfold(2, 8, 8).unfold(3, 8, 8).flatten(2, 3)[0, :, [5, 6, 9, 10]]
+    assert (patches[:, 1:] - patches[:, :1]).abs().amax(dim=(0, 2, 3)).min() > 1e-3
+
+
+def test_a_decoder_compiles_to_one_graph(config):
+    decoder = config.build(3, 4, 16)
+    run = torch.compile(decoder, fullgraph=True, backend="eager")
+    vectors = torch.randn(2, 4, 3)
+    assert run(vectors).equal(decoder(vectors))
+
+
+def test_pixels_are_float32_under_autocast(config):
+    decoder = config.build(3, 4, 16)
+    vectors = torch.randn(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        images = decoder(vectors)
+    assert images.dtype == torch.float32
+    assert 0 < (images - decoder(vectors)).abs().max() < 0.02
+    assert decoder.double()(vectors).dtype == torch.float64
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 4, 4), (4, 3), (2, 3, 4, 1)])
+def test_wrong_vectors_are_named(config, shape):
+    with pytest.raises(ShapeError, match=r"vectors: got shape .*, expected \(B, 4, 3\), as tokenizer.quantizer.decode"):
+        config.build(3, 4, 16)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(5, 16), (9, 16), (4, 17)])
+def test_tokens_must_be_a_grid_of_the_image(config, tokens, size):
+    with pytest.raises(
+        ConfigError, match=f"pixels: got {tokens} tokens for images of {size} x {size} pixels; expected"
+    ):
+        config.build(3, tokens, size)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "transformer", "width": 30, "heads": 4}, "got width 30 and heads 4; expected heads that divide"),
+        ({"kind": "transformer", "width": 2**20}, "less than or equal to 65536"),
+        ({"kind": "convolutional", "channels": 12}, "expected channels that are multiples of channels_per_group"),
+        ({"kind": "convolutional", "blocks": 2**20}, "less than or equal to 1024"),
+        ({"kind": "convolutional", "chanels": 8}, "Extra inputs"),
+        ({"kind": "diffusion"}, "'diffusion' found using 'kind'"),
+    ],
+)
+def test_wrong_settings_are_refused(section, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(PixelDecoderConfig).validate_python(section)
+
+
+def test_sizes_of_images_are_limited():
+    with pytest.raises(ValidationError, match="less than or equal to 4096"):
+        PixelsConfig(image_size=2**20)
+
+
+def test_a_decoder_of_other_sizes_is_not_attached(config):
+    model = tiny_model(FSQ).build()
+    attach(model.image, config.build(3, 4, 16))
+    with pytest.raises(
+        ConfigError, match="got a decoder of 4 tokens with 6 channels for a tokenizer of 4 tokens with 3"
+    ):
+        attach(model.image, config.build(6, 4, 16))
+    with pytest.raises(ConfigError, match="modality 'text', expected one of images"):
+        attach(model.text, config.build(3, 4, 16))

@@ -1,0 +1,129 @@
+"""Pixel decoders as a part of tokenizers and of their folders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vqclip
+from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
+from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
+from vqclip.errors import ConfigError, ShapeError, VqclipError
+from vqclip.model import CLIP
+from vqclip.pixels import attach
+from vqclip.tokenizer.fingerprint import fingerprint
+
+
+@pytest.fixture(params=CONFIGS)
+def folders(request, tmp_path):
+    """One model, saved without and with a pixel decoder."""
+    torch.manual_seed(0)
+    model = tiny_model(RESIDUAL_FSQ, FSQ).build().eval()
+    model.save_pretrained(tmp_path / "without")
+    attach(model.image, CONFIGS[request.param].build(model.image.quantizer.dim, 4, 16).eval())
+    model.save_pretrained(tmp_path / "with")
+    return model, tmp_path / "without", tmp_path / "with"
+
+
+def images():
+    return torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_way_to_load_a_folder_gives_the_decoder(folders):
+    model, _, folder = folders
+    ids = model.image.encode(images())
+    expected = model.image.decode_pixels(ids)
+    assert expected.shape == (3, 3, 16, 16)
+    assert expected.dtype == torch.float32
+    for loaded in (
+        vqclip.load_tokenizer(folder, "image"),
+        vqclip.load_tokenizer(folder, "image", encode=False),
+        CLIP.from_pretrained(folder).image,
+    ):
+        assert not loaded.pixels.training
+        assert loaded.decode_pixels(ids.int()).equal(expected)
+    assert vqclip.load_tokenizer(folder, "text").pixels is None
+
+
+def test_ids_embeddings_and_fingerprint_do_not_depend_on_a_decoder(folders):
+    model, without, folder = folders
+    plain, other = (vqclip.load_tokenizer(each, "image") for each in (without, folder))
+    ids = plain.encode(images())
+    assert other.encode(images()).equal(ids)
+    assert other.embed(ids).equal(plain.embed(ids))
+    assert fingerprint(other) == fingerprint(plain) == fingerprint(model.image)
+    assert (folder / "model.safetensors").read_bytes() == (without / "model.safetensors").read_bytes()
+    assert not (without / "pixels.safetensors").exists()
+
+
+def test_a_tokenizer_saves_the_decoder_that_it_was_loaded_with(folders, tmp_path):
+    _, _, folder = folders
+    vqclip.load_tokenizer(folder, "image").save_pretrained(tmp_path / "image")
+    again = vqclip.load_tokenizer(tmp_path / "image", "image")
+    assert (tmp_path / "image" / "pixels.safetensors").read_bytes() == (folder / "pixels.safetensors").read_bytes()
+    again.save_pretrained(tmp_path / "image")  # replaces it
+    again.pixels = None
+    with pytest.raises(ConfigError, match="contains a pixel decoder, which would be lost; name another folder"):
+        again.save_pretrained(tmp_path / "image")
+
+
+def test_stages_and_codebooks_of_the_ids_can_be_left_out(folders):
+    tokenizer = folders[0].image
+    ids = tokenizer.encode(images())
+    one = tokenizer.decode_pixels(ids, depth=1)
+    assert one.equal(tokenizer.decode_pixels(tokenizer.truncate(ids, stages=1)))
+    assert not one.equal(tokenizer.decode_pixels(ids))
+    assert tokenizer.decode_pixels(ids, depth=3, codebooks=1).equal(tokenizer.decode_pixels(ids))
+    with pytest.raises(ConfigError, match="stages: got 4, expected 1 to 3"):
+        tokenizer.decode_pixels(ids, depth=4)
+
+
+def test_batches_of_any_size_give_the_same_images(folders):
+    tokenizer = folders[0].image
+    ids = torch.randint(0, 64, (64, 4, 3))
+    whole = tokenizer.decode_pixels(ids)
+    for size in (1, 7):
+        parts = torch.cat([tokenizer.decode_pixels(part) for part in ids.split(size)])
+        torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
+
+
+def test_pixels_of_vectors_have_gradients_and_are_not_clamped(folders):
+    tokenizer = folders[0].image
+    vectors = tokenizer.quantizer.decode(torch.zeros(2, 4, 3, dtype=torch.int64)).requires_grad_()
+    with torch.no_grad():
+        tokenizer.pixels.layers.out[2].bias.fill_(3.0)
+    made = tokenizer.pixels_of(vectors)
+    made.square().sum().backward()
+    assert vectors.grad.abs().sum() > 0
+    assert made.max() > 1
+
+
+def test_images_can_be_shown(folders):
+    tokenizer = folders[0].image
+    ids = tokenizer.encode(images())
+    shown = tokenizer.to_pil(tokenizer.decode_pixels(ids))
+    assert [(each.mode, each.size) for each in shown] == [("RGB", (16, 16))] * 3
+    assert tokenizer.preprocess(tokenizer.to_pil(images())[1]).equal(images()[1])
+    assert tokenizer.preprocess(tokenizer.to_pil(images() / 255)[1]).equal(images()[1])
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (torch.zeros(3, 4, 4), r"got shape \(3, 4, 4\), expected \(B, 3, H, W\)"),
+        (torch.full((1, 3, 4, 4), torch.nan), "got NaN or numbers outside of 0 to 1"),
+        (torch.full((1, 3, 4, 4), 1.1), "got NaN or numbers outside of 0 to 1"),
+        (torch.zeros(1, 3, 4, 4, dtype=torch.int64), "got dtype torch.int64, expected floating point"),
+    ],
+)
+def test_wrong_pixels_are_not_shown(folders, pixels, message):
+    with pytest.raises(ShapeError, match=message):
+        folders[0].image.to_pil(pixels)
+
+
+def test_a_tokenizer_without_a_decoder_says_so(folders):
+    tokenizer = vqclip.load_tokenizer(folders[1], "image", encode=False)
+    with pytest.raises(
+        VqclipError, match=r"this image tokenizer has no pixel decoder; expected a folder with pixels\."
+    ):
+        tokenizer.decode_pixels(torch.zeros(1, 4, 3, dtype=torch.int64))
