@@ -62,6 +62,14 @@ def test_groups_of_real_towers_cover_every_parameter_once(make):
     assert all(name in decayed for name, _ in model.named_parameters() if "mlp" in name and name.endswith("weight"))
 
 
+def test_a_module_can_have_its_own_rate():
+    model = Model()
+    model.judge = nn.Linear(2, 2)
+    model.judge.lr_ratio = 0.5
+    for group in OptimConfig(lr=1.0).build(model).param_groups:
+        assert all(name.startswith("judge.") == (group["lr_ratio"] == 0.5) for name in group["param_names"])
+
+
 def test_shared_parameters_come_once_and_modules_can_exempt_theirs():
     class Special(nn.Linear):
         def no_weight_decay(self) -> set[str]:

@@ -89,7 +89,7 @@ class OptimConfig(Config):
         return optimizer
 
     def _lr_ratios(self, model: nn.Module) -> dict[str, float]:
-        """Return the factor on the learning rate of each parameter by modality and by depth in its tower."""
+        """Return the factor on the learning rate of each parameter: by modality, depth in its tower, and module."""
         ratios = {"image.": self.image_lr_ratio, "text.": self.text_lr_ratio}
         for prefix, ratio in ratios.items():
             if ratio != 1 and not any(name.startswith(prefix) for name, _ in model.named_parameters()):
@@ -101,7 +101,8 @@ class OptimConfig(Config):
             name: next((ratio for prefix, ratio in ratios.items() if name.startswith(prefix)), 1.0)
             for name, _ in model.named_parameters()
         }
-        return {name: ratio * factors.get(name, 1.0) for name, ratio in by_modality.items()}
+        own = _ratios_of_modules(model)
+        return {name: ratio * factors.get(name, 1.0) * own.get(name, 1.0) for name, ratio in by_modality.items()}
 
     def schedule(self, total_steps: int) -> Schedule:
         """Make the learning-rate schedule of `total_steps` steps.
@@ -237,6 +238,16 @@ def _without_decay(model: nn.Module) -> set[int]:
             if parameter.ndim < 2 or looked_up:
                 found.add(id(parameter))
     return found
+
+
+def _ratios_of_modules(model: nn.Module) -> dict[str, float]:
+    """Return the factors on the learning rate that modules, such as discriminators, have as ``lr_ratio``."""
+    return {
+        f"{prefix}.{name}" if prefix else name: module.lr_ratio
+        for prefix, module in model.named_modules()
+        if isinstance(getattr(module, "lr_ratio", None), float)
+        for name, _ in module.named_parameters()
+    }
 
 
 def _describe(group: dict[str, Any]) -> str:

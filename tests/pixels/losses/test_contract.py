@@ -7,16 +7,28 @@ import itertools
 import pytest
 import torch
 from pydantic import TypeAdapter
+from torch.func import functional_call
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
 
 SIZE = 16
-TERMS = {"l1": [{"kind": "l1"}], "l2": [{"kind": "l2"}], "both": [{"kind": "l1", "weight": 0.5}, {"kind": "l2"}]}
+L1 = {"kind": "l1"}
+PATCH = {"kind": "adversarial", "start_step": 0, "discriminator": {"kind": "patch", "channels": 16, "layers": 1}}
+TERMS = {
+    "l1": [L1],
+    "l2": [{"kind": "l2"}],
+    "both": [{"kind": "l1", "weight": 0.5}, {"kind": "l2"}],
+    "patches": [L1, PATCH],
+    "patches, fixed weight": [L1, PATCH | {"adaptive": False}],
+}
 
 
 def build(terms, dtype=torch.float64) -> PixelLosses:
-    return PixelLosses.build(TypeAdapter(PixelLossesConfig).validate_python(terms), SIZE).to(dtype)
+    losses = PixelLosses.build(TypeAdapter(PixelLossesConfig).validate_python(terms), SIZE, seed=0).to(dtype)
+    for weight in losses.parameters():
+        weight.data *= 3  # so that some patches are outside of the hinge's margins
+    return losses
 
 
 @pytest.fixture(params=TERMS)
@@ -60,8 +72,17 @@ def test_sums_and_gradients_add_up(losses):
 
 
 def test_gradients_are_right(losses):
+    """Of each sum at the pixels, and of the discriminator's at its weights."""
     made, real = images(2)
-    assert torch.autograd.gradcheck(lambda x: total_of(losses, losses(x, real, 0)), made, fast_mode=True)
+    weights = {name: weight.detach().requires_grad_() for name, weight in losses.named_parameters()}
+
+    def sums(made, *values):
+        return functional_call(losses, dict(zip(weights, values, strict=True)), (made, real, 0))
+
+    for name in [name for name, total in sums(made, *weights.values()).items() if total.requires_grad]:
+        of_weights = name.endswith("discriminator")
+        point = (made.detach() if of_weights else made, *(w if of_weights else w.detach() for w in weights.values()))
+        assert torch.autograd.gradcheck(lambda *x, name=name: sums(*x)[name], point, fast_mode=True), name
 
 
 def test_autocast_changes_nothing(losses):
@@ -87,7 +108,7 @@ def test_sums_without_gradient_are_equal(losses):
 def test_values_by_hand():
     made, real = images(5)
     apart = made - real.double() / 255
-    sums = build([{"kind": "l1"}, {"kind": "l2"}, {"kind": "l1"}])(made, real, 0)
+    sums = build([L1, {"kind": "l2"}, L1])(made, real, 0)
     assert list(sums) == ["count", "l1", "l2", "l1_2"]
     torch.testing.assert_close(sums["l1"] / 5, apart.abs().mean())
     torch.testing.assert_close(sums["l2"] / 5, apart.square().mean())
@@ -96,7 +117,7 @@ def test_values_by_hand():
 def test_terms_begin_at_their_step():
     losses = build([{"kind": "l1"}, {"kind": "l2", "start_step": 3}])
     assert [sorted(losses(*images(2), step)) for step in (2, 3)] == [["count", "l1"], ["count", "l1", "l2"]]
-    with pytest.raises(ConfigError, match="losses: got no term that begins at step 0"):
+    with pytest.raises(ConfigError, match="losses: got no term that compares images"):
         build([{"kind": "l1", "start_step": 1}])
 
 

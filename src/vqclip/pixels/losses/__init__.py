@@ -7,10 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vqclip.pixels.losses.adversarial import AdversarialConfig
 from vqclip.pixels.losses.distances import L1Config, L2Config
 from vqclip.pixels.losses.total import PixelLosses
 
-PixelLossConfig = Annotated[L1Config | L2Config, Field(discriminator="kind")]
+PixelLossConfig = Annotated[L1Config | L2Config | AdversarialConfig, Field(discriminator="kind")]
 """Configuration of any term, chosen by ``kind``."""
 PixelLossesConfig = tuple[PixelLossConfig, ...]
 """Configuration of all terms."""

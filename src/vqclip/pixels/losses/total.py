@@ -1,4 +1,4 @@
-"""All terms of the loss on pixels: sums over samples in forward, terms and weights from the reduced sums.
+"""All terms of the loss on pixels: sums over images in forward, terms and weights from the reduced sums.
 
 sums  = losses.sums(made, real, step)          this rank's microbatch; no collective
 sums  = ... over microbatches and ranks        by addition
@@ -9,7 +9,8 @@ total = Σ weight × term                        its gradient is right for any s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,16 +19,22 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.precision import full_precision
+from vqclip.pixels.losses.adversarial import AdversarialConfig, Adversary, adaptive_factor
 from vqclip.pixels.losses.base import PixelTerm, PixelTermConfig
 from vqclip.pixels.losses.gradients import attach_gradient, gradient_of
+from vqclip.seeds import derive_seed
 
 __all__ = ["PixelLosses"]
+
+_OTHERS = "squares"
+"""Sum of the squared gradient of the weighted terms that are not adversarial, at the pixels."""
 
 
 class PixelLosses(nn.Module):
     """The terms of the loss on pixels, by name: their kinds, repeated ones with a number.
 
-    Frozen networks are constants of this module: in no state dict, without gradient, moved by ``to``.
+    Its parameters are those of discriminators. Frozen networks are constants: in no state dict, without gradient, moved
+    by ``to``.
 
     Args:
         configs: the terms.
@@ -35,37 +42,59 @@ class PixelLosses(nn.Module):
 
     Attributes:
         identity: settings and digests of frozen weights, which define the trajectory.
+        starts: steps with which a term begins, 0 left out.
     """
 
-    def __init__(self, configs: Sequence[PixelTermConfig], terms: Sequence[PixelTerm]):
+    def __init__(self, configs: Sequence[PixelTermConfig], terms: Sequence[PixelTerm | Adversary]):
         super().__init__()
-        names = _names(configs)
-        self.configs = dict(zip(names, configs, strict=True))
-        self.distances = nn.ModuleDict(dict(zip(names, terms, strict=True)))
+        named = dict(zip(_names(configs), zip(configs, terms, strict=True), strict=True))
+        self.configs = {name: config for name, (config, _) in named.items()}
+        self.distances = nn.ModuleDict({name: term for name, (_, term) in named.items() if isinstance(term, PixelTerm)})
+        self.adversaries = nn.ModuleDict(
+            {name: term for name, (_, term) in named.items() if isinstance(term, Adversary)}
+        )
         self.identity = [config.identity(term.digest) for config, term in zip(configs, terms, strict=True)]
+        self.starts = {config.start_step for config in configs} - {0}
 
     @staticmethod
-    def build(configs: Sequence[Any], image_size: int, key: str = "losses") -> PixelLosses:
+    def build(configs: Sequence[Any], image_size: int, seed: int, key: str = "losses") -> PixelLosses:
         """Make the terms, with their frozen networks, on the CPU in fp32. A collective.
 
         Args:
             configs: `PixelLossesConfig`.
             image_size: height and width of the images in pixels.
+            seed: key of the discriminators' random weights; torch's generators are left unchanged.
             key: key path of ``configs``, for errors.
 
         Raises:
             ConfigError: on every rank, for weights that cannot be read or do not fit, or differ between ranks.
         """
-        if not any(config.start_step == 0 for config in configs):
-            raise ConfigError(f"{key}: got no term that begins at step 0; expected one, such as {{kind: l1}}")
+        if not any(config.start_step == 0 for config in configs if not isinstance(config, AdversarialConfig)):
+            raise ConfigError(
+                f"{key}: got no term that compares images from step 0 on; expected one, such as {{kind: l1}}"
+            )
         terms = []
         with dist.raise_on_all_ranks():
             for number, config in enumerate(configs):
-                with name_section(f"{key}[{number}]"):
+                with name_section(f"{key}[{number}]"), _draw_from(derive_seed(seed, "pixel loss", number)):
                     terms.append(config.build(image_size))
         if others := dist.differing_ranks([str(term.digest) for term in terms]):
             raise ConfigError(f"{key}: rank {', '.join(others)} loaded other weights than rank 0; expected equal files")
         return PixelLosses(configs, terms)
+
+    def move_to_step(self, step: int) -> bool:
+        """Freeze or unfreeze the discriminators as in step number ``step`` (from 0); return whether any changed.
+
+        Parameters that require a gradient get one in every step, as DDP needs.
+        """
+        changed = False
+        for name, adversary in self.adversaries.items():
+            trains = step >= self.configs[name].start_step
+            for parameter in adversary.parameters():
+                changed |= parameter.requires_grad != trains
+                parameter.requires_grad_(trains)
+                parameter.grad = parameter.grad if trains else None
+        return changed
 
     def forward(self, made: Tensor, real: Tensor, step: int) -> dict[str, Tensor]:
         """Return `sums`."""
@@ -83,7 +112,9 @@ class PixelLosses(nn.Module):
             step: from 0.
 
         Returns:
-            Name → () float64, with a graph to ``made``; ``count`` is () int64.
+            Name → () float64. Terms have a graph to ``made``, ``<name>/discriminator`` one to the discriminator's
+            weights. Names that end with ``squares`` are sums of squared gradients at the pixels, for the adaptive
+            weight; ``count`` is () int64.
 
         Raises:
             ShapeError: the images do not pair up, or have another dtype.
@@ -93,12 +124,24 @@ class PixelLosses(nn.Module):
             made = made.to(torch.float64 if made.dtype == torch.float64 else torch.float32)
             pixels, real = _without_graph(made), _at_least_one(real).to(made.dtype) / 255
             sums = {"count": torch.full((), len(made), dtype=torch.int64, device=made.device)}
-            for name in self._active(step):
+            adversaries = self._active(self.adversaries, step)
+            others = torch.zeros_like(made)
+            for name in self._active(self.distances, step):
                 with torch.enable_grad():
                     total = self.distances[name](pixels, real)[: len(made)].double().sum()
                 sums[name] = total.detach()
-                if torch.is_grad_enabled():
-                    sums[name] = attach_gradient(made, total, gradient_of(total, pixels)[: len(made)])
+                if torch.is_grad_enabled() or adversaries:
+                    gradient = gradient_of(total, pixels)[: len(made)]
+                    sums[name] = attach_gradient(made, total, gradient)
+                    others = others + self.configs[name].weight * gradient
+            for name in adversaries:
+                found = self.adversaries[name](pixels, real, len(made))
+                gradient = found.gradient[: len(made)]
+                sums[name] = attach_gradient(made, found.generator, gradient)
+                kept = found.discriminator if torch.is_grad_enabled() else found.discriminator.detach()
+                sums |= {f"{name}/discriminator": kept, f"{name}/{_OTHERS}": _squares(gradient)}
+            if adversaries:
+                sums[_OTHERS] = _squares(others)
             return sums
 
     def terms(self, sums: Mapping[str, Tensor], step: int) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
@@ -107,12 +150,32 @@ class PixelLosses(nn.Module):
         Args:
             sums: `sums` over the global batch.
             step: from 0.
-        """
-        names = self._active(step)
-        return {name: sums[name] / sums["count"] for name in names}, {name: self.configs[name].weight for name in names}
 
-    def _active(self, step: int) -> list[str]:
-        return [name for name, config in self.configs.items() if step >= config.start_step]
+        Returns:
+            Name → () term, and name → weight; an adaptive weight is () float64 without graph.
+        """
+        terms: dict[str, Tensor] = {}
+        weights: dict[str, float | Tensor] = {}
+        for name in self._active(self.configs, step):
+            config = self.configs[name]
+            terms[name], weights[name] = sums[name] / sums["count"], config.weight
+            if isinstance(config, AdversarialConfig):
+                terms[f"{name}/discriminator"] = sums[f"{name}/discriminator"] / sums["count"]
+                weights[f"{name}/discriminator"] = 1.0
+                if config.adaptive:
+                    weights[name] = config.weight * adaptive_factor(sums[_OTHERS], sums[f"{name}/{_OTHERS}"])
+        return terms, weights
+
+    def _active(self, names: Iterable[str], step: int) -> list[str]:
+        return [name for name in names if step >= self.configs[name].start_step]
+
+
+@contextmanager
+def _draw_from(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the CPU within the block."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _names(configs: Sequence[PixelTermConfig]) -> list[str]:
@@ -132,6 +195,10 @@ def _without_graph(made: Tensor) -> Tensor:
 
 def _at_least_one(images: Tensor) -> Tensor:
     return images if len(images) else images.new_zeros(1, *images.shape[1:])
+
+
+def _squares(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
 
 def _require_pairs(made: Tensor, real: Tensor) -> None:

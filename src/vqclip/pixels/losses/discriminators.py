@@ -1,0 +1,85 @@
+"""Discriminators: images → one number for each of their parts, above 0 where the part looks real."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
+from vqclip.errors import ConfigError
+
+__all__ = ["Discriminator", "DiscriminatorConfig", "PatchDiscriminatorConfig"]
+
+_SLOPE = 0.2
+_PER_GROUP = 16
+
+
+class Discriminator(nn.Module, ABC):
+    """Judge of images: a frozen part, which may be empty, and one that trains. No batch normalisation.
+
+    Attributes:
+        digest: of the frozen weights; None without any.
+    """
+
+    digest: str | None = None
+
+    def frozen_features(self, images: Tensor) -> list[Tensor]:
+        """``(B, 3, H, W)``, about 0..1 → inputs of `forward`, each ``(B, ...)``."""
+        return [images]
+
+    @abstractmethod
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        """Features → ``(B, P)``, one number for each of P parts of the image."""
+
+
+class _Patches(Discriminator):
+    """Strided convolutions with group normalisation; each number looks at one patch."""
+
+    def __init__(self, channels: int, layers: int):
+        super().__init__()
+        widths = [channels * min(2**number, 8) for number in range(layers + 1)]
+        parts: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)]
+        for number, (before, after) in enumerate(itertools.pairwise(widths), start=1):
+            stride = 2 if number < layers else 1
+            parts.append(nn.Conv2d(before, after, 4, stride=stride, padding=1, bias=False))
+            parts += [nn.GroupNorm(max(1, after // _PER_GROUP), after), nn.LeakyReLU(_SLOPE)]
+        self.network = nn.Sequential(*parts, nn.Conv2d(widths[-1], 1, 4, padding=1))
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        return self.network(2 * features[0] - 1).flatten(1)
+
+
+class PatchDiscriminatorConfig(Config):
+    """Convolutions that judge overlapping patches (pix2pix, Isola et al. 2017, https://arxiv.org/abs/1611.07004)."""
+
+    kind: Literal["patch"] = "patch"
+    """Convolutions on patches."""
+    channels: Annotated[int, Field(ge=16, le=MAX_WIDTH, multiple_of=16)] = 64
+    """Channels of the first layer; each next one has twice as many, at most 8 times."""
+    layers: int = Field(3, ge=1, le=8)
+    """Layers that halve the image; a patch has 16, 34, 70, ... pixels for 1, 2, 3, ... layers."""
+
+    def build(self, image_size: int) -> Discriminator:
+        """Make the discriminator with random weights (torch's global generator).
+
+        Raises:
+            ConfigError: the images are too small for the layers.
+        """
+        if image_size // 2**self.layers < 3:
+            raise ConfigError(
+                f"discriminator.layers: got {self.layers}, which halve images of {image_size} pixels to fewer than 3; "
+                "expected fewer layers"
+            )
+        with torch.inference_mode(False):
+            return _Patches(self.channels, self.layers)
+
+
+DiscriminatorConfig = PatchDiscriminatorConfig
+"""Any discriminator, chosen by ``kind``."""
