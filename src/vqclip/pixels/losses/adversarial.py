@@ -22,7 +22,7 @@ from vqclip.pixels.losses.discriminators import Discriminator, DiscriminatorConf
 __all__ = ["AdversarialConfig", "AdversarialSums", "Adversary", "adaptive_factor"]
 
 _LARGEST_FACTOR = 1e4
-"""Of the adaptive weight, as in VQGAN."""
+"""Largest adaptive factor, as in VQGAN."""
 
 
 class AdversarialSums(NamedTuple):
