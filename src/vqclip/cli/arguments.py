@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from vqclip.config import Config
 from vqclip.data import mask_credentials
+from vqclip.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ __all__ = [
     "device",
     "path",
     "paths_and_overrides",
+    "require_page",
     "share",
     "text",
     "threads",
@@ -146,3 +148,19 @@ def path(given: str) -> Path:
         hint = "expected a path on this machine; a run at a URL is copied to one by `vqclip copy-run URL FOLDER`"
         raise argparse.ArgumentTypeError(f"got {mask_credentials(given)!r}, {hint}")
     return Path(given)
+
+
+def require_page(option: str, output: Path, *, replace: bool = True) -> None:
+    """Check that a page can be written: its name ends in .html, unlike config.yaml, and its folder exists.
+
+    Raises:
+        ConfigError: it cannot be written; or there is a file and ``replace`` is False.
+    """
+    if output.exists() and not output.is_file() and not output.is_dir():  # /dev/stdout, a pipe
+        return
+    if output.suffix not in (".html", ".htm") or output.is_dir():
+        raise ConfigError(f"{option}: got {output}; expected a file whose name ends in .html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"{option}: got {output}, but there is no folder {output.parent}")
+    if output.exists() and not replace:
+        raise ConfigError(f"{option}: {output} exists; name another file, or add --force to replace it")

@@ -36,6 +36,7 @@ COMMANDS = {
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
+    "reconstruct": Command("vqclip.cli.reconstruct", "write a page of images beside what their ids decode to"),
     "report": Command("vqclip.cli.report", "write the page of a run, or one that compares several"),
     "copy-run": Command("vqclip.cli.copy_run", "copy a run from a URL to a folder, which the other commands read"),
     "clip-benchmark": Command("vqclip.cli.clip_benchmark", "evaluate models with clip_benchmark, on its data sets"),

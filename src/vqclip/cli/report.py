@@ -25,7 +25,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
-    _require_page(options.output)
+    if options.output is not None:
+        types.require_page("--output", options.output)
     try:
         path = _write(options.runs, options.output)
     except OSError as error:
@@ -43,16 +44,6 @@ def _write(runs: list[Path], output: Path | None) -> Path:
             f"--output: missing, expected a file for the comparison of {len(runs)} runs, such as comparison.html"
         )
     return write_comparison(runs, output)
-
-
-def _require_page(output: Path | None) -> None:
-    """Raise ConfigError for a name that does not end in .html, such as config.yaml, or whose folder is missing."""
-    if output is None or (output.exists() and not output.is_file() and not output.is_dir()):  # /dev/stdout, a pipe
-        return
-    if output.suffix not in (".html", ".htm") or output.is_dir():
-        raise ConfigError(f"--output: got {output}; expected a file whose name ends in .html")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output: got {output}, but there is no folder {output.parent}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -46,11 +46,11 @@ def accuracy_by_bits(
     """
     extent = tokenizer.quantizer.extent
     along = [each for each in extent.shorter() if extent.stages <= 1 or each.codebooks == extent.codebooks]
-    prefixes = {_label(prefix, extent): prefix for prefix in along}
+    prefixes = {prefix_label(prefix, extent): prefix for prefix in along}
     if len(prefixes) < 2 or not rows:
         return None
     ids = codes.of(rows).to(tokenizer.device).split(_BATCH)
-    embeddings = {_label(extent, extent): whole}
+    embeddings = {prefix_label(extent, extent): whole}
     with torch.no_grad(), autocast(tokenizer.device, precision):
         for label, prefix in prefixes.items():
             if prefix != extent:
@@ -58,17 +58,21 @@ def accuracy_by_bits(
                 embeddings[label] = torch.cat(parts).to(whole)
     found = figures(rows, embeddings)
     points = [
-        BitsPoint(label=label, bits_per_image=_bits(tokenizer, prefixes[label]), figures=rates, intervals=intervals)
+        BitsPoint(
+            label=label, bits_per_image=prefix_bits(tokenizer, prefixes[label]), figures=rates, intervals=intervals
+        )
         for label, (rates, intervals) in found.items()
     ]
     return Bits(images=len(rows), points=tuple(sorted(points, key=lambda point: point.bits_per_image)))
 
 
-def _bits(tokenizer: ImageTokenizer, prefix: Prefix) -> float:
+def prefix_bits(tokenizer: ImageTokenizer, prefix: Prefix) -> float:
+    """Return the bits of a prefix of an image's ids."""
     columns = tokenizer.quantizer.columns(*prefix)
     return tokenizer.num_tokens * math.fsum(math.log2(tokenizer.codebook_sizes[column]) for column in columns)
 
 
-def _label(prefix: Prefix, whole: Prefix) -> str:
+def prefix_label(prefix: Prefix, whole: Prefix) -> str:
+    """Return a name such as ``2 of 4 stages``; empty for one stage of one codebook."""
     words = zip(("stages", "codebooks"), prefix, whole, strict=True)
     return ", ".join(f"{number} of {most} {word}" for word, number, most in words if most > 1)

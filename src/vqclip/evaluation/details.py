@@ -25,6 +25,8 @@ MAX_CONFUSED = 30
 """Largest number of classes in a confusion matrix."""
 MAX_CODEBOOKS = 16
 """Largest number of codebooks in code maps and galleries: the first ones."""
+DIFFERENCE_GAIN = 4
+"""Factor of the differences of reconstructions."""
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Mode = Text
@@ -59,6 +61,8 @@ class DetailsConfig(Config):
     """Codebooks with such galleries: the first ones."""
     gallery_images: int = Field(24, ge=2, le=512)
     """Images, evenly spread over the set, that patches are cut from."""
+    reconstructions: int = Field(4, ge=0, le=32)
+    """Images, evenly spread over the set, that tasks of kind `pixels` show beside what their ids decode to."""
     bits_images: int = Field(96, ge=0, le=100_000)
     """Images, evenly spread over the set, for the accuracy at fewer bits."""
     thumbnail: int = Field(64, ge=16, le=MAX_THUMBNAIL)
@@ -231,6 +235,29 @@ class Bits(Part):
     """From the fewest bits to all."""
 
 
+class DecodedImage(Part):
+    """An image made from some of the ids of another one, or by a codec."""
+
+    label: Text
+    """Source, such as `2 of 4 stages`."""
+    bits: Annotated[float, Field(ge=0)]
+    """Size of the ids, or of the file."""
+    figures: Annotated[dict[Text, float], Field(max_length=20)]
+    """Values of `vqclip.pixels.metrics.compare_images`, such as `psnr` in dB, at full size."""
+    image: Thumbnail | None
+    """None if the file would be too large."""
+    difference: Thumbnail | None = None
+    """Mean difference of the three channels from the original, `DIFFERENCE_GAIN` times; None if it is not shown."""
+
+
+class Reconstruction(Part):
+    """An image beside what its ids decode to."""
+
+    image: ShownImage
+    decoded: Annotated[tuple[DecodedImage, ...], Field(max_length=64)]
+    """In the order of `Prefix.shorter`: with all ids last; then codecs."""
+
+
 class Details(Part):
     """Everything that a report needs of an evaluation beside `Result.figures`."""
 
@@ -246,6 +273,8 @@ class Details(Part):
     """None without classes or without codes."""
     codes: Codes | None = None
     """None if the image tokenizer has no codes."""
+    reconstructions: Annotated[tuple[Reconstruction, ...], Field(max_length=32)] = ()
+    """Images beside what their ids decode to; empty without a pixel decoder, and for other tasks than `pixels`."""
     bits: Bits | None = None
     """None if the codes cannot be split, or without codes."""
 

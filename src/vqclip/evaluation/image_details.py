@@ -9,9 +9,10 @@ from typing import Any
 from vqclip.errors import StopRequested
 from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
 from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
-from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, ShownImage
+from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, Reconstruction, ShownImage
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.images import EncodedImages
+from vqclip.evaluation.reconstructions import pixel_transform, show_reconstructions
 from vqclip.evaluation.thumbnails import ImageReader
 from vqclip.tokenizer import ImageTokenizer
 
@@ -62,6 +63,15 @@ class ImageDetails:
         whole = self._images.encoded.embeddings["codes_only"][rows]
         return accuracy_by_bits(self._tokenizer, self._codes, rows, whole, figures, self._precision)
 
+    def reconstructions(self) -> tuple[Reconstruction, ...]:
+        """Return images beside what their ids decode to; empty without codes or a pixel decoder."""
+        if self._codes is None or self._tokenizer.pixels is None:
+            return ()
+        rows = spread(len(self._texts), self.config.reconstructions)
+        reader = ImageReader(self._images.source, pixel_transform(self._tokenizer), self.config.thumbnail)
+        found = show_reconstructions(self._tokenizer, self._codes.of(rows), [self.image(row) for row in rows], reader)
+        return tuple(found)
+
 
 def make_details(
     tokenizer: ImageTokenizer,
@@ -86,8 +96,7 @@ def make_details(
         return None
     count = len(images.annotations)
     if images.encoded.file is not None and count:
-        rows = spread(count, _looked_at(config)) + spread(count, config.bits_images)
-        codes = gather_codes(images.encoded, rows, tokenizer, encoder.partition)
+        codes = gather_codes(images.encoded, _rows_with_codes(count, config), tokenizer, encoder.partition)
     with encoder.partition.raise_on_all_ranks():
         if encoder.partition.rank:
             return None
@@ -104,3 +113,10 @@ def make_details(
 def _looked_at(config: DetailsConfig) -> int:
     """Return the number of images for code maps and galleries."""
     return max(config.code_maps, config.gallery_images if config.gallery_codes else 0)
+
+
+def _rows_with_codes(count: int, config: DetailsConfig) -> list[int]:
+    """Return the rows of n images whose codes are needed."""
+    return [
+        row for some in (_looked_at(config), config.bits_images, config.reconstructions) for row in spread(count, some)
+    ]

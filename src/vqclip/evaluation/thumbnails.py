@@ -26,7 +26,7 @@ class ImageReader:
     """
 
     def __init__(self, source: Source, transform: Callable[[Tensor], Tensor], side: int):
-        self._source, self._transform, self._side = source, transform, side
+        self._source, self._transform, self.side = source, transform, side
         self._pixels: dict[int, Tensor | None] = {}
         self._thumbnails: dict[int, bytes | None] = {}
 
@@ -43,7 +43,7 @@ class ImageReader:
         """Return an image with its name, its caption or class ``text``, and a thumbnail."""
         if index not in self._thumbnails:
             pixels = self.pixels(index)
-            self._thumbnails[index] = None if pixels is None else thumbnail(pixels, self._side)
+            self._thumbnails[index] = None if pixels is None else thumbnail(pixels, self.side)
         name, text = clip_text(self._source.name(index)), clip_text(text)
         return ShownImage(index=index, name=name, thumbnail=self._thumbnails[index], text=text)
 
@@ -59,9 +59,17 @@ def thumbnail(pixels: Tensor, side: int) -> bytes | None:
 
 def patch(pixels: Tensor, side: int) -> bytes | None:
     """Return ``(3, H, W)`` uint8 as a PNG of at most ``side`` pixels; None if that is too large a file."""
-    if max(pixels.shape[1:]) > side:
-        pixels = F.resize(pixels, [side, side], antialias=True)
-    return _encode(pixels, "PNG", compress_level=1)
+    return _encode(_shrink_square(pixels, side), "PNG", compress_level=1)
+
+
+def exact_thumbnail(pixels: Tensor, side: int) -> bytes | None:
+    """Return ``(3, S, S)`` uint8 of at most ``side`` pixels as a PNG, or as a JPEG where that is too large a file."""
+    pixels = _shrink_square(pixels, side)
+    return _encode(pixels, "PNG", optimize=True) or _encode(pixels, "JPEG", quality=92)
+
+
+def _shrink_square(pixels: Tensor, side: int) -> Tensor:
+    return F.resize(pixels, [side, side], antialias=True) if max(pixels.shape[1:]) > side else pixels
 
 
 def _encode(pixels: Tensor, kind: str, **options: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Details of an evaluation as images, for trackers: hits and misses of a retrieval, and code maps."""
+"""Details of an evaluation as images, for trackers: hits and misses of a retrieval, code maps, reconstructions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from vqclip.evaluation import Details
-from vqclip.evaluation.details import MAX_TEXT, Codes, Example, Examples, ShownImage
+from vqclip.evaluation.details import MAX_TEXT, Codes, DecodedImage, Example, Examples, Reconstruction
 from vqclip.report.images import draw_map
 
 SIDE = 64
@@ -21,6 +21,9 @@ _RIGHT, _WRONG, _TEXT, _PAPER = "#1a7f37", "#c0392b", "#222222", "#ffffff"
 _MAPS = 8
 """Largest number of codebooks shown of an image: the first ones."""
 
+_DECODED = 12
+"""Largest number of decoded images shown of an image: those with the most bits."""
+
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -31,7 +34,7 @@ def _load_font() -> _Font:
 
 
 def draw_sheets(name: str, details: Details) -> dict[str, Image.Image]:
-    """Return images of an evaluation, by names in groups: ``retrieved/<task> image to text``, ``code maps/<task>``."""
+    """Return images of an evaluation by name: ``retrieved/<task> image to text``, ``code maps/<task>``, ..."""
     sheets = {}
     for examples in details.examples:
         if examples.hits or examples.misses:
@@ -40,6 +43,8 @@ def draw_sheets(name: str, details: Details) -> dict[str, Image.Image]:
     codes = details.codes
     if codes is not None and codes.grid is not None and codes.maps:
         sheets[f"code maps/{name}"] = _draw_codes(codes, codes.grid)
+    if details.reconstructions:
+        sheets[f"reconstructed/{name}"] = _draw_reconstructions(details.reconstructions)
     return sheets
 
 
@@ -56,7 +61,7 @@ def _draw_example(sheet: Image.Image, top: int, example: Example) -> None:
     """Draw the image of a query, its text and rank, and what it finds: green where it is right, else red."""
     pen = ImageDraw.Draw(sheet)
     pen.rectangle((0, top, 3, top + SIDE + 2 * _GAP - 3), _RIGHT if example.rank == 1 else _WRONG)
-    _paste(sheet, (_GAP, top + _GAP), example.image)
+    _paste(sheet, (_GAP, top + _GAP), example.image.thumbnail)
     left = SIDE + 2 * _GAP
     _write(pen, (left, top + _GAP), [example.text, f"rank {example.rank} of {example.candidates}"], _TEXT, _MIDDLE, 2)
     left += _MIDDLE + _GAP
@@ -67,7 +72,7 @@ def _draw_example(sheet: Image.Image, top: int, example: Example) -> None:
             _write(pen, (left, top + _GAP + number * _LINE), [line], colour, _WIDTH - left - _GAP)
         elif left + SIDE <= _WIDTH:
             pen.rectangle((left - 3, top + _GAP - 3, left + SIDE + 2, top + _GAP + SIDE + 2), colour)
-            _paste(sheet, (left, top + _GAP), found.image)
+            _paste(sheet, (left, top + _GAP), found.image.thumbnail)
             left += SIDE + _GAP
 
 
@@ -82,7 +87,7 @@ def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
         _write(pen, (_GAP + (column + 1) * pitch, _GAP // 2), [number], _TEXT, SIDE)
     for row, each in enumerate(codes.maps):
         top = _GAP + _LINE + row * pitch
-        _paste(sheet, (_GAP, top), each.image)
+        _paste(sheet, (_GAP, top), each.image.thumbnail)
         for codebook in range(shown):
             image = draw_map([ids[codebook] for ids in each.ids], grid[1]).resize(
                 (SIDE, SIDE), Image.Resampling.NEAREST
@@ -91,11 +96,33 @@ def _draw_codes(codes: Codes, grid: tuple[int, int]) -> Image.Image:
     return sheet
 
 
-def _paste(sheet: Image.Image, place: tuple[int, int], shown: ShownImage) -> None:
-    if shown.thumbnail is None:
+def _draw_reconstructions(images: Sequence[Reconstruction]) -> Image.Image:
+    """Draw a row for each image: the original, and the decoded images with their bits and PSNR."""
+    pitch, height = SIDE + _GAP, SIDE + _GAP + 2 * _LINE
+    shown = min(_DECODED, max(len(each.decoded) for each in images))
+    sheet = Image.new("RGB", ((shown + 1) * pitch + _GAP, len(images) * height + _GAP), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for row, each in enumerate(images):
+        top = _GAP + row * height
+        _paste(sheet, (_GAP, top), each.image.thumbnail)
+        _write(pen, (_GAP, top + SIDE), ["original"], _TEXT, SIDE)
+        for column, decoded in enumerate(each.decoded[-shown:], start=1):  # the last ones have the most bits
+            left = _GAP + column * pitch
+            _paste(sheet, (left, top), decoded.image)
+            _write(pen, (left, top + SIDE), _captions(decoded), _TEXT, SIDE)
+    return sheet
+
+
+def _captions(decoded: DecodedImage) -> list[str]:
+    psnr = decoded.figures.get("psnr")
+    return [f"{decoded.bits:,.0f} bits", *([] if psnr is None else [f"{psnr:.1f} dB"])]
+
+
+def _paste(sheet: Image.Image, place: tuple[int, int], thumbnail: bytes | None) -> None:
+    if thumbnail is None:
         ImageDraw.Draw(sheet).rectangle((*place, place[0] + SIDE - 1, place[1] + SIDE - 1), outline=_TEXT)
         return
-    with Image.open(io.BytesIO(shown.thumbnail), formats=("PNG", "JPEG")) as image:
+    with Image.open(io.BytesIO(thumbnail), formats=("PNG", "JPEG")) as image:
         sheet.paste(image.convert("RGB").resize((SIDE, SIDE)), place)
 
 

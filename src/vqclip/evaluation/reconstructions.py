@@ -1,0 +1,213 @@
+"""Reconstructions for a page: images beside what their ids decode to, from the fewest bits to all.
+
+Shapes: B images in a batch, n in all, m shown, N tokens, C codebooks, S pixels on each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vqclip.data import EvalBatch, EvalSet, RawSample, Source
+from vqclip.data.draws import hash_integers
+from vqclip.data.permutation import permute
+from vqclip.data.transforms import EvalTransform
+from vqclip.errors import ConfigError, DataError
+from vqclip.evaluation.bits import prefix_bits, prefix_label
+from vqclip.evaluation.details import DIFFERENCE_GAIN, DecodedImage, Reconstruction, ShownImage
+from vqclip.evaluation.thumbnails import ImageReader, exact_thumbnail
+from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
+from vqclip.quantizers import Prefix
+from vqclip.seeds import derive_seed
+from vqclip.tokenizer import ImageTokenizer
+
+ALL_IDS = "all ids"
+"""Label of all ids where they have no shorter prefix."""
+
+
+class DecodedPrefix(NamedTuple):
+    """A prefix of the ids that is decoded to pixels."""
+
+    label: str
+    bits: float
+    """Bits an image."""
+    prefix: Prefix
+
+    def decode(self, tokenizer: ImageTokenizer, ids: Tensor) -> Tensor:
+        """Decode the prefix of ids ``(B, N, C)`` to images ``(B, 3, S, S)`` uint8 on the CPU.
+
+        Raises:
+            NonFiniteError: a pixel is NaN or infinite.
+        """
+        part = tokenizer.truncate(ids.to(tokenizer.device, torch.int64), *self.prefix)
+        return to_uint8(tokenizer.decode_pixels(part)).cpu()
+
+
+def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
+    """Return the prefixes by stages, then those by codebooks, and all ids last."""
+    extent = tokenizer.quantizer.extent
+    return [
+        DecodedPrefix(prefix_label(prefix, extent) or ALL_IDS, prefix_bits(tokenizer, prefix), prefix)
+        for prefix in extent.shorter()
+    ]
+
+
+def pixel_transform(tokenizer: ImageTokenizer) -> EvalTransform:
+    """Return the transform of the originals: that of the tokenizer, at the size of the decoded images."""
+    assert tokenizer.pixels is not None
+    return tokenizer.config.preprocess.build(tokenizer.pixels.image_size)
+
+
+def show_reconstructions(
+    tokenizer: ImageTokenizer, ids: Tensor, images: Sequence[ShownImage], reader: ImageReader, *, large: bool = False
+) -> Iterator[Reconstruction]:
+    """Describe images beside what the prefixes of their ids decode to; those that cannot be read again are left out.
+
+    Args:
+        tokenizer: with a pixel decoder, in evaluation mode.
+        ids: ``(m, N, C)`` of any integer type.
+        images: m images of the set of ``reader``, described.
+        reader: reader with `pixel_transform`; its thumbnails are at most as large as the images.
+        large: whether to make images of the differences.
+    """
+    for image, one in zip(images, ids, strict=True):
+        original = reader.pixels(image.index)
+        if original is not None:  # otherwise the file has changed since
+            decoded = [
+                _describe(each, each.decode(tokenizer, one[None])[0], original, reader.side, large)
+                for each in decoded_prefixes(tokenizer)
+            ]
+            shown = image.model_copy(update={"thumbnail": exact_thumbnail(original, reader.side)})
+            yield Reconstruction(image=shown, decoded=tuple(decoded))
+
+
+def _describe(prefix: DecodedPrefix, pixels: Tensor, original: Tensor, side: int, large: bool) -> DecodedImage:
+    return DecodedImage(
+        label=prefix.label,
+        bits=prefix.bits,
+        figures={name: float(value) for name, value in compare_images(pixels[None], original[None]).items()},
+        image=exact_thumbnail(pixels, side),
+        difference=exact_thumbnail(_difference(pixels, original), side) if large else None,
+    )
+
+
+def _difference(decoded: Tensor, original: Tensor) -> Tensor:
+    """Return the mean difference of the channels as a grey image ``(3, S, S)`` uint8."""
+    grey = (decoded.float() - original.float()).abs().mean(dim=0, keepdim=True)
+    return (grey * DIFFERENCE_GAIN).clamp(0, 255).round().to(torch.uint8).expand(3, -1, -1)
+
+
+class DrawnSource:
+    """Samples of a source that a seed draws, in the order of the source.
+
+    Args:
+        source: the source.
+        count: number of samples; all of a smaller source.
+        seed: seed of the draw.
+    """
+
+    def __init__(self, source: Source, count: int, seed: int):
+        self._source = source
+        self.classnames, self.templates = source.classnames, source.templates
+        size, key = len(source), hash_integers(derive_seed(seed, "reconstruct"))
+        self.indices: list[int] = sorted(permute(np.arange(min(count, size)), size, key).tolist()) if size else []
+        """Their numbers in the source."""
+
+    def __len__(self) -> int:
+        """Return the number of drawn samples."""
+        return len(self.indices)
+
+    def read(self, index: int) -> RawSample:
+        """Read one sample; see `Source.read`."""
+        return self._source.read(self.indices[index])
+
+    def name(self, index: int) -> str:
+        """Return shard and sample; see `Source.name`."""
+        return self._source.name(self.indices[index])
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the source, and the numbers of the samples."""
+        return {"source": self._source.fingerprint, "indices": self.indices}
+
+
+class Reconstructions(NamedTuple):
+    """Reconstructions of n images."""
+
+    images: int
+    """n."""
+    bad: int
+    """Number of images that cannot be used and are left out."""
+    decodings: list[tuple[str, float, dict[str, float]]]
+    """Label, bits and `mean_figures` of each prefix, all ids last."""
+    groups: list[tuple[str, list[Reconstruction]]]
+    """Titles with images."""
+
+
+def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int, **reading: Any) -> Reconstructions:
+    """Decode every prefix of the ids of images; show the worst, median and best images by the PSNR of all ids.
+
+    Args:
+        tokenizer: with a pixel decoder, in evaluation mode.
+        source: the images.
+        shown: number of images of each group.
+        side: largest side of an image that is shown, in pixels.
+        **reading: ``batch_size``, ``workers`` and ``max_bad_fraction`` of `EvalSet`.
+
+    Raises:
+        ConfigError: the tokenizer has no codes.
+        DataError: no image can be used, or too many cannot.
+        NonFiniteError: a decoded pixel is NaN or infinite.
+    """
+    prefixes, bad, texts = decoded_prefixes(tokenizer), 0, dict[int, str]()
+    if not prefixes:
+        raise ConfigError("reconstruct: the image quantizer has no codes (Identity); expected one with a codebook")
+    ids, figures = list[Tensor](), [list[dict[str, Tensor]]() for _ in prefixes]
+    for batch, originals in _batches(tokenizer, source, **reading):
+        bad += len(batch.bad)
+        if len(batch):
+            ids.append(tokenizer.encode(batch.images).to("cpu", torch.int32))
+            texts |= zip(batch.sample_ids.tolist(), _texts(source, batch), strict=True)
+            for prefix, found in zip(prefixes, figures, strict=True):
+                found.append(compare_images(prefix.decode(tokenizer, ids[-1]), originals))
+    if not texts:
+        raise DataError(f"none of the {len(source)} images can be used; expected at least one")
+    every, places = torch.cat(ids), list(texts)
+    values = [{name: torch.cat([each[name] for each in found]) for name in found[0]} for found in figures]
+    reader = ImageReader(source, pixel_transform(tokenizer), side)
+    groups = []
+    for title, rows in choose_images(values[-1]["psnr"], shown).items():
+        images = [reader.describe(places[row], texts[places[row]]) for row in rows]
+        groups.append((title, [*show_reconstructions(tokenizer, every[rows], images, reader, large=True)]))
+    means = [(each.label, each.bits, mean_figures(found)) for each, found in zip(prefixes, values, strict=True)]
+    return Reconstructions(len(texts), bad, means, groups)
+
+
+def choose_images(psnr: Tensor, some: int) -> dict[str, list[int]]:
+    """Return rows of the worst, median and best images of ``psnr`` ``(n,)``; one group of all if there are few."""
+    order = psnr.argsort(stable=True).tolist()
+    if len(order) <= 3 * some:
+        return {"All images, worst first": order}
+    middle = (len(order) - some) // 2
+    return {"Worst": order[:some], "Median": order[middle : middle + some], "Best": order[: -some - 1 : -1]}
+
+
+def _batches(tokenizer: ImageTokenizer, source: Source, **reading: Any) -> Iterator[tuple[EvalBatch, Tensor]]:
+    """Yield images as the tower sees them, with the originals at the size of the decoded images."""
+    seen = EvalSet(source, tokenizer.transform, **reading)
+    transform = pixel_transform(tokenizer)
+    if transform.image_size == tokenizer.tower.image_size:
+        yield from ((batch, batch.images) for batch in seen)
+        return
+    yield from ((batch, other.images) for batch, other in zip(seen, EvalSet(source, transform, **reading), strict=True))
+
+
+def _texts(source: Source, batch: EvalBatch) -> list[str]:
+    """Return the class or the first caption of each image."""
+    if source.classnames:
+        return [source.classnames[label] for label in batch.labels.tolist()]
+    return [captions[0] for captions in batch.captions]
