@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from vqclip.errors import ConfigError, ShapeError
+from tests.models import FSQ as FSQ_3
+from tests.models import RESIDUAL_FSQ, tiny_model
+from vqclip import load_tokenizer
+from vqclip.errors import ConfigError, ShapeError, VqclipError
+from vqclip.pixels import PixelsConfig, attach
 from vqclip.pixels.detail import DetailConfig, draw_stages
+from vqclip.tokenizer.fingerprint import fingerprint
 
 FSQ = {"kind": "fsq", "levels": [4, 3]}
 QUANTIZERS = {
@@ -12,14 +19,23 @@ QUANTIZERS = {
     "product": {"kind": "product", "codebooks": 2, "layer": FSQ},
     "residual vq": {"kind": "residual", "depth": 2, "layer": {"kind": "vq", "dim": 3, "codebook_size": 8}},
     "lfq": {"kind": "lfq", "bits": 3},
+    "residual fsq": {"kind": "residual", "depth": 2, "layer": FSQ | {"layout": "uniform"}},
 }
 STAGES = 3
+CONVOLUTIONAL = {"kind": "convolutional", "channels": 4, "max_channels": 8, "channels_per_group": 2}
+
+
+def section(quantizer, **settings):
+    return {"quantizer": QUANTIZERS[quantizer], "stages": STAGES, "channels": 8, "max_channels": 8} | settings
+
+
+def decoder(quantizer):
+    return PixelsConfig.model_validate({"decoder": CONVOLUTIONAL, "image_size": 16, "detail": section(quantizer)})
 
 
 def build(quantizer="fsq", **settings):
     torch.manual_seed(0)
-    config = {"quantizer": QUANTIZERS[quantizer], "stages": STAGES, "channels": 8, "max_channels": 8} | settings
-    return DetailConfig.model_validate(config).build(4, 16)
+    return DetailConfig.model_validate(section(quantizer, **settings)).build(4, 16)
 
 
 def images(count=5):
@@ -85,7 +101,69 @@ def test_wrong_settings_and_ids_are_named():
     with pytest.raises(ConfigError, match="got 5 tokens for images of 16 x 16"):
         DetailConfig(quantizer=FSQ).build(5, 16)
     detail = build()
-    with pytest.raises(ShapeError, match=r"detail ids: got shape \(1, 4, 4\); expected at most 3 ids a token"):
+    with pytest.raises(ShapeError, match="detail ids: got 4 a token; expected at most 3, of 3 stages"):
         detail.decode(torch.zeros(1, 4, 4, dtype=torch.int64))
     with pytest.raises(ShapeError, match=r"expected \(B, 3, 16, 16\)"):
         detail.encode(torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_a_tokenizer_folder_has_the_detail_codebooks(quantizer, tmp_path):
+    torch.manual_seed(0)
+    model = tiny_model(RESIDUAL_FSQ).build().eval()
+    plain, embedded = model.image.encode(images()), model.image.embed(model.image.encode(images()))
+    name = fingerprint(model.image)
+    attach(model.image, decoder(quantizer).build(model.image.quantizer.dim, 4).eval())
+    model.image.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, "image")
+    ids = tokenizer.encode_pixels(images())
+    assert ids[..., :3].equal(plain)
+    assert ids[..., 3:].equal(tokenizer.encode_detail(images()))
+    assert ids[..., 3:].equal(model.image.encode_detail(images()))
+    assert tokenizer.encode(images()).equal(plain)
+    assert tokenizer.embed(plain).equal(embedded)
+    assert fingerprint(tokenizer) == name
+    reader = load_tokenizer(tmp_path, "image", encode=False)
+    assert reader.decode_pixels(ids.int()).equal(model.image.decode_pixels(ids))
+    assert reader.bits_per_sample == model.image.bits_per_sample
+
+
+def test_images_are_decoded_from_any_number_of_stages():
+    torch.manual_seed(0)
+    tokenizer = tiny_model(FSQ_3).build().eval().image
+    attach(tokenizer, decoder("product").build(3, 4).eval())
+    ids, vectors = tokenizer.encode_pixels(images()), tokenizer.quantizer.decode(tokenizer.encode(images()))
+    made = [tokenizer.decode_pixels(ids, detail=stages) for stages in range(STAGES + 1)]
+    for stages, image in enumerate(made):
+        assert tokenizer.decode_pixels(ids[..., : 1 + 2 * stages]).equal(image)
+        detail = tokenizer.pixels.detail(images(), torch.full((5,), stages)).vectors
+        assert tokenizer.pixels_of(vectors, detail).clamp(0, 1).equal(image)
+    assert tokenizer.pixels_of(vectors).clamp(0, 1).equal(made[0])
+    assert tokenizer.decode_pixels(ids).equal(made[-1])
+    assert all(not one.equal(other) for one, other in itertools.pairwise(made))
+    with pytest.raises(
+        ConfigError, match="detail: got 4 stages for 6 detail ids a token; expected 0 to 3 stages of 2 ids"
+    ):
+        tokenizer.decode_pixels(ids, detail=4)
+    with pytest.raises(ConfigError, match="detail: got 2 stages for 2 detail ids"):
+        tokenizer.decode_pixels(ids[..., :3], detail=2)
+    with pytest.raises(ShapeError, match="detail ids: got 7 a token; expected at most 6"):
+        tokenizer.decode_pixels(torch.cat((ids, ids[..., :1]), dim=-1))
+    with pytest.raises(ShapeError, match=r"detail: got shape \(5, 4, 3\), expected \(5, 4, 12\)"):
+        tokenizer.pixels_of(vectors, vectors)
+
+
+def test_a_decoder_without_detail_says_so():
+    torch.manual_seed(0)
+    tokenizer = tiny_model(FSQ_3).build().eval().image
+    with pytest.raises(VqclipError, match="has no detail codebooks"):
+        tokenizer.encode_detail(images())
+    assert tokenizer.encode_pixels(images()).equal(tokenizer.encode(images()))
+    attach(tokenizer, PixelsConfig(decoder=CONVOLUTIONAL, image_size=16).build(3, 4))
+    ids = tokenizer.encode_pixels(images())
+    with pytest.raises(ConfigError, match="detail: got 0 stages; expected None, as this decoder has no detail"):
+        tokenizer.decode_pixels(ids, detail=0)
+    with pytest.raises(ShapeError, match=r"expected \(B, 4, 1\)"):
+        tokenizer.decode_pixels(torch.cat((ids, ids), dim=-1))
+    with pytest.raises(ShapeError, match="got vectors for a decoder without detail codebooks"):
+        tokenizer.pixels_of(torch.zeros(1, 4, 3), torch.zeros(1, 4, 3))

@@ -16,9 +16,12 @@ from vqclip.pixels.decoder import (
     TransformerPixelsConfig,
     attach,
 )
+from vqclip.pixels.detail import Detail, DetailConfig
 
 __all__ = [
     "ConvolutionalPixelsConfig",
+    "Detail",
+    "DetailConfig",
     "PixelDecoder",
     "PixelDecoderConfig",
     "PixelsConfig",

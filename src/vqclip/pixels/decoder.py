@@ -1,6 +1,6 @@
 """Pixel decoders: the code vectors of an image → the image.
 
-    vectors (B, N, D) → layers on the grid of tokens → (B, 3, H, W), about 0..1
+    vectors (B, N, D), and those of detail ids → layers on the grid of tokens → (B, 3, H, W), about 0..1
 
 Each kind is a config class beside its module, and one entry of `PixelDecoderConfig`. No layer joins the samples of a
 batch, so an image is the same in every batch, up to rounding.
@@ -9,6 +9,7 @@ batch, so an image is the same in every batch, up to rounding.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import Block, heads_divide_width
+from vqclip.pixels.detail import Detail, DetailConfig
+from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 
 __all__ = [
     "ConvolutionalPixelsConfig",
@@ -41,14 +44,17 @@ class PixelDecoder(nn.Module):
 
     Args:
         config: its configuration, which a tokenizer folder stores.
-        layers: ``(B, N, D)`` → ``(B, 3, H, W)``.
+        layers: ``(B, N, D + detail.dim)`` → ``(B, 3, H, W)``.
         dim: D, width of the vectors.
         num_tokens: N.
+        detail: its detail codebooks, if it has any.
     """
 
-    def __init__(self, config: PixelsConfig, layers: nn.Module, dim: int, num_tokens: int):
+    def __init__(
+        self, config: PixelsConfig, layers: nn.Module, dim: int, num_tokens: int, detail: Detail | None = None
+    ):
         super().__init__()
-        self.config, self.layers = config, layers
+        self.config, self.layers, self.detail = config, layers, detail
         self.dim, self.num_tokens = dim, num_tokens
 
     @property
@@ -56,11 +62,12 @@ class PixelDecoder(nn.Module):
         """H = W of the images in pixels."""
         return self.config.image_size
 
-    def forward(self, vectors: Tensor) -> Tensor:
+    def forward(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:
         """Decode code vectors, with gradients.
 
         Args:
             vectors: ``(B, N, D)`` floating point, from ``tokenizer.quantizer``; 0 for an absent token.
+            detail: ``(B, N, detail.dim)`` floating point, from `Detail`; None: no detail stage.
 
         Returns:
             ``(B, 3, H, W)`` float32 (float64 for a decoder in float64), also under autocast; 0 is black and 1 is
@@ -74,9 +81,37 @@ class PixelDecoder(nn.Module):
                 f"vectors: got shape {tuple(vectors.shape)}, expected (B, {self.num_tokens}, {self.dim}), as "
                 "tokenizer.quantizer.decode(ids) gives them"
             )
-        pixels = self.layers(vectors.to(next(self.parameters()).dtype))
+        if self.detail is not None:
+            vectors = torch.cat((vectors, self._detail(vectors, self.detail.dim, detail)), dim=-1)
+        elif detail is not None:
+            raise ShapeError("detail: got vectors for a decoder without detail codebooks; expected None")
+        pixels = self.layers(vectors.to(next(self.layers.parameters()).dtype))
         # Around 0, half precision has more digits than around 0.5.
         return pixels.to(torch.promote_types(pixels.dtype, torch.float32)) + 0.5
+
+    def split(self, ids: Tensor, semantic: int, stages: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the tokenizer's ids, and the vectors of the detail ids behind them for `forward`.
+
+        Args:
+            ids: ``(B, N, C)`` integers, or up to ``(B, N, C + Cd)``.
+            semantic: C, number of the tokenizer's codebooks.
+            stages: number of first detail stages to use; None: all that the ids have.
+
+        Raises:
+            ShapeError, ConfigError: see `Detail.decode`; also for ``stages`` without detail codebooks.
+        """
+        if self.detail is not None:
+            return ids[..., :semantic], self.detail.decode(ids[..., semantic:], stages)
+        if stages is not None:
+            raise ConfigError(f"detail: got {stages} stages; expected None, as this decoder has no detail codebooks")
+        return ids, None
+
+    def _detail(self, vectors: Tensor, dim: int, detail: Tensor | None) -> Tensor:
+        if detail is None:
+            return vectors.new_zeros(*vectors.shape[:2], dim)
+        if tuple(detail.shape) != (*vectors.shape[:2], dim):
+            raise ShapeError(f"detail: got shape {tuple(detail.shape)}, expected {(*vectors.shape[:2], dim)}")
+        return detail
 
 
 class _Transformer(nn.Module):
@@ -133,7 +168,7 @@ class _Convolutional(nn.Module):
     def __init__(self, config: ConvolutionalPixelsConfig, dim: int, num_tokens: int, pixels: int):
         super().__init__()
         self.side = math.isqrt(num_tokens)
-        factors = _prime_factors(pixels)
+        factors = prime_factors(pixels)
         widths = [min(config.max_channels, config.channels << left) for left in range(len(factors), -1, -1)]
         self.position = nn.Parameter(torch.randn(num_tokens, dim) * 0.02)
         self.into = nn.Conv2d(dim, widths[0], 3, padding=1)
@@ -152,7 +187,28 @@ class _Convolutional(nn.Module):
         return self.out(self.stages(self.into(x)))
 
 
-class TransformerPixelsConfig(Config):
+class _LayersConfig(Config, ABC):
+    """Layers of a decoder."""
+
+    @abstractmethod
+    def layers(self, dim: int, num_tokens: int, image_size: int) -> nn.Module:
+        """Make the layers, ``(B, N, dim)`` → ``(B, 3, H, W)``; see `build`."""
+
+    def build(self, dim: int, num_tokens: int, image_size: int) -> PixelDecoder:
+        """Make a decoder with random weights (torch's global generator), without detail codebooks.
+
+        Args:
+            dim: D, width of the vectors.
+            num_tokens: N, a square number.
+            image_size: height and width of the images in pixels.
+
+        Raises:
+            ConfigError: the tokens are no square grid, or do not divide the image.
+        """
+        return PixelsConfig.model_validate({"decoder": self, "image_size": image_size}).build(dim, num_tokens)
+
+
+class TransformerPixelsConfig(_LayersConfig):
     """Transformer blocks over the tokens, each of which becomes a patch of pixels.
 
     After the decoder of ViT-VQGAN (Yu et al. 2021, https://arxiv.org/abs/2110.04627); two convolutions at the end hide
@@ -172,22 +228,12 @@ class TransformerPixelsConfig(Config):
 
     _heads_divide_width = model_validator(mode="after")(heads_divide_width)
 
-    def build(self, dim: int, num_tokens: int, image_size: int) -> PixelDecoder:
-        """Make a decoder with random weights (torch's global generator).
-
-        Args:
-            dim: D, width of the vectors.
-            num_tokens: N, a square number.
-            image_size: height and width of the images in pixels.
-
-        Raises:
-            ConfigError: the tokens are no square grid, or do not divide the image.
-        """
-        layers = _Transformer(self, dim, num_tokens, _pixels_per_token(num_tokens, image_size))
-        return PixelDecoder(PixelsConfig(decoder=self, image_size=image_size), layers, dim, num_tokens)
+    def layers(self, dim: int, num_tokens: int, image_size: int) -> nn.Module:
+        """Make the layers; see `build`."""
+        return _Transformer(self, dim, num_tokens, pixels_per_token(num_tokens, image_size))
 
 
-class ConvolutionalPixelsConfig(Config):
+class ConvolutionalPixelsConfig(_LayersConfig):
     """Residual blocks of convolutions (as in VQGAN, Esser et al. 2021), in stages that enlarge the grid of tokens.
 
     A stage doubles height and width; where the pixels of a token are no power of 2, the first stages have the other
@@ -207,17 +253,12 @@ class ConvolutionalPixelsConfig(Config):
 
     @model_validator(mode="after")
     def _groups_divide_channels(self) -> ConvolutionalPixelsConfig:
-        if self.channels % self.channels_per_group or self.max_channels % self.channels_per_group:
-            raise ValueError(
-                f"got channels {self.channels}, max_channels {self.max_channels} and channels_per_group "
-                f"{self.channels_per_group}; expected channels that are multiples of channels_per_group"
-            )
+        require_groups(self.channels, self.max_channels, self.channels_per_group)
         return self
 
-    def build(self, dim: int, num_tokens: int, image_size: int) -> PixelDecoder:
-        """Make a decoder with random weights; see `TransformerPixelsConfig.build`."""
-        layers = _Convolutional(self, dim, num_tokens, _pixels_per_token(num_tokens, image_size))
-        return PixelDecoder(PixelsConfig(decoder=self, image_size=image_size), layers, dim, num_tokens)
+    def layers(self, dim: int, num_tokens: int, image_size: int) -> nn.Module:
+        """Make the layers; see `build`."""
+        return _Convolutional(self, dim, num_tokens, pixels_per_token(num_tokens, image_size))
 
 
 PixelDecoderConfig = Annotated[TransformerPixelsConfig | ConvolutionalPixelsConfig, Field(discriminator="kind")]
@@ -231,11 +272,23 @@ class PixelsConfig(Config):
     """Layers of the decoder."""
     image_size: ImageSize
     """Height and width of the images in pixels; a multiple of the side of the token grid."""
+    detail: DetailConfig | None = None
+    """Further codebooks, whose ids hold what the tokenizer's ids leave out; null: none."""
 
     @torch.inference_mode(False)  # so that it can be used outside of inference mode
     def build(self, dim: int, num_tokens: int) -> PixelDecoder:
-        """Make the decoder with random weights; see `TransformerPixelsConfig.build`."""
-        return self.decoder.build(dim, num_tokens, self.image_size)
+        """Make the decoder with random weights (torch's global generator).
+
+        Args:
+            dim: D, width of the vectors.
+            num_tokens: N, a square number.
+
+        Raises:
+            ConfigError: the tokens are no square grid, or do not divide the image.
+        """
+        detail = None if self.detail is None else self.detail.build(num_tokens, self.image_size)
+        width = dim if detail is None else dim + detail.dim
+        return PixelDecoder(self, self.decoder.layers(width, num_tokens, self.image_size), dim, num_tokens, detail)
 
 
 class _ImageTokenizer(Protocol):
@@ -270,25 +323,3 @@ def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
             f"with {expected[1]} channels; expected decoder.build(tokenizer.quantizer.dim, tokenizer.num_tokens, ...)"
         )
     tokenizer.pixels = decoder
-
-
-def _pixels_per_token(num_tokens: int, image_size: int) -> int:
-    side = math.isqrt(num_tokens)
-    if side**2 != num_tokens or image_size % side:
-        raise ConfigError(
-            f"pixels: got {num_tokens} tokens for images of {image_size} x {image_size} pixels; expected a square grid "
-            "of tokens whose side divides the image's"
-        )
-    return image_size // side
-
-
-def _prime_factors(number: int) -> list[int]:
-    """Return the prime factors of ``number``, largest first."""
-    factors, factor = [], 2
-    while number > 1:
-        if number % factor:
-            factor += 1
-        else:
-            factors.append(factor)
-            number //= factor
-    return factors[::-1]

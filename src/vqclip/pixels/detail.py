@@ -95,21 +95,31 @@ class Detail(nn.Module):
         """Encode images ``(B, 3, H, W)`` to ids ``(B, N, Cd)`` int64, stage after stage."""
         return self.quantizer.encode(self.branch(images))
 
-    def decode(self, ids: Tensor) -> Tensor:
-        """Map the ids ``(B, N, Cd or fewer)`` of all or of the first stages to vectors ``(B, N, dim)``.
+    def decode(self, ids: Tensor, stages: int | None = None) -> Tensor:
+        """Map the ids ``(B, N, Cd)`` of all stages, or of the first ones, to vectors ``(B, N, dim)``.
 
         Left-out ids, and ids of -1, add 0.
 
+        Args:
+            ids: of any integer type.
+            stages: number of first stages to use; None: all that the ids have.
+
         Raises:
             ShapeError: more ids than codebooks, an id outside its codebook, or another shape or dtype.
+            ConfigError: more stages than the ids have.
         """
-        missing = len(self.codebook_sizes) - require_ids(ids).shape[-1]
-        if missing < 0:
-            raise ShapeError(
-                f"detail ids: got shape {tuple(ids.shape)}; expected at most {len(self.codebook_sizes)} ids a token "
-                f"({self.stages} stages)"
-            )
-        return self.quantizer.decode(F.pad(ids, (0, missing), value=-1))
+        columns, most = require_ids(ids).shape[-1], len(self.codebook_sizes)
+        if columns > most:
+            raise ShapeError(f"detail ids: got {columns} a token; expected at most {most}, of {self.stages} stages")
+        if stages is not None:
+            needed = stages * (most // self.stages)
+            if not 0 <= needed <= columns:
+                raise ConfigError(
+                    f"detail: got {stages} stages for {columns} detail ids a token; expected 0 to {self.stages} stages "
+                    f"of {most // self.stages} ids"
+                )
+            ids, columns = ids[..., :needed], needed
+        return self.quantizer.decode(F.pad(ids, (0, most - columns), value=-1))
 
     def _keep(self, vectors: Tensor, stages: Tensor) -> Tensor:
         stage_of = torch.arange(self.dim, device=vectors.device) // (self.dim // self.stages)
@@ -166,7 +176,8 @@ class DetailConfig(Config):
         Raises:
             ConfigError: the tokens are no square grid, or do not divide the image, or the quantizer has no codes.
         """
-        quantizer = Product(self.quantizer.build(), self.stages)
+        with torch.device("cpu"):  # it reads numbers, which a device for shapes alone lacks
+            quantizer = Product(self.quantizer.build(), self.stages)
         if not quantizer.codebook_sizes:
             raise ConfigError(
                 f"detail.quantizer: got kind {self.quantizer.kind!r}, which has no codes; expected another"

@@ -173,40 +173,40 @@ class TokenizerDecoder(nn.Module):
         return self._embed(self._lookup(ids), self.ids_mask(ids))
 
     @torch.no_grad()
-    def decode_pixels(self, ids: Tensor, codebooks: int | None = None, depth: int | None = None) -> Tensor:
+    def decode_pixels(
+        self, ids: Tensor, codebooks: int | None = None, depth: int | None = None, detail: int | None = None
+    ) -> Tensor:
         """Decode ids ``(B, N, C)`` to images ``(B, 3, H, W)`` float32 in 0..1, without gradients.
 
         An image differs by at most about 1e-5 between batches of different sizes.
 
         Args:
-            ids: of any integer type; -1 for an absent id.
+            ids: of any integer type; -1 for an absent id. Detail ids may follow: ``(B, N, C + Cd)`` or fewer, as
+                `ImageTokenizer.encode_pixels` returns them; those that are left out add nothing.
             codebooks: number of first codebooks to use; None: all.
             depth: number of first residual stages to use; None: all. See `truncate`.
+            detail: number of first detail stages to use; None: all that the ids have.
 
         Raises:
             VqclipError: the tokenizer has no pixel decoder.
             ShapeError: for another shape or dtype, or an id outside its codebook.
-            ConfigError: more stages or codebooks than the quantizer has.
+            ConfigError: more stages or codebooks than the quantizer or the ids have.
         """
+        ids, further = self._require_pixels().split(require_ids(ids), len(self.codebook_sizes), detail)
         if codebooks is not None or depth is not None:
             ids = self.truncate(ids, depth, codebooks)
-        return self.pixels_of(self._lookup(ids)).float().clamp(0, 1)
+        return self.pixels_of(self._lookup(ids), further).float().clamp(0, 1)
 
-    def pixels_of(self, vectors: Tensor) -> Tensor:
+    def pixels_of(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:
         """Decode the quantizer's code vectors ``(B, N, quantizer.dim)`` to images ``(B, 3, H, W)``, with gradients.
 
-        Values are not clamped and may be a little outside of 0..1; see `PixelDecoder.forward`.
+        Values are not clamped and may be a little outside of 0..1; see `PixelDecoder.forward`, also for ``detail``.
 
         Raises:
             VqclipError: the tokenizer has no pixel decoder.
             ShapeError: for another shape.
         """
-        if self.pixels is None:
-            raise VqclipError(
-                f"this {self.modality} tokenizer has no pixel decoder; expected a folder with {PIXELS_FILE}, which a "
-                "run with task: pixels writes, or vqclip.pixels.attach(tokenizer, decoder) before"
-            )
-        return self.pixels(vectors)
+        return self._require_pixels()(vectors, detail)
 
     @staticmethod
     def to_pil(pixels: Tensor) -> list[Image]:
@@ -295,6 +295,14 @@ class TokenizerDecoder(nn.Module):
     def _project_out(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         # Codes are fp32 numbers whatever the module's dtype is.
         return self.project_out(vectors.to(self.pool.position.dtype), mask)
+
+    def _require_pixels(self) -> PixelDecoder:
+        if self.pixels is None:
+            raise VqclipError(
+                f"this {self.modality} tokenizer has no pixel decoder; expected a folder with {PIXELS_FILE}, which a "
+                "run with task: pixels writes, or vqclip.pixels.attach(tokenizer, decoder) before"
+            )
+        return self.pixels
 
     def pixels_section(self) -> dict[str, Any]:
         """Return the section of ``config.json`` on the pixel decoder; empty without one."""

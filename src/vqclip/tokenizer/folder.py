@@ -146,7 +146,8 @@ class TokenizerFolder:
         if stored is None or tokenizer.modality != "image":
             return
         sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
-        config, path = PixelsConfig(decoder=stored.decoder, image_size=stored.image_size), self.path / PIXELS_FILE
+        config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
+        path = self.path / PIXELS_FILE
         with self._name_config_errors("pixels."), torch.device("meta"):
             expected = {
                 f"{PIXELS_PREFIX}{name}": tuple(t.shape) for name, t in config.build(*sizes).state_dict().items()

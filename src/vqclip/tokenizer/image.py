@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import ShapeError
+from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import ImageTower, ImageTowerConfig
@@ -55,6 +55,35 @@ class ImageTokenizer(Tokenizer):
             ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
         """
         return self._encode(self.batch(images))
+
+    def encode_pixels(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+        """Encode images to all ids that `decode_pixels` can use: ``(B, N, C + Cd)`` int64.
+
+        The first C are those of `encode`, bit for bit; the Cd detail ids follow, stage after stage, if the pixel
+        decoder has detail codebooks.
+
+        Args:
+            images: as of `encode`.
+
+        Raises:
+            ShapeError: as of `encode`.
+        """
+        inputs = self.batch(images)
+        ids = self._encode(inputs)
+        if self.pixels is None or self.pixels.detail is None:
+            return ids
+        return torch.cat((ids, self.pixels.detail.encode(inputs)), dim=-1)
+
+    def encode_detail(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+        """Encode images to the detail ids alone: ``(B, N, Cd)`` int64; see `encode_pixels`.
+
+        Raises:
+            VqclipError: the tokenizer has no detail codebooks.
+            ShapeError: as of `encode`.
+        """
+        if self.pixels is None or self.pixels.detail is None:
+            raise VqclipError("this image tokenizer has no detail codebooks; expected a pixel decoder with `detail`")
+        return self.pixels.detail.encode(self.batch(images))
 
     def batch(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
         """Turn the input of `encode` into that of `features`: a tensor, checked, on the tokenizer's device.
