@@ -9,7 +9,8 @@ Prints a table, after about 2 minutes on two CPU cores.
 start: a process of its own reads the index and computes its part of a batch of 32,768, as rank 0 of 8 on each of 64
 nodes; a further process does so at the same time. Seconds begin with the process; of the index, after the imports. MB
 are its share of all memory (PSS): for index and order alone, and with Python and its modules. Milliseconds are medians,
-of a whole batch and of a rank's part. The full order reads the indexes of all shards, made without them.
+of a whole batch and of a rank's part. At URLs, the `data` section of a configuration is built, from the names of the
+shards on. The full order reads the indexes of all shards, made without them.
 
 mixing: every shard has one topic. The figure is the variance of the topic shares of a batch, over that of independent
 draws; in the second column that of 16 successive batches together. MosaicML's py1br and a shuffle buffer are simulated
@@ -35,9 +36,12 @@ from typing import Any
 
 import numpy as np
 
+from vqclip.data import DataConfig
 from vqclip.data import index as shard_index
 from vqclip.data.chunks.index_file import DIGEST, IndexContent, open_index, write_index
+from vqclip.data.chunks.location import cached_index
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
+from vqclip.data.sources.paths import find_shards
 from vqclip.data_tools.mixing import simulate_mixing, topic_variance
 
 DRAWS, TOGETHER = 8, 16
@@ -151,16 +155,19 @@ def memory() -> dict[str, float]:
     return {"pss": found["Pss"], "uss": found["Private_Clean"] + found["Private_Dirty"]}
 
 
-def measure(path: Path, verify: bool, began: float) -> None:
+def measure(where: str, verify: bool, began: float) -> None:
     """Print, as JSON, what this process needs to the first positions; wait until its input ends."""
-    before, start = memory(), time.time()
-    if path.is_dir():
+    before, start, path = memory(), time.time(), Path(where)
+    if "://" in where:
+        tree = {"sources": [{"kind": "shards", "path": where}], "order": {"kind": "windowed"}, "workers": 0}
+        order = DataConfig.model_validate(tree).build(224, None, BATCH, 0).order  # type: ignore[arg-type]
+    elif path.is_dir():
         held = [shard_index.load_index(each) for each in sorted(path.iterdir())]
-        samples, kind = sum(map(len, held)), FullOrder()
+        order = GlobalOrder([sum(map(len, held))], [1.0], 1, FullOrder())
     else:
         index = open_index(path, verify=verify)
-        samples, kind = index.samples, WindowedOrder()
-    order, nodes = GlobalOrder([samples], [1.0], 1, kind), np.repeat(np.arange(NODES), GPUS).tolist()
+        order = GlobalOrder([index.samples], [1.0], 1, WindowedOrder())
+    nodes = np.repeat(np.arange(NODES), GPUS).tolist()
     part = order.deal(0, BATCH, 0, nodes)
     end, after = time.time(), memory()
     whole = [median_ms(lambda step=step: order.batch(step, BATCH)) for step in (0, 1_000_000)]  # type: ignore[misc]
@@ -181,7 +188,7 @@ def median_ms(function: Callable[[], object], rounds: int = 15) -> float:
 
 
 @contextlib.contextmanager
-def measured(path: Path, verify: bool) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
+def measured(path: Path | str, verify: bool) -> Iterator[tuple[dict[str, Any], subprocess.Popen[str]]]:
     """Run `measure` in a process of its own, which lives until the context ends."""
     command = [sys.executable, __file__, "measure", str(path), str(verify), str(time.time())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -196,6 +203,18 @@ def start(samples: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with measured(path, True) as (first, _), measured(path, False) as (further, _):
         path.unlink()
         return first, further
+
+
+def start_at_urls(samples: int, folder: Path) -> dict[str, Any]:
+    """Return what a process needs that builds the `data` section for shards at URLs, whose index is in the cache."""
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    url = f"http://127.0.0.1:9/{{000000..{-(-samples // SHARD) - 1:06}}}.tar"
+    path = cached_index(find_shards([url]))
+    path.parent.mkdir(parents=True)
+    make_chunk_index(path, samples)
+    with measured(url, True) as (found, _):
+        path.unlink()
+        return found
 
 
 def start_full(samples: int, folder: Path) -> dict[str, Any]:
@@ -216,6 +235,7 @@ def print_start() -> None:
             rows = dict(zip(("first process", "further process"), start(samples, Path(folder)), strict=True))
             for name, found in rows.items():
                 print_row(f"{samples:,} windowed, {name}", found)
+        print_row(f"{samples:,} windowed, at URLs", start_at_urls(samples, Path(folder)))
         for samples in (10**6, 10**7):
             print_row(f"{samples:,} full, each process", found := start_full(samples, Path(folder)))
         found["seconds"] *= 130
@@ -237,7 +257,7 @@ def print_row(name: str, found: dict[str, Any]) -> None:
 def main() -> None:
     """Print a table."""
     if sys.argv[1:2] == ["measure"]:
-        return measure(Path(sys.argv[2]), sys.argv[3] == "True", float(sys.argv[4]))
+        return measure(sys.argv[2], sys.argv[3] == "True", float(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("start", help="time and memory to the first positions")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from vqclip.data.remote.retry import FetchError, retry
 from vqclip.data.remote.transfer import open_url
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Shard
-from vqclip.data.sources.paths import strip_common_folders
+from vqclip.data.sources.paths import common_folder, strip_common_folders
 from vqclip.errors import DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.cache import cache_folder
@@ -57,11 +56,9 @@ def data_folder(shards: Sequence[Shard]) -> Path | str | None:
         return None
     parts = [split_query(each.url) for each in shards if isinstance(each, RemoteShard)]
     queries = {query for _, query in parts}
-    folders = sorted(path.rpartition("/")[0].split("/") for path, _ in parts)
-    same = zip(folders[0], folders[-1], strict=False)
-    prefix = [first for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], same)]
+    common = common_folder(path for path, _ in parts).removesuffix("/")
     # With a query for each shard, as in signed URLs, nothing is known about other files.
-    return "/".join(prefix) + queries.pop() if len(prefix) > 2 and len(queries) == 1 else None
+    return common + queries.pop() if common.count("/") > 1 and len(queries) == 1 else None
 
 
 def cached_index(shards: Sequence[Shard], cache: Path | None = None) -> Path:
@@ -115,8 +112,9 @@ def lock_index(path: Path, name: str) -> Iterator[None]:
 def fits(index: ChunkIndex, shards: Sequence[Shard]) -> bool:
     """Return whether an index has these shards, and local ones have the size and time that they had."""
     return index.has_names(shard_names(shards)) and all(
-        _is_unchanged(shard, int(length), index.tag(number))
-        for number, (shard, length) in enumerate(zip(shards, index.lengths, strict=True))
+        _is_unchanged(shard, int(index.lengths[number]), index.tag(number))
+        for number, shard in enumerate(shards)
+        if isinstance(shard, Path)
     )
 
 
@@ -125,9 +123,7 @@ def local_tag(status: os.stat_result) -> str:
     return str(status.st_mtime_ns)
 
 
-def _is_unchanged(shard: Shard, length: int, tag: str) -> bool:
-    if not isinstance(shard, Path):
-        return True
+def _is_unchanged(shard: Path, length: int, tag: str) -> bool:
     with contextlib.suppress(OSError):
         status = shard.stat()
         return (status.st_size, local_tag(status)) == (length, tag)

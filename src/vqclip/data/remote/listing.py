@@ -31,7 +31,7 @@ def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_
     protocol, is_folder = protocol_of(url), False
     if protocol in ("http", "https"):
         path = url.partition("?")[0].partition("://")[2].partition("/")[2]
-        if any(mark in path for mark in "*[]") or not path or path.endswith("/"):
+        if not path or path.endswith("/") or "*" in path or "[" in path or "]" in path:
             raise DataError(
                 f"{display_url(url)}: {protocol} cannot list folders; name the shards: {protocol}://host/{{00000..00041}}.tar"
             )

@@ -47,7 +47,7 @@ _PORT = re.compile(r"^[^\[{]*(?::|%(?:25)*3a)(?!\d*$)", re.IGNORECASE)
 """A host with an invalid port."""
 _BETWEEN = re.compile(r"[&;#]|%(?:25)*(?:26|3b|23)", re.IGNORECASE)
 _EQUALS = re.compile(r"=|%(?:25)*3d", re.IGNORECASE)
-_PLAIN = re.compile(r"[a-z][a-z0-9]*://[\w.-]+(:\d+)?(/[\w./{}+,-]*)?", re.ASCII)
+_PLAIN = re.compile(r"([a-z][a-z0-9]*)://[\w.-]+(:\d+)?(/[\w./{}+,-]*)?", re.ASCII)
 """A URL without anything to hide, as most are; there may be 100,000 of them."""
 _NAME = re.compile(r"[\w.-]{1,64}")
 _IPV6 = re.compile(r"(?<=[/@])\[[0-9A-Fa-f:.]+\]")
@@ -62,6 +62,8 @@ def protocol_of(path: str) -> str | None:
     Raises:
         DataError: another protocol, a command, a chain of protocols, or a missing host or bucket.
     """
+    if (plain := _PLAIN.fullmatch(path)) and plain[1] in PROTOCOLS:
+        return plain[1]
     if path.lower().startswith("pipe:"):
         raise DataError(f"pipe:...: commands are not run; {_EXPECTED}")
     match = _SCHEME.match(path)
@@ -161,6 +163,8 @@ def file_name(url: str) -> str:
 
 def path_in_url(url: str) -> str:
     """Return protocol, host and path of a URL, without credentials and query."""
+    if _PLAIN.fullmatch(url):
+        return url
     hidden = _mask(url)
     return hidden[: _end_of_path(hidden)]
 

@@ -6,7 +6,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vqclip.data.remote import (
@@ -20,10 +20,10 @@ from vqclip.data.remote import (
     remote_shards,
 )
 from vqclip.data.shard import Shard
-from vqclip.errors import DataError, printable
+from vqclip.errors import DataError
 from vqclip.io.files import expand_home
 
-__all__ = ["expand_braces", "find_shards", "strip_common_folders"]
+__all__ = ["common_folder", "expand_braces", "find_shards", "strip_common_folders"]
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")
@@ -53,7 +53,7 @@ def find_shards(
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
     seen: set[Shard] = set()
     for shard in shards:
-        if printable(str(shard), one_line=True) != printable(str(shard)):
+        if "\n" in str(shard):
             raise DataError(f"{str(shard)!r}: a line break in the name of a shard; rename it")
         if shard in seen:
             raise DataError(f"{shard}: listed twice; to show a source more often, raise its weight")
@@ -79,10 +79,15 @@ def expand_braces(pattern: str) -> list[str]:
 
 def strip_common_folders(paths: Sequence[str]) -> list[str]:
     """Remove the folders that all paths have in common."""
-    parts = [path.split("/") for path in paths]
-    levels = zip(*(each[:-1] for each in parts), strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
-    return ["/".join(each[common:]) for each in parts]
+    length = len(common_folder(paths))
+    return [path[length:] for path in paths]
+
+
+def common_folder(paths: Iterable[str]) -> str:
+    """Return the longest folder that contains all paths or URLs, with the slash at its end; empty if there is none."""
+    folders = {path[: path.rfind("/") + 1] for path in paths}
+    common = os.path.commonprefix([*folders])  # noqa: RUF071, `commonpath` changes URLs
+    return common[: common.rfind("/") + 1]
 
 
 def _choices(content: str) -> list[str]:
