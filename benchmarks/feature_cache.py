@@ -64,10 +64,10 @@ def child(row: str, folder: Path, steps: int) -> None:
 
     store_features = entry.store_features
 
-    def time_storing(config: TrainConfig, model: Any, data: Any, distillation: Any) -> None:
+    def time_storing(config: TrainConfig, task: Any, data: Any) -> None:
         """Write down how long the features took, and the samples of an epoch."""
         wall, cpu = time.perf_counter(), time.process_time()
-        store_features(config, model, data, distillation)
+        store_features(config, task, data)
         seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         (folder / "stored.json").write_text(json.dumps(seconds | {"samples": data.epoch_size}))
 

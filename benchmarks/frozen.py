@@ -39,6 +39,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.step import TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 
 MIB = 2**20
 WARM_UP = 2
@@ -66,7 +67,9 @@ def training_step(options: argparse.Namespace, row: str) -> TrainStep:
     model = config.model.build().train()
     optimizer, schedule = config.optim.build(model), config.optim.schedule(config.train.steps)
     clip_norm = config.optim.clip_grad_norm
-    return TrainStep(model, config.loss.build(), optimizer, schedule, config.train, clip_norm, config.run.seed)
+    return TrainStep(
+        ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, clip_norm, config.run.seed
+    )
 
 
 def random_batch(options: argparse.Namespace, step: TrainStep) -> Batch:

@@ -28,6 +28,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import TrainConfig
 from vqclip.train.step import TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 
 
 def training_step(config: TrainConfig) -> TrainStep:
@@ -38,7 +39,9 @@ def training_step(config: TrainConfig) -> TrainStep:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     schedule = config.optim.schedule(config.train.steps)
-    return TrainStep(model, config.loss.build(), optimizer, schedule, config.train, None, config.run.seed)
+    return TrainStep(
+        ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, None, config.run.seed
+    )
 
 
 def main() -> None:

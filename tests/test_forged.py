@@ -27,6 +27,7 @@ from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.resume import resume
 from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 
 EACH = 30
 DEEP: Any = []
@@ -38,9 +39,8 @@ VALUES = (None, True, -1, 0, 7, 0.5, 1e308, 2**70, "x", "", [], {}, [1], {"a": 1
 def training_step() -> TrainStep:
     model, optim = tiny_model(BUSY_VQ, FSQ).build(), OptimConfig(warmup_steps=1)
     optimizer = optim.build(model)
-    return TrainStep(
-        model, ContrastiveLoss(), optimizer, optim.schedule(9), ComputeConfig(), None, 0, GuardConfig().build()
-    )
+    task = ContrastiveTask(model, ContrastiveLoss())
+    return TrainStep(task, optimizer, optim.schedule(9), ComputeConfig(), None, 0, GuardConfig().build())
 
 
 def update(step: TrainStep) -> None:

@@ -113,10 +113,10 @@ def test_a_folder_has_numbers_and_no_checkpoint(tmp_path, saved):
 
 def test_the_start_of_a_run_lists_it(saved, caplog):
     from vqclip.train.config import TrainConfig
-    from vqclip.train.main import build_model
+    from vqclip.train.main import build_task
 
     tree = {"data": {"sources": [{"kind": "shards", "path": "x"}]}, "loss": {"kind": "contrastive"}}
     config = TrainConfig.model_validate(tree | {"model": both_towers("vqclip-inherited", saved[1])})
     with caplog.at_level(logging.INFO):
-        build_model(config, torch.device("cpu"))
+        build_task(config, torch.device("cpu"))
     assert "did not take 2 tensors" in caplog.text

@@ -26,6 +26,7 @@ from vqclip.train.distillation.features import FeatureComparison
 from vqclip.train.distillation.teachers import resize
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 
 CAPTIONS = tuple(f"a {word} thing" for word in ["red", "blue", "small", "large", "round", "old"] * 2)
 DATA = {"data": {"sources": [{"kind": "shards", "path": "x"}]}, "loss": {"kind": "contrastive"}}
@@ -76,8 +77,8 @@ def build_step(terms, micro_batches=1, model=None):
     student = config.model.build().double()
     compute, optim = ComputeConfig(precision="fp64", micro_batches=micro_batches), OptimConfig(lr=1e-3, warmup_steps=0)
     distillation = Distillation.build(config.distillation, student, seed=3)
-    parts = (ContrastiveConfig().build(), optim.build(student), optim.schedule(10), compute, None, 3)
-    return student, TrainStep(student, *parts, distillation=distillation)
+    task = ContrastiveTask(student, ContrastiveConfig().build(), distillation=distillation)
+    return student, TrainStep(task, optim.build(student), optim.schedule(10), compute, None, 3)
 
 
 def captioned(number, model):
@@ -110,7 +111,7 @@ def test_equals_a_plain_reference(folders):
     embeddings = DistillationLoss("gather")(
         out.image.embedding, out.text.embedding, out.scale, *wanted, teacher.logit_scale.exp()
     )
-    matrix = step.distillation._features["image_features"].comparison.map
+    matrix = step.task.distillation._features["image_features"].comparison.map
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
     image = (1 - F.cosine_similarity(reference.image.tower(batch.images), patches @ matrix.T, dim=-1)).mean()
     mask = reference.text.mask(tokens)
@@ -148,7 +149,7 @@ def test_a_term_ends_at_its_step(folders):
 def test_teachers_get_no_gradient_and_are_not_trained(folders):
     student, step = build_step(every_kind(folders))
     step(captioned(0, student), 0)
-    teacher = step.distillation._embeddings["embeddings"].teacher
+    teacher = step.task.distillation._embeddings["embeddings"].teacher
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in teacher.parameters())
     assert not teacher.training
     held = {id(parameter) for group in step.optimizer.param_groups for parameter in group["params"]}
@@ -173,7 +174,7 @@ def test_codes_of_a_teacher_on_request(folders):
         config["teacher"]["quantized"] = quantized
         student, step = build_step([config])
         terms[quantized] = float(step(captioned(0, student), 0).terms["distillation/embeddings"])
-        teacher = step.distillation._embeddings["embeddings"].teacher
+        teacher = step.task.distillation._embeddings["embeddings"].teacher
         pixels = captioned(0, student).images
         expected = teacher.clip.image.embed(teacher.clip.image.encode(pixels))
         assert torch.equal(teacher.embed_images(pixels), expected) is quantized
@@ -187,7 +188,7 @@ def test_a_teacher_of_open_clip(tmp_path):
     student, step = build_step([config, features])
     batch = captioned(0, student)
     result = step(batch, 0)
-    teacher = step.distillation._embeddings["embeddings"].teacher
+    teacher = step.task.distillation._embeddings["embeddings"].teacher
     images, texts = teacher.float()(batch.images, CAPTIONS)
     normalize = teacher.normalize(resize(batch.images, 32, torch.float32))
     with torch.no_grad():
@@ -285,7 +286,7 @@ def test_a_teacher_with_nan_is_refused(tmp_path, folders):
     teacher = {"kind": "open_clip", "model": "vqclip-nan", "pretrained": path}
     assert "contain NaN or infinity: visual.proj" in refused({"kind": "embeddings", "teacher": teacher})
     student, step = build_step([term("embeddings", folders["same"])])
-    step.distillation._embeddings["embeddings"].teacher.clip.image.pool.head.weight.data.fill_(torch.inf)
+    step.task.distillation._embeddings["embeddings"].teacher.clip.image.pool.head.weight.data.fill_(torch.inf)
     with pytest.raises(NonFiniteError, match="outputs of the teacher of 'embeddings' contain NaN"):
         step(captioned(0, student), 0)
 

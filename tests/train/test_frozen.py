@@ -14,7 +14,8 @@ from vqclip.data import Batch
 from vqclip.losses import ContrastiveConfig
 from vqclip.model import ModelConfig
 from vqclip.train.optim import OptimConfig
-from vqclip.train.step import ComputeConfig, TrainStep, towers_draw
+from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask, towers_draw
 
 BOTH = ("image", "text")
 
@@ -32,8 +33,8 @@ def frozen_step(
     model = ModelConfig.model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, compile=compiled)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
-    loss = ContrastiveConfig().build()
-    return model, TrainStep(model, loss, optim.build(model), optim.schedule(10), compute, None, seed=3)
+    task = ContrastiveTask(model, ContrastiveConfig().build())
+    return model, TrainStep(task, optim.build(model), optim.schedule(10), compute, None, seed=3)
 
 
 def with_features(batch: Batch, model, modalities) -> Batch:

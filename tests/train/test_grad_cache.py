@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 from unittest import mock
 
@@ -25,9 +26,10 @@ from vqclip import dist, quantizers
 from vqclip.data import Batch
 from vqclip.errors import ConfigError, ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
-from vqclip.train.grad_cache import join_outputs
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
+from vqclip.train.tasks.output import TaskOutput
 
 G = 12
 LEARNED_VQ = {
@@ -61,7 +63,8 @@ def model_and_step(
     model = type(tiny_model()).model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, **others)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
-    step = TrainStep(model, config(impl=impl).build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    task = ContrastiveTask(model, config(impl=impl).build())
+    step = TrainStep(task, optim.build(model), optim.schedule(10), compute, None, seed=3)
     return model, step
 
 
@@ -143,15 +146,9 @@ def at_once(step, share, number):
     each = G // step.micro_batches
     rows = [slice(begin, begin + each) for begin in range(0, G, each)]
     parts = [step._run_model(share.part(some), number, k) for k, some in enumerate(rows)]
-    whole = join_outputs(step.model, parts)
-    for side in ("image", "text"):
-        outs = [getattr(part, side) for part in parts]
-        stats = outs[0].stats
-        for out in outs[1:]:
-            stats = stats + out.stats
-        embedding = torch.cat([out.embedding for out in outs])
-        whole = whole._replace(**{side: outs[0]._replace(embedding=embedding, stats=stats)})
-    return whole
+    rows = {side: torch.cat([part.rows[side] for part in parts]) for side in ("image", "text")}
+    stats = {side: functools.reduce(operator.add, [part.stats[side] for part in parts]) for side in rows}
+    return TaskOutput(rows, stats, step.task.shared())
 
 
 def test_draws_of_the_towers_are_repeated(monkeypatch):
@@ -253,9 +250,10 @@ def test_embeddings_of_both_passes_are_compared():
     kept = step._first_pass
 
     def others(parts, number):
-        for out in kept(parts, number):
-            turned = out.image.embedding.roll(1, dims=1)
-            yield out._replace(image=out.image._replace(embedding=turned))
+        return [
+            dataclasses.replace(out, rows=out.rows | {"image": out.rows["image"].roll(1, dims=1)})
+            for out in kept(parts, number)
+        ]
 
     step._first_pass = others
     with pytest.raises(
@@ -372,7 +370,7 @@ def test_a_step_with_the_loss_compiles_to_one_graph():
 
     def loss_of(images, tokens):
         out = model(images, tokens)
-        return step.loss(out.image.embedding, out.text.embedding, out.scale, out.bias)
+        return step.task.loss(out.image.embedding, out.text.embedding, out.scale, out.bias)
 
     gradients = []
     for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):

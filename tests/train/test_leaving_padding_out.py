@@ -20,6 +20,7 @@ from vqclip.tokenizer import TextTokenizer
 from vqclip.towers.text import TransformerTowerConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 
 LENGTH = 24
 SHORT = ["a red star", "x", "a red star", "a b c"]
@@ -40,7 +41,7 @@ def after_steps(sizes, quantizer, causal, all_columns=False, micro_batches=1):
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
     loss = ContrastiveConfig(positives="caption").build()
     compute = ComputeConfig(precision="fp64", micro_batches=micro_batches)
-    step = TrainStep(model, loss, optim.build(model), optim.schedule(10), compute, None, seed=3)
+    step = TrainStep(ContrastiveTask(model, loss), optim.build(model), optim.schedule(10), compute, None, seed=3)
     seen, losses = [], []
     model.text.tower.register_forward_pre_hook(lambda tower, inputs: seen.append(inputs[0].shape[1]))
     own = torch.arange(8).split(list(sizes))[dist.rank()]
@@ -154,7 +155,8 @@ def test_steps_of_any_length_compile_to_few_graphs(monkeypatch, micro_batches):
     model = built(dtype=torch.float32)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
     compute = ComputeConfig(compile=True, micro_batches=micro_batches)
-    step = TrainStep(model, ContrastiveConfig().build(), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    task = ContrastiveTask(model, ContrastiveConfig().build())
+    step = TrainStep(task, optim.build(model), optim.schedule(10), compute, None, seed=3)
     own, graphs = torch.arange(4), []
     for number, captions in enumerate(([SHORT[1]] * 4, LONG[:1] * 4, LONG, SHORT, LONG[:1] * 4)):
         texts = model.text.preprocess(captions)

@@ -31,8 +31,9 @@ from vqclip.evaluation import try_all
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.loop import train as train_loop
-from vqclip.train.step import TrainStep, towers_draw
+from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
+from vqclip.train.tasks.contrastive import towers_draw
 
 STEPS = 24
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def weighted_total(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+def weighted_total(terms: Mapping[str, Tensor], weights: Mapping[str, float | Tensor]) -> Tensor:
     """Return Σ weight × term.
 
     Args:

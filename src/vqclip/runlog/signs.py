@@ -25,7 +25,7 @@ def find_signs(figures: Mapping[str, float], loss: float, chance: float) -> dict
     """Return the signs of a model that no longer learns, by name, in words.
 
     Args:
-        figures: metrics of a step: ``grad_norm``, and ``<modality>/embedding_cosine``.
+        figures: metrics of a step: ``grad_norm``, and ``<modality>/embedding_cosine`` of a task that embeds.
         loss: the contrastive loss; NaN while the learning rate warms up, when it may stay at chance.
         chance: loss of a model that knows nothing.
     """
@@ -33,7 +33,7 @@ def find_signs(figures: Mapping[str, float], loss: float, chance: float) -> dict
     if figures["grad_norm"] < 1e-12:
         signs["gradient"] = "the gradient is 0, so the model no longer learns"
     for modality in ("image", "text"):
-        if figures[f"{modality}/embedding_cosine"] > 1 - EQUAL:
+        if figures.get(f"{modality}/embedding_cosine", 0.0) > 1 - EQUAL:
             signs[f"{modality} embeddings"] = f"all {modality} embeddings of a batch are equal"
     if abs(loss - chance) <= AT_CHANCE * chance:
         signs["loss"] = f"the loss is {loss:.4f}, that of a model that knows nothing ({chance:.4f})"

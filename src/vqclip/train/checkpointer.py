@@ -21,7 +21,6 @@ from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
-from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.tokenizer.stored import FROZEN_FOLDER
 from vqclip.train.frozen_weights import FrozenWeights
 from vqclip.train.run_store import RunMirror
@@ -88,7 +87,7 @@ class Checkpointer:
         self,
         folder: Path,
         identity: Mapping[str, Any],
-        step: TrainStep,
+        step: TrainStep[Any],
         retention: RetentionPolicy,
         in_background: bool = True,
         mirror: RunMirror | None = None,
@@ -96,7 +95,7 @@ class Checkpointer:
         self.mirror = mirror
         self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
         self.identity = json.loads(json.dumps(identity))  # as it is read back
-        self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model)
+        self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model, step.task.towers)
         self.written: int | None = None
         """Steps of the newest checkpoint that this run has written completely, or resumed from."""
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
@@ -123,16 +122,15 @@ class Checkpointer:
         if not dist.is_main():
             return
         self.wait()
-        model, step = self.step.model, self.step
+        step = self.step
         save = functools.partial(
             self._save,
             self.folder,
             done,
             write_model=functools.partial(
-                write_tokenizer_files,
-                config=model.section() | self.frozen.section(),
+                step.task.write_model,
                 state=self._model.copy(self._model_tensors()),
-                files=model.files(),
+                extra=self.frozen.section(),
             ),
             optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
             state=copy.deepcopy(

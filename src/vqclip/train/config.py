@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
@@ -25,13 +27,18 @@ from vqclip.runlog.best import PREFIX
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.towers.training import FromStep
 from vqclip.train.bottleneck import BottleneckConfig
-from vqclip.train.distillation import DistillationConfig, DistillationTerm
+from vqclip.train.distillation import Distillation, DistillationConfig, DistillationTerm
 from vqclip.train.ema import EmaConfig
+from vqclip.train.feature_makers import FeatureMaker, tower_maker
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.report import ReportConfig
 from vqclip.train.run_store import require_writable
 from vqclip.train.step import ComputeConfig
+from vqclip.train.tasks.base import Task
+from vqclip.train.tasks.contrastive import ContrastiveTask, towers_draw
+
+logger = logging.getLogger(__name__)
 
 
 class RunConfig(Config):
@@ -203,6 +210,48 @@ class TrainConfig(Config):
                 "teacher needs images, which stored image features replace; expected true, or modalities: [text]"
             )
         return self
+
+    def build_task(self, device: torch.device, dtype: torch.dtype) -> ContrastiveTask:
+        """Build the model with the weights of the first step, and all that trains it. A collective.
+
+        Weights that are not pretrained are drawn from torch's global generator.
+        """
+        model = self.model.build()
+        if model.inherited is not None:
+            logger.info("%s", model.inherited.describe())
+        model = model.to(device, dtype)
+        distillation = Distillation.build(self.distillation, model, self.run.seed)
+        return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation)
+
+    def feature_makers(self, task: Task[Any]) -> dict[str, FeatureMaker]:
+        """Return a maker for each network whose outputs are stored before the first step, by name."""
+        assert isinstance(task, ContrastiveTask)
+        tokenizers, distillation = task.tokenizers, task.distillation
+        makers: dict[str, FeatureMaker] = {
+            modality: tower_maker(tokenizers[modality]) for modality in self.cached_modalities
+        }
+        return makers | ({} if distillation is None else distillation.makers(task.model, self.stores_teacher))
+
+    def release_stored(self, task: Task[Any]) -> None:
+        """Drop the networks whose outputs batches contain from now on."""
+        assert isinstance(task, ContrastiveTask)
+        if task.distillation is not None:
+            task.distillation.release_teachers(self.stores_teacher)
+
+    def run_identity(self, task: Task[Any], samples: dict[str, Any]) -> dict[str, object]:
+        """Return `identity` with what only the built model tells.
+
+        Args:
+            task: with the weights of the first step.
+            samples: fingerprint of the data.
+        """
+        assert isinstance(task, ContrastiveTask)
+        return self.identity(
+            samples,
+            towers_draw=towers_draw(task.model),
+            distillation=[] if task.distillation is None else task.distillation.identity,
+            read=self.settings_from_folders(task.model),
+        )
 
     def stores_teacher(self, term: DistillationTerm) -> bool:
         """Return whether all that a term's teacher computes is stored before the first step."""

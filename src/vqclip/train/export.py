@@ -6,7 +6,7 @@ import filecmp
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError, printable
@@ -18,6 +18,7 @@ from vqclip.tokenizer.card import card
 from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
 from vqclip.train.summary import RunSummary, model_card
+from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 _SUMMARY = "summary.json"
 
 
-def export_tokenizer(model: CLIP, folder: Path) -> None:
+def export_tokenizer(task: Task[Any], folder: Path) -> None:
     """Write the tokenizer folder; keep an existing card if the weights are the same."""
 
     def fill(aside: Path) -> None:
-        model.save_pretrained(aside)
+        task.export(aside)
         card, weights = folder / CARD_FILE, folder / WEIGHTS_FILE
         if card.is_file() and weights.is_file() and filecmp.cmp(weights, aside / WEIGHTS_FILE, shallow=False):
             shutil.copyfile(card, aside / CARD_FILE)

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vqclip import dist
 from vqclip.data import TrainData
@@ -25,13 +25,11 @@ from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.files import format_bytes
-from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
-from vqclip.train.distillation import Distillation
 from vqclip.train.feature_jobs import FeatureJob
-from vqclip.train.feature_makers import FeatureMaker, tower_maker
 from vqclip.train.feature_origin import feature_settings
+from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
@@ -49,14 +47,13 @@ _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
 
 
-def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillation: Distillation | None) -> None:
+def store_features(config: TrainConfig, task: Task[Any], data: TrainData) -> None:
     """Compute the features that `data.feature_cache` asks for and that are not there yet. A collective.
 
     Args:
         config: of the run.
-        model: with the weights of the run's first step.
+        task: with the weights of the run's first step; it drops the teachers whose outputs are stored.
         data: reads the features from now on.
-        distillation: its teachers are dropped where what they compute is stored.
 
     Raises:
         ConfigError: not enough space, a folder that cannot be used, or features too large for the dtype.
@@ -66,7 +63,7 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillati
     """
     if config.data.feature_cache is None:
         return
-    jobs = feature_jobs(config, model, data, distillation)
+    jobs = feature_jobs(config, task, data)
     finished: set[Path] = set()
     for job in jobs.values():
         _require_same_settings(job.folder)
@@ -74,23 +71,15 @@ def store_features(config: TrainConfig, model: CLIP, data: TrainData, distillati
             _complete(job.folder, job)
         finished.add(job.folder.path)
     data.use_features({name: FeatureReader(job.folder) for name, job in jobs.items()})
-    if distillation is not None:
-        distillation.release_teachers(config.stores_teacher)
+    config.release_stored(task)
 
 
-def feature_jobs(
-    config: TrainConfig, model: CLIP, data: TrainData, distillation: Distillation | None
-) -> dict[str, FeatureJob]:
+def feature_jobs(config: TrainConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
     """Return a job for each network whose features are stored, by name; two of them may have one folder."""
     cache = config.data.feature_cache
     assert cache is not None
-    makers: dict[str, FeatureMaker] = {
-        modality: tower_maker(getattr(model, modality)) for modality in config.cached_modalities
-    }
-    if distillation is not None:
-        makers |= distillation.makers(model, config.stores_teacher)
     jobs = {}
-    for name, maker in makers.items():
+    for name, maker in config.feature_makers(task).items():
         folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
         jobs[name] = FeatureJob(maker, config.train.precision, data.samples, folder, data.options)
     return jobs

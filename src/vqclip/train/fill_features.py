@@ -17,10 +17,9 @@ from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
 from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TrainConfig
-from vqclip.train.distillation import Distillation
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
 from vqclip.train.feature_jobs import FeatureJob
-from vqclip.train.main import build_data, build_model
+from vqclip.train.main import build_data, build_task
 from vqclip.train.process_state import preserve_torch_state
 
 __all__ = ["fill_features", "fill_features_on_ray"]
@@ -37,9 +36,8 @@ def fill_features(config: TrainConfig) -> None:
     with preserve_torch_state(device):
         joined = dist.init(device, config.run.timeout_s)
         try:
-            model = build_model(config, device)
-            data = build_data(config, model)
-            store_features(config, model, data, Distillation.build(config.distillation, model, config.run.seed))
+            task = build_task(config, device)
+            store_features(config, task, build_data(config, task))
         finally:
             if joined:
                 dist.shutdown()
@@ -87,10 +85,8 @@ class _Opener:
         """Return a job for each folder of features."""
         self.mark.require()
         device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
-        model = build_model(self.config, device)
-        data = build_data(self.config, model)
-        distillation = Distillation.build(self.config.distillation, model, self.config.run.seed)
-        jobs = feature_jobs(self.config, model, data, distillation)
+        task = build_task(self.config, device)
+        jobs = feature_jobs(self.config, task, build_data(self.config, task))
         return list({job.folder.path: job for job in jobs.values()}.values())
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import replace_folder
 from vqclip.io.digest import FileDigest
 from vqclip.io.json_files import Strict, add_checksum, read_checked
 from vqclip.io.tensors import first_names, nonfinite_names, open_tensors, read_shapes, shape_differences
-from vqclip.model import CLIP
 from vqclip.tokenizer.folder import WEIGHTS_FILE, read_frozen_digest
 from vqclip.tokenizer.saving import write_weights
 from vqclip.tokenizer.stored import verify_frozen
+from vqclip.towers import ImageTower, TextTower
 
 _CONFIG = "frozen.json"
 _VERSIONS = {"format": "vqclip-frozen", "version": 1}
@@ -32,14 +34,13 @@ class FrozenWeights:
     Args:
         folder: to store them in.
         model: with the weights that the run begins with.
+        towers: those that are in the model as ``<modality>.tower``, by modality; none for a task that trains no tower.
     """
 
-    def __init__(self, folder: Path, model: CLIP):
-        self.folder, self._model = folder, model
+    def __init__(self, folder: Path, model: nn.Module, towers: Mapping[str, ImageTower | TextTower]):
+        self.folder, self._model, self._towers = folder, model, towers
         self.names = frozenset(
-            f"{modality}.tower.{name}"
-            for modality, tower in (("image", model.image.tower), ("text", model.text.tower))
-            for name in tower.constants
+            f"{modality}.tower.{name}" for modality, tower in towers.items() for name in tower.constants
         )
         """Their names in the model's state dict; empty if no part of a tower is frozen for the whole run."""
 
@@ -85,8 +86,8 @@ class FrozenWeights:
 
     def section(self) -> dict[str, Any]:
         """Return the keys that a checkpoint's ``config.json`` needs to find the tensors and to merge adapters."""
-        towers = {"image": self._model.image.tower, "text": self._model.text.tower}
-        scales = {name: tower.adapter_scale for name, tower in towers.items() if tower.adapter_scale is not None}
+        towers = self._towers.items()
+        scales = {name: tower.adapter_scale for name, tower in towers if tower.adapter_scale is not None}
         frozen = {"frozen": self.digest.model_dump()} if self.names else {}
         return frozen | ({"adapters": scales} if scales else {})
 
@@ -97,6 +98,8 @@ class FrozenWeights:
             CheckpointError: the checkpoint needs another file.
             OtherRunError: the model has other frozen parts, or other weights in them.
         """
+        if not self._towers:
+            return
         found = read_frozen_digest(model_folder)
         if (found is None) == bool(self.names):
             raise self._other_parts_error([])

@@ -1,14 +1,15 @@
 """Gradient accumulation with all the negatives of the global batch (GradCache).
 
     cached = [forward(microbatch) without a graph for each microbatch]     first pass
-    loss(cached).backward()                   gradients of the embeddings and of the quantizers' statistics
+    loss(cached).backward()                   gradients of the rows and of the statistics
     for each microbatch:                                                   second pass
         out = forward(microbatch)             the same outputs, now with a graph
         out.backward(gradients of the cached rows)
 
-The cached outputs are the embeddings and the quantizers' statistics, which are sums over tokens and so add up over
-microbatches. The second pass must repeat the first: random draws are keyed by microbatch, and quantizers change in
-`update` only, after both passes. After Gao et al. 2021, https://arxiv.org/abs/2101.06983 (embeddings only).
+The cached outputs of a task are rows, such as embeddings, and statistics, such as those of quantizers, which are sums
+and so add up over microbatches. The second pass must repeat the first: random draws are keyed by microbatch, and
+quantizers change in `update` only, after both passes. After Gao et al. 2021,
+https://arxiv.org/abs/2101.06983 (embeddings only).
 """
 
 from __future__ import annotations
@@ -22,50 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vqclip.model import CLIP, CLIPOutput
-from vqclip.quantizers import Stats
-from vqclip.tokenizer import TokenizerOutput
+from vqclip.train.tasks.output import TaskOutput
 
 
-def join_outputs(model: CLIP, parts: Iterable[CLIPOutput]) -> CLIPOutput:
-    """Join the outputs of all microbatches; each tensor of the result is a leaf that collects its gradient.
-
-    Args:
-        model: gives the temperature, which so enters the loss once.
-        parts: outputs of the first pass, made one by one; at least one. Their ids are not kept.
-    """
-    modalities = [_ModalityOutputs(), _ModalityOutputs()]
-    for part in parts:
-        for modality, output in zip(modalities, (part.image, part.text), strict=True):
-            modality.add(output)
-    image, text = (modality.join() for modality in modalities)
-    return CLIPOutput(image, text, *model.temperature())
-
-
-class _ModalityOutputs:
-    """Outputs of the first pass, of one modality."""
-
-    def __init__(self) -> None:
-        self._embeddings: list[Tensor] = []
-        self._stats: Stats | None = None
-        self._no_ids = torch.empty(0, dtype=torch.int64)
-
-    def add(self, output: TokenizerOutput) -> None:
-        self._embeddings.append(output.embedding.detach())
-        stats = output.stats.detach()
-        self._stats = stats if self._stats is None else self._stats + stats
-        self._no_ids = output.ids[:0]
-
-    def join(self) -> TokenizerOutput:
-        assert self._stats is not None
-        sums = {name: total.clone() for name, total in self._stats.sums.items()}
-        for total in sums.values():
-            total.requires_grad_(total.is_floating_point())
-        embedding = torch.cat(self._embeddings).requires_grad_()
-        return TokenizerOutput(embedding, self._no_ids, dataclasses.replace(self._stats, sums=sums))
-
-
-def backward_from_cached_grads(out: CLIPOutput, cached: CLIPOutput, rows: slice) -> None:
+def backward_from_cached_grads(out: TaskOutput, cached: TaskOutput, rows: slice) -> None:
     """Run the backward of one microbatch from the gradients of the cached outputs.
 
     Args:
@@ -74,12 +35,13 @@ def backward_from_cached_grads(out: CLIPOutput, cached: CLIPOutput, rows: slice)
         rows: rows of the microbatch in it.
     """
     pairs: list[tuple[Tensor, Tensor | None]] = []
-    for mine, all_rows in ((out.image, cached.image), (out.text, cached.text)):
-        assert all_rows.embedding.grad is not None
-        pairs.append((mine.embedding, all_rows.embedding.grad[rows]))
-        pairs += [(total, all_rows.stats[name].grad) for name, total in mine.stats.items()]
-    # The temperature has its gradient; DDP wants to see all weights in every backward.
-    pairs += [(number, None) for number in (out.scale, out.bias) if number is not None]
+    for name, mine in out.rows.items():
+        found = cached.rows[name].grad
+        pairs.append((mine, None if found is None else found[rows]))
+    for name, stats in out.stats.items():
+        pairs += [(total, cached.stats[name][key].grad) for key, total in stats.items()]
+    # Shared tensors have their gradient; DDP wants to see all weights in every backward.
+    pairs += [(each, None) for each in out.shared.values()]
     with_grad = [(output, found) for output, found in pairs if output.requires_grad]  # parts of the model may be frozen
     torch.autograd.backward(
         [output for output, _ in with_grad],
@@ -87,11 +49,12 @@ def backward_from_cached_grads(out: CLIPOutput, cached: CLIPOutput, rows: slice)
     )
 
 
-def mean_drift(out: CLIPOutput, cached: CLIPOutput, rows: slice) -> float:
-    """Return the mean distance of this rank's unit embeddings between the two passes; 0 without rows."""
-    pairs = ((out.image.embedding, cached.image.embedding[rows]), (out.text.embedding, cached.text.embedding[rows]))
-    distances = torch.cat([(again.detach() - first.detach()).norm(dim=1) for again, first in pairs])
-    return float(distances.mean()) if len(distances) else 0.0
+def mean_drift(out: TaskOutput, cached: TaskOutput, rows: slice) -> float:
+    """Return the mean distance of this rank's rows between the two passes; 0 without rows."""
+    pairs = [(again, cached.rows[name][rows]) for name, again in out.rows.items()]
+    distances = [(again.detach() - first.detach()).flatten(1).norm(dim=1) for again, first in pairs]
+    found = torch.cat(distances) if distances else torch.empty(0)
+    return float(found.mean()) if len(found) else 0.0
 
 
 def first_drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: float) -> str | None:

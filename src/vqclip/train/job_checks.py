@@ -58,7 +58,7 @@ def compare_machines(config: TrainConfig) -> None:
     _compare_clocks(found, dist.gather_json(time.time()))
 
 
-def require_space(folder: Path, step: TrainStep) -> None:
+def require_space(folder: Path, step: TrainStep[Any]) -> None:
     """Check that the disk of the run folder has room for one more checkpoint; on rank 0.
 
     Raises:

@@ -1,6 +1,6 @@
 """Train a model: `run`, also ``vqclip train --config configs/base.yaml``, also under torchrun.
 
-Reads top to bottom in the order of the data flow: model, samples, step, checkpoints, loop, evaluation, export.
+Reads top to bottom in the order of the data flow: task, samples, step, checkpoints, loop, evaluation, export.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, prepare, try_all
 from vqclip.io.atomic import remove_leftovers, write_text
-from vqclip.model import CLIP
 from vqclip.process import progress
 from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory
@@ -33,7 +32,6 @@ from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import TrainConfig
-from vqclip.train.distillation import Distillation
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.job_checks import compare_machines, require_space
@@ -43,8 +41,9 @@ from vqclip.train.report import store_details, write_page
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_store import RunMirror
-from vqclip.train.step import TrainStep, towers_draw
+from vqclip.train.step import TrainStep
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
+from vqclip.train.tasks.base import Task
 
 logger = logging.getLogger(__name__)
 
@@ -122,18 +121,18 @@ def _run(
 ) -> RunSummary:
     _claim_folder(config, lock, mirror, log)
 
-    model = build_model(config, device)
+    task = build_task(config, device)
     _leave_if_requested(stop)
-    data = build_data(config, model)
+    data = build_data(config, task)
     _leave_if_requested(stop)
     prepare(config.evaluation)  # so that a wrong path is an error now, not at the end
-    step = _build_step(config, model)
+    step = _build_step(config, task)
     checkpointer = _build_checkpointer(config, step, data, mirror)
     resumed = resume(checkpointer, config.run.resume_allow)
     _leave_if_requested(stop)
     _write_config(config, mirror)
     if resumed.step < config.train.steps:
-        store_features(config, model, data, step.distillation)
+        store_features(config, task, data)
 
     limits, ends_process = (config.run.step_timeout_s, config.run.timeout_s), owns_process or dist.is_distributed()
     with (
@@ -187,49 +186,36 @@ def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, 
     compare_machines(config)
 
 
-def build_model(config: TrainConfig, device: torch.device) -> CLIP:
-    """Build the model with the weights of the first step."""
+def build_task(config: TrainConfig, device: torch.device) -> Task[Any]:
+    """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
-    model = config.model.build()
-    if model.inherited is not None:
-        logger.info("%s", model.inherited.describe())
-    return model.to(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
+    return config.build_task(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
 
 
-def build_data(config: TrainConfig, model: CLIP) -> TrainData:
+def build_data(config: TrainConfig, task: Task[Any]) -> TrainData:
     """Open the training data; see `DataConfig.build`. A collective."""
-    image_size, tokenize = model.image.tower.image_size, model.text.preprocess.with_lengths
-    return config.data.build(image_size, tokenize, config.train.batch_size, config.run.seed)
+    return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
-def _build_step(config: TrainConfig, model: CLIP) -> TrainStep:
+def _build_step(config: TrainConfig, task: Task[Any]) -> TrainStep[Any]:
     return TrainStep(
-        model,
-        config.loss.build(),
-        config.optim.build(model),
+        task,
+        config.optim.build(task.model),
         config.optim.schedule(config.train.steps),
         config.train,
         config.optim.clip_grad_norm,
         config.run.seed,
         config.guards.build(),
         config.train.ema,
-        config.train.bottleneck,
-        distillation=Distillation.build(config.distillation, model, config.run.seed),
     )
 
 
 def _build_checkpointer(
-    config: TrainConfig, step: TrainStep, data: TrainData, mirror: RunMirror | None
+    config: TrainConfig, step: TrainStep[Any], data: TrainData, mirror: RunMirror | None
 ) -> Checkpointer:
     _require_same_data(config, data.fingerprint)
     folder = config.run.path / "checkpoints"
-    distillation = [] if step.distillation is None else step.distillation.identity
-    identity = config.identity(
-        data.fingerprint,
-        towers_draw=towers_draw(step.model),
-        distillation=distillation,
-        read=config.settings_from_folders(step.model),
-    )
+    identity = config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     checkpointer = Checkpointer(folder, identity, step, retention, config.train.save_in_background, mirror)
@@ -271,11 +257,11 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     Returns:
         The outcome of the evaluation, the step that was exported, and the best step.
     """
-    config, model, folder = training.config, training.step.model, training.config.run.path / "tokenizer"
+    config, task, folder = training.config, training.step.task, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
     with training.step.use_averages():
         if dist.is_main():  # before the evaluation: one that fails costs no step
-            export_tokenizer(model, folder)
+            export_tokenizer(task, folder)
     outcome = evaluate(training)
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
@@ -290,9 +276,9 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
         return outcome, training.done, best
     with training.step.use_averages():
         details = None if config.report is None else config.report.details
-        outcome = try_all(model, config.evaluation, precision=config.train.precision, details=details)
+        outcome = try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=details)
         if dist.is_main():
-            export_tokenizer(model, folder)
+            export_tokenizer(task, folder)
     store_details(config.report, config.run.path, outcome, best["step"])
     return outcome, best["step"], best
 
@@ -301,18 +287,18 @@ def _summarise(
     training: Training, outcome: EvaluationOutcome, exported: int, best: dict[str, Any] | None
 ) -> RunSummary:
     """Write and return the summary; raise the failure of the evaluation, if there was one."""
-    config, model, records, folder = training.config, training.step.model, training.records, training.config.run.path
+    config, task, records, folder = training.config, training.step.task, training.records, training.config.run.path
     speed, processes = training.clock.overall, dist.world_size()
     if not speed:  # no step was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": training.checkpointer.path(exported), "tokenizer": folder / "tokenizer"}
     coverage, replaced = training.data.coverage(training.done), records.bad.counts.total()
-    summary = summarise(config.run.name, model, coverage, replaced, speed, processes, outcome.results, paths)
+    summary = summarise(config.run.name, task, coverage, replaced, speed, processes, outcome.results, paths)
     summary = dataclasses.replace(
         summary,
         step=exported,
         best=best,
-        captions=caption_summary(records.bad.lengths, model.text.preprocess.context_length),
+        captions=caption_summary(records.bad.lengths, task.context_length),
         health=training.step.guards.health(),
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary

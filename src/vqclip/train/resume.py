@@ -141,7 +141,7 @@ def _restore(
     return saved, state, optimizer, tensors
 
 
-def _restore_state(step: TrainStep, state: RunState, tensors: Mapping[str, Tensor]) -> None:
+def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
     running = step.scaler.state_dict()
     if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
@@ -153,17 +153,17 @@ def _restore_state(step: TrainStep, state: RunState, tensors: Mapping[str, Tenso
         step.ema.load(tensors)
 
 
-def _most_numbers(step: TrainStep) -> int:
+def _most_numbers(step: TrainStep[Any]) -> int:
     """Return a bound for the averages and the codebook windows of this model.
 
     Also for one with other codebooks, where the run allows it.
     """
-    sizes = [size for quantizer in step.model.quantizers().values() for size in quantizer.codebook_sizes]
+    sizes = [size for quantizer in step.task.quantizers().values() for size in quantizer.codebook_sizes]
     windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
     return windows + sum(parameter.numel() for parameter in step.model.parameters())
 
 
-def _broadcast_optimizer(step: TrainStep, kind: str, groups: list[dict[str, Any]], outline: _Outline) -> None:
+def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str, Any]], outline: _Outline) -> None:
     """Copy rank 0's optimizer state to every rank, tensor by tensor and in place. A collective."""
     if not dist.is_main():  # tensors of one number each, until the state has its own memory
         tensors = {name: torch.zeros((), dtype=_dtype(dtype)).expand(shape) for name, (shape, dtype) in outline.items()}

@@ -1,12 +1,14 @@
 """One training step.
 
-    out    = forward(batch)                 towers, projections, quantizers; no collective
-    stats  = statistics(out)                sums over all ranks, from one exchange
-    losses = losses(out, stats)             contrastive loss and the quantizers' losses, over the global batch
+    out    = forward(batch)                 the task's rows and sums; no collective
+    sums   = reduce(out)                    sums over all ranks, from one exchange
+    losses = losses(out, sums)              terms of the task's loss, over the global batch
     backward(losses["total"])               DDP averages the gradients over ranks
     clip()                                  limit the gradient norm
     check(losses, gradient norm)            stop or skip the step if a number is not finite
-    update(stats)                           optimizer step; codebooks follow their statistics; moving averages
+    update(sums)                            optimizer step; codebooks follow their statistics; moving averages
+
+What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training.
 
 With `train.micro_batches`, forward and backward run in microbatches; see `vqclip.train.grad_cache`.
 """
@@ -14,9 +16,9 @@ With `train.micro_batches`, forward and backward run in microbatches; see `vqcli
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from einops import rearrange
@@ -27,19 +29,16 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
 from vqclip.errors import NonFiniteError, ReplayError
-from vqclip.losses import Loss, weighted_total
-from vqclip.model import CLIP, CLIPOutput
+from vqclip.losses import weighted_total
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
-from vqclip.quantizers import Stats, sync
+from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
-from vqclip.train.bottleneck import BottleneckConfig
-from vqclip.train.distillation import Distillation
-from vqclip.train.distillation.features import separate_sums
 from vqclip.train.ema import Ema, EmaConfig
-from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, join_outputs, mean_drift
+from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
-from vqclip.train.rank_batch import RankBatch, make_rank_batch
+from vqclip.train.tasks.base import SamplesT, Task
+from vqclip.train.tasks.output import TaskOutput, join_outputs
 
 
 class ComputeConfig(Config):
@@ -66,26 +65,23 @@ class StepResult:
     """Name → unweighted loss term, and ``total``: the weighted sum; over the global batch."""
     grad_norm: Tensor
     """() norm of the whole gradient before clipping."""
-    scale: Tensor
-    """() factor of the logits in this step."""
     lr: float
     """Learning rate of this step."""
     stats: dict[str, Stats]
-    """``image`` and ``text``: the quantizers' statistics over the global batch."""
-    embedded: Stats
-    """Sum of the embeddings of ``image`` and ``text``, and their ``count``, over the global batch."""
+    """Name → sums over the global batch; those of quantizers, in contrastive training, as ``image`` and ``text``."""
+    figures: dict[str, Tensor]
+    """Further () figures of the task, named as in ``metrics.jsonl``, such as ``temperature/scale``."""
     event: Event | None
     """Report of the guards, if any; if its ``skip`` is True, weights and codebooks are unchanged."""
 
 
-class TrainStep:
+class TrainStep(Generic[SamplesT]):
     """One training step at a time: forward, statistics, losses, backward, clip, update.
 
     Every rank must call it with its part of the same global batch; parts may be of unequal size.
 
     Args:
-        model: on its device, not wrapped.
-        loss: contrastive or sigmoid loss over the global batch.
+        task: model and losses; see `vqclip.train.tasks.base`.
         optimizer: over the model's parameters.
         schedule: learning rate by step.
         compute: precision, compilation, activation checkpointing, microbatches.
@@ -95,14 +91,11 @@ class TrainStep:
             Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
         ema: moving average of the weights; None for none.
-        bottleneck: schedule by which the embedding begins with continuous vectors; None: codes from the first step.
-        distillation: further terms of the loss, which follow teachers.
     """
 
     def __init__(
         self,
-        model: CLIP,
-        loss: Loss,
+        task: Task[SamplesT],
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         compute: ComputeConfig,
@@ -110,33 +103,29 @@ class TrainStep:
         seed: int,
         guards: Guards | None = None,
         ema: EmaConfig | None = None,
-        bottleneck: BottleneckConfig | None = None,
-        distillation: Distillation | None = None,
     ):
-        self.towers = (model.image.tower, model.text.tower)
-        for tower in self.towers:
-            if compute.activation_checkpointing and not tower.is_frozen:
-                tower.set_grad_checkpointing()
-            tower.move_to_step(0)
-        self.model, self.loss, self.optimizer, self.schedule = model, loss, optimizer, schedule
-        self.distillation = distillation
-        self.student = model if distillation is None else distillation.wrap(model)
-        """The model, or a module around it without weights of its own, which also compares features."""
-        self.device = model.logit_scale.device
+        self.task, self.optimizer, self.schedule = task, optimizer, schedule
+        if compute.activation_checkpointing:
+            task.set_grad_checkpointing()
+        task.move_to_step(0)
+        self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled = compute.compile
         self.parallel = self._wrap()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
-        for name, quantizer in model.quantizers().items():
-            quantizer.set_seed(derive_seed(seed, "quantizer", name))
+        task.configure(seed, compute.precision)
         self.guards = guards or GuardConfig(spikes=None).build()
-        self.ema = None if ema is None else Ema(ema, model)
-        self.bottleneck = bottleneck
+        self.ema = None if ema is None else Ema(ema, task.model)
         self.micro_batches = compute.micro_batches
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
         self.skipped = 0
         """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare model of the task."""
+        return self.task.model
 
     def __call__(self, batch: Batch, step: int) -> StepResult:
         """Run step number ``step`` (from 0) on this rank's part of its global batch.
@@ -151,83 +140,51 @@ class TrainStep:
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         self.move_to_step(step)
-        local = make_rank_batch(batch, self.model, self.loss.positives, self.precision)
+        local = self.task.local(batch)
 
         out = self._forward(local, step)
-        stats, followed, embedded = self._statistics(out, local)
-        losses = self._losses(out, stats, local.keys, self._distill(out, followed, local, step))
+        sums = self.task.reduce(out, local)
+        losses = self._losses(out, sums, local, step)
         self._backward(losses["total"], out, local, step)
         grad_norm = self._clip()
         event = self._check(losses, grad_norm, step)
-        stats = {name: each.detach() for name, each in stats.items()}
+        sums = {name: each.detach() for name, each in sums.items()}
         applied = event is None or not event.skip
         if applied:
-            self._update(stats)
+            self._update(sums)
         if self.scaler.is_enabled():
             applied &= self._update_scaler(step)
         if applied and self.ema is not None:
             self.ema.update(step)
         terms = {name: term.detach() for name, term in losses.items()}
-        return StepResult(terms, grad_norm, out.scale.detach(), lr, stats, embedded.detach(), event)
+        return StepResult(terms, grad_norm, lr, sums, self.task.figures(out), event)
 
     def move_to_step(self, step: int) -> None:
-        """Freeze and unfreeze the towers as in step number ``step``; a collective where this changes anything."""
-        if any([tower.move_to_step(step) for tower in self.towers]):
+        """Change which parts train, as in step number ``step``; a collective where this changes anything."""
+        if self.task.move_to_step(step):
             dist.release_ddp(self.parallel)
             self.parallel = self._wrap()
 
     def changes_at(self, step: int) -> bool:
         """Return whether the computation changes with step number ``step``, so that it is compiled again."""
-        steps: set[int | None] = {tower.first_step for tower in self.towers}
-        steps.add(None if self.bottleneck is None else self.bottleneck.steps)
-        steps |= set() if self.distillation is None else self.distillation.ends
-        return step > 0 and step in steps
+        return step > 0 and step in self.task.changing_steps
 
     def _wrap(self) -> nn.Module:
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
-        return dist.wrap_ddp(_compile(self.student) if self.compiled else self.student)
+        return dist.wrap_ddp(_compile(self.task.student) if self.compiled else self.task.student)
 
-    def _forward(self, local: RankBatch, step: int) -> CLIPOutput:
+    def _forward(self, local: SamplesT, step: int) -> TaskOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
         if self.micro_batches == 1:
             return self._run_model(local, step, 0)
-        return join_outputs(self.model, self._first_pass(local, step))
+        return join_outputs(self._first_pass(local, step), self.task.shared())
 
-    def _statistics(self, out: CLIPOutput, local: RankBatch) -> tuple[dict[str, Stats], Stats, Stats]:
-        """Sum the quantizers' statistics, the terms on features and the embeddings over all ranks, in one exchange."""
-        embeddings = {"image": out.image.embedding.detach(), "text": out.text.embedding.detach()}
-        sums = {name: each.double().sum(dim=0) for name, each in embeddings.items()}
-        sums["count"] = torch.full((), len(local), device=self.device)
-        image, text, embedded = sync([out.image.stats, out.text.stats, Stats(sums)], local.order)
-        return *separate_sums({"image": image, "text": text}), embedded
-
-    def _distill(
-        self, out: CLIPOutput, sums: Stats, local: RankBatch, step: int
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the terms that follow teachers, and their weights."""
-        if self.distillation is None:
-            return {}, {}
-        with autocast(self.device, self.precision):
-            return self.distillation.losses(out, sums, [part for _, part in self._microbatches(local)], step)
-
-    def _losses(
-        self,
-        out: CLIPOutput,
-        stats: dict[str, Stats],
-        keys: Tensor | None,
-        further: tuple[dict[str, Tensor], dict[str, float]] = ({}, {}),
-    ) -> dict[str, Tensor]:
-        """Return the unweighted terms by name, and their weighted ``total``; ``further``: terms and weights."""
-        terms = {self.loss.name: self.loss(out.image.embedding, out.text.embedding, out.scale, out.bias, keys)}
-        weights = {self.loss.name: 1.0}
-        for modality, quantizer in self.model.quantizers().items():
-            for name, term in quantizer.losses(stats[modality]).items():
-                terms[f"{modality}/{name}"] = term
-                weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
-        terms, weights = terms | further[0], weights | further[1]
+    def _losses(self, out: TaskOutput, sums: dict[str, Stats], local: SamplesT, step: int) -> dict[str, Tensor]:
+        """Return the unweighted terms by name, and their weighted ``total``."""
+        terms, weights = self.task.losses(out, sums, [part for _, part in self._microbatches(local)], step)
         return {"total": weighted_total(terms, weights), **terms}
 
-    def _backward(self, total: Tensor, out: CLIPOutput, local: RankBatch, step: int) -> None:
+    def _backward(self, total: Tensor, out: TaskOutput, local: SamplesT, step: int) -> None:
         """Compute the gradient of the weights; with microbatches, by a second pass over them."""
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(total).backward()
@@ -246,14 +203,12 @@ class TrainStep:
         numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
         return self.guards.check(step, dict(zip(values, numbers, strict=True)))
 
-    def _update(self, stats: dict[str, Stats]) -> None:
+    def _update(self, sums: dict[str, Stats]) -> None:
         """Update the weights and the codebooks."""
         self.scaler.step(self.optimizer)
-        self.model.clamp_temperature()
-        for name, quantizer in self.model.quantizers().items():
-            quantizer.update(stats[name])
+        self.task.update(sums)
         if self.guards.collapse:
-            self.guards.collapse.count(stats)
+            self.guards.collapse.count(sums)
 
     def _update_scaler(self, step: int) -> bool:
         """Adapt the scale of the loss; return False if the gradient had overflowed and the step was skipped."""
@@ -277,33 +232,28 @@ class TrainStep:
 
         A collective if a quantizer has any.
         """
-        for quantizer in self.model.quantizers().values():
+        for quantizer in self.task.quantizers().values():
             if quantizer.rank_local:
                 broadcast_module(quantizer)
 
-    def _run_model(self, local: RankBatch, step: int, part: int, model: nn.Module | None = None) -> CLIPOutput:
+    def _run_model(self, local: SamplesT, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
-        if self.compiled:  # captions differ in length: one graph for all lengths
-            torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
-        schedule = nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model)
-        with autocast(self.device, self.precision), schedule:
-            further = () if self.distillation is None else self.distillation.targets(local, step)
-            known = (local.features.get("image"), local.features.get("text"))
-            return (model or self.parallel)(local.images, local.tokens, *known, *further)
+        if self.compiled:
+            self.task.mark_dynamic(local)
+        with autocast(self.device, self.precision):
+            return self.task.run(model or self.parallel, local, step)
 
-    def _microbatches(self, local: RankBatch) -> list[tuple[slice, RankBatch]]:
+    def _microbatches(self, local: SamplesT) -> list[tuple[slice, SamplesT]]:
         """Return the rows and the samples of each microbatch."""
         bounds = [len(local) * number // self.micro_batches for number in range(self.micro_batches + 1)]
         return [(rows, local.part(rows)) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
 
-    def _first_pass(self, local: RankBatch, step: int) -> Iterator[CLIPOutput]:
-        for number, (_, part) in enumerate(self._microbatches(local)):
-            with torch.no_grad():
-                out = self._run_model(part, step, number)
-            yield out
+    def _first_pass(self, local: SamplesT, step: int) -> list[TaskOutput]:
+        with torch.no_grad():
+            return [self._run_model(part, step, number) for number, (_, part) in enumerate(self._microbatches(local))]
 
-    def _second_pass(self, cached: CLIPOutput, local: RankBatch, step: int) -> None:
+    def _second_pass(self, cached: TaskOutput, local: SamplesT, step: int) -> None:
         """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
         parts, drifts = self._microbatches(local), []
         for number, (rows, part) in enumerate(parts):
@@ -317,14 +267,14 @@ class TrainStep:
         if not self._replay_checked:
             self._require_replay(drifts, [part for _, part in parts], step)
 
-    def _require_replay(self, drifts: list[float], parts: list[RankBatch], step: int) -> None:
+    def _require_replay(self, drifts: list[float], parts: list[SamplesT], step: int) -> None:
         """Check once, on every rank, that the second pass repeats the first."""
         half = self.precision in AUTOCAST_DTYPES
         worst = max(range(len(parts)), key=drifts.__getitem__)
         moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
         # Codes hide small differences in what comes before them, so the modules are always compared.
         drifting = first_drifting_module(
-            self.model, lambda: self._run_model(parts[worst], step, worst, self.student), 1e-2 if half else 1e-4
+            self.model, lambda: self._run_model(parts[worst], step, worst, self.task.student), 1e-2 if half else 1e-4
         )
         named = "none" if drifting is None else f"model.{drifting}"
         found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
@@ -343,26 +293,6 @@ def broadcast_module(module: nn.Module) -> None:
     for tensor in module.state_dict().values():
         dist.broadcast_(tensor)
     module.load_state_dict(module.state_dict())  # so that hooks derive attributes from it
-
-
-@torch.no_grad()
-def towers_draw(model: CLIP) -> bool:
-    """Return whether the towers of ``model`` draw random numbers when they train: dropout, stochastic depth.
-
-    Runs the towers and compares the generators' states, as the modules that draw have many names. The generators are
-    left unchanged.
-    """
-    device = model.logit_scale.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = _generator_states(device)
-        for tower in (model.image.tower, model.text.tower):
-            with tower.unfrozen():
-                tower(tower.example())
-        return any(not old.equal(new) for old, new in zip(before, _generator_states(device), strict=True))
-
-
-def _generator_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _compile(model: nn.Module) -> nn.Module:

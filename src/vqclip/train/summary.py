@@ -14,10 +14,10 @@ from vqclip.config import to_yaml
 from vqclip.data import Coverage, mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_results
-from vqclip.model import CLIP
 from vqclip.report import REPORT_FILE
 from vqclip.tokenizer.card import card
 from vqclip.towers import CaptionLengths
+from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
     from vqclip.train.config import TrainConfig
@@ -38,7 +38,7 @@ class RunSummary:
     replaced: int
     """Number of times a bad sample was replaced by another, over all ranks and the whole run."""
     parameters: dict[str, int]
-    """Number of trained weights of each tokenizer."""
+    """Number of trained weights of each part."""
     tokens: dict[str, int]
     """N of each tokenizer."""
     codebook_sizes: dict[str, list[int]]
@@ -70,7 +70,7 @@ class RunSummary:
 
 def summarise(
     name: str,
-    model: CLIP,
+    task: Task[Any],
     coverage: Coverage,
     replaced: int,
     speed: Mapping[str, float],
@@ -79,16 +79,16 @@ def summarise(
     paths: Mapping[str, Path],
 ) -> RunSummary:
     """Make a summary; ``paths`` has folder, checkpoint and tokenizer."""
-    parts = {"image": model.image, "text": model.text}
+    parts, tokenizers = task.trained_parts, task.tokenizers
     return RunSummary(
         name=name,
         coverage=str(coverage),
         samples=coverage.available,
         replaced=replaced,
         parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
-        tokens={key: part.num_tokens for key, part in parts.items()},
-        codebook_sizes={key: list(part.codebook_sizes) for key, part in parts.items()},
-        bits_per_sample={key: part.bits_per_sample for key, part in parts.items()},
+        tokens={key: part.num_tokens for key, part in tokenizers.items()},
+        codebook_sizes={key: list(part.codebook_sizes) for key, part in tokenizers.items()},
+        bits_per_sample={key: part.bits_per_sample for key, part in tokenizers.items()},
         speed=dict(speed),
         processes=processes,
         results=results,
@@ -98,8 +98,10 @@ def summarise(
     )
 
 
-def caption_summary(lengths: CaptionLengths, context_length: int) -> dict[str, Any]:
+def caption_summary(lengths: CaptionLengths, context_length: int | None) -> dict[str, Any] | None:
     """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
+    if context_length is None:
+        return None
     return {
         "shown": lengths.total(),
         "cut": lengths.count_cut(context_length),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vqclip.data import Batch, TrainData
 from vqclip.process.lock import RunLock
@@ -25,8 +26,8 @@ class Training:
 
     config: TrainConfig
     data: TrainData
-    step: TrainStep
-    """Model, loss, optimizer and schedule; ``training.step.model`` is the bare model."""
+    step: TrainStep[Any]
+    """Task, optimizer and schedule; ``training.step.model`` is the bare model."""
     lock: RunLock
     checkpointer: Checkpointer
     records: Records
@@ -100,7 +101,7 @@ class Callback:
         class PrintTemperature(Callback):
             def on_step_end(self, training):
                 if training.done % 100 == 0 and dist.is_main():
-                    print(training.done, float(training.result.scale))
+                    print(training.done, float(training.result.figures["temperature/scale"]))
 
         vqclip.train.run(config, callbacks=[PrintTemperature()])
 

@@ -179,7 +179,7 @@ def _evaluate_current(training: Training) -> EvaluationOutcome:
 def _try_all(training: Training, *, details: bool = False) -> EvaluationOutcome:
     config = training.config
     amounts = config.report.details if details and config.report is not None else None
-    return try_all(training.step.model, config.evaluation, precision=config.train.precision, details=amounts)
+    return try_all(training.step.task.evaluated, config.evaluation, precision=config.train.precision, details=amounts)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:

@@ -6,7 +6,6 @@ import logging
 import math
 
 from vqclip.train.callbacks.base import Callback, Training
-from vqclip.train.collapse import mean_cosine
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,9 @@ class ReportMetrics(Callback):
         """Warn once of captions that are longer than the text tower takes."""
         if self._warned_of_cut_captions:
             return
-        length = training.step.model.text.preprocess.context_length
+        length = training.step.task.context_length
+        if length is None:
+            return
         cut = training.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
         if cut:
             logger.warning("captions: %s", cut)
@@ -45,15 +46,12 @@ def _metrics(training: Training) -> dict[str, float]:
     step, result = training.step, training.result
     watch = step.guards.collapse
     figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
-    figures |= {"temperature/scale": float(result.scale), "grad_norm": float(result.grad_norm), "lr": result.lr}
+    figures |= {name: float(value) for name, value in result.figures.items()}
+    figures |= {"grad_norm": float(result.grad_norm), "lr": result.lr}
     if step.scaler.is_enabled():
         figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
-    if step.bottleneck is not None:
-        figures["bottleneck/share"] = step.bottleneck.share(training.done - 1)
-    for modality, quantizer in step.model.quantizers().items():
-        stats = watch.window(modality, result.stats[modality]) if watch else result.stats[modality]
-        figures |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(stats).items()}
-        figures[f"{modality}/embedding_cosine"] = mean_cosine(result.embedded, modality)
+    sums = {name: watch.window(name, each) if watch else each for name, each in result.stats.items()}
+    figures |= step.task.metrics(sums, training.done - 1)
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:
         _warn(training, figures)
@@ -63,10 +61,10 @@ def _metrics(training: Training) -> dict[str, float]:
 def _warn(training: Training, figures: dict[str, float]) -> None:
     """Have the watches check a report, and tell the new warnings."""
     step, done = training.step, training.done
-    loss, chance = figures[f"loss/{step.loss.name}"], step.loss.chance(training.config.train.batch_size)
+    loss, chance = step.task.progress(figures, training.config.train.batch_size)
     warming_up, warnings = done <= training.config.optim.warmup_steps, list[str]()
     if (collapse := step.guards.collapse) is not None:
-        sizes = {name: each.codebook_sizes for name, each in step.model.quantizers().items()}
+        sizes = {name: each.codebook_sizes for name, each in step.task.quantizers().items()}
         warnings += collapse.check(done, figures, sizes, math.nan if warming_up else loss, chance)
     is_open = figures.get("bottleneck/share", 1.0) < 1
     if (divergence := step.guards.divergence) is not None and not warming_up and not is_open:

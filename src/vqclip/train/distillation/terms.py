@@ -17,7 +17,7 @@ from vqclip import dist
 from vqclip.data.features import Modality
 from vqclip.errors import ConfigError, NonFiniteError, VqclipError
 from vqclip.losses import DistillationLoss
-from vqclip.model import CLIP, CLIPOutput
+from vqclip.model import CLIP
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import TextTokenizer, Tokenizer
@@ -204,12 +204,14 @@ class Distillation:
         return (found,)
 
     def losses(
-        self, out: CLIPOutput, sums: Stats, parts: Sequence[Samples], step: int
+        self, image: Tensor, text: Tensor, scale: Tensor, sums: Stats, parts: Sequence[Samples], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the unweighted terms of this step over the global batch, and their weights. A collective.
 
         Args:
-            out: outputs for all samples of this rank.
+            image: ``(B, E)`` embeddings of all samples of this rank.
+            text: ``(B, E)`` of their captions.
+            scale: () of the logits.
             sums: of all ranks, from `separate_sums`.
             parts: the samples in the parts in which the teachers run.
             step: number of the step.
@@ -218,7 +220,7 @@ class Distillation:
         for name, term in self._embeddings.items():
             if term.config.weight_at(step):
                 images, texts = self._embed(name, term, parts)
-                terms[name] = term.loss(out.image.embedding, out.text.embedding, out.scale, images, texts, term.scale)
+                terms[name] = term.loss(image, text, scale, images, texts, term.scale)
         for name in self._features:
             if f"{name}/sum" in sums:
                 terms[name] = sums[f"{name}/sum"] / sums[f"{name}/count"]

@@ -1,0 +1,199 @@
+"""The base class of training tasks.
+
+    local = task.local(batch)                    the samples of this rank, on the device
+    out   = task.run(network, local, step)       rows and sums; no collective
+    sums  = task.reduce(out, local)              sums over all ranks, from one exchange
+    terms = task.losses(out, sums, parts, step)  terms of the loss over the global batch, and their weights
+    task.update(sums)                            after the optimizer's step
+
+`vqclip.train.step.TrainStep` calls these and adds the rest: learning rate, microbatches, backward, clipping, guards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vqclip.data import Batch
+from vqclip.data.loader import Tokenize
+from vqclip.nn.precision import Precision
+from vqclip.quantizers import Order, Quantizer, Stats
+from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.schema import Modality
+from vqclip.towers import ImageTower, TextTower
+from vqclip.train.tasks.output import TaskOutput
+
+__all__ = ["Samples", "Task"]
+
+
+class Samples(Protocol):
+    """Samples of a rank or of a microbatch, on the device."""
+
+    @property
+    def order(self) -> Order:
+        """Places of the samples in the global batch."""
+
+    def part(self, rows: slice) -> Self:
+        """Return some of the samples."""
+
+    def __len__(self) -> int: ...
+
+
+SamplesT = TypeVar("SamplesT", bound=Samples)
+
+
+class Task(ABC, Generic[SamplesT]):
+    """What a run trains, and the parts of its step.
+
+    Args:
+        model: on its device, not wrapped; checkpoints contain its state, and its parameters are trained and averaged.
+    """
+
+    precision: Precision = "fp32"
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @property
+    def student(self) -> nn.Module:
+        """Module that is compiled and wrapped: the model, or a module around it without weights of its own."""
+        return self.model
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return next(self.model.parameters()).device
+
+    # What a step computes.
+
+    @abstractmethod
+    def local(self, batch: Batch) -> SamplesT:
+        """Move this rank's part of a batch to the device, and compute what does not depend on the trained weights."""
+
+    @abstractmethod
+    def run(self, network: nn.Module, local: SamplesT, step: int) -> TaskOutput:
+        """Run the network, which is `student` as it trains or bare, on samples of this rank. No collective."""
+
+    def shared(self) -> dict[str, Tensor]:
+        """Return `TaskOutput.shared` with a graph, for the outputs of joined microbatches."""
+        return {}
+
+    @abstractmethod
+    def reduce(self, out: TaskOutput, local: SamplesT) -> dict[str, Stats]:
+        """Return the sums of `TaskOutput.stats`, and further ones, over all ranks. One collective."""
+
+    @abstractmethod
+    def losses(
+        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[SamplesT], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
+        """Return the unweighted terms of the loss over the global batch, and their weights, by name.
+
+        Args:
+            out: outputs for all samples of this rank.
+            sums: result of `reduce`.
+            parts: these samples by microbatch.
+            step: number of the step, from 0.
+        """
+
+    def update(self, sums: Mapping[str, Stats]) -> None:
+        """Update what no gradient trains, after the optimizer's step."""
+
+    # What changes from step to step.
+
+    def configure(self, seed: int, precision: Precision) -> None:
+        """Set the key of the task's random draws, and the precision of a step, before the first one."""
+        self.precision = precision
+
+    def mark_dynamic(self, local: SamplesT) -> None:
+        """Mark the axes of the samples whose lengths differ between batches, for `torch.compile`."""
+
+    def set_grad_checkpointing(self) -> None:
+        """Recompute activations in the backward pass, where the model can."""
+
+    def move_to_step(self, step: int) -> bool:
+        """Change which parts train, as in step number ``step``; return whether this changes anything."""
+        return False
+
+    @property
+    def changing_steps(self) -> set[int | None]:
+        """Steps with which the computation changes; None is none."""
+        return set()
+
+    def quantizers(self) -> dict[str, Quantizer]:
+        """Return the quantizers that are trained, by name; they have statistics under these names."""
+        return {}
+
+    # What is reported.
+
+    def figures(self, out: TaskOutput) -> dict[str, Tensor]:
+        """Return () figures of a step's output, named as in ``metrics.jsonl``."""
+        return {}
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
+        """Return the metrics of step number ``step``, named as in ``metrics.jsonl``.
+
+        Args:
+            sums: those of the step, with the counts of codes over a window of steps.
+            step: number of the step, from 0.
+        """
+
+    @abstractmethod
+    def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
+        """Return the loss that the watches look at, and that of a model that knows nothing, from all metrics."""
+
+    # Around the steps.
+
+    @property
+    @abstractmethod
+    def tokenizers(self) -> dict[Modality, Tokenizer]:
+        """The tokenizers that are trained or used, by modality."""
+
+    @property
+    @abstractmethod
+    def evaluated(self) -> nn.Module:
+        """Model that evaluations get, and that `export` writes."""
+
+    @property
+    @abstractmethod
+    def trained_parts(self) -> dict[str, nn.Module]:
+        """Name → module, for the numbers of trained weights in the summary."""
+
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Height and width of the images in pixels."""
+
+    @property
+    @abstractmethod
+    def tokenize(self) -> Tokenize:
+        """Captions → ``(B, T)`` int64, padded with 0, and their lengths before the cut; data workers get a copy."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest caption in tokens; None for a task that reads no captions."""
+        return None
+
+    @property
+    def towers(self) -> dict[str, ImageTower | TextTower]:
+        """Towers of the model by modality; their frozen tensors are stored once in a run."""
+        return {}
+
+    @abstractmethod
+    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Write the model's part of a checkpoint, in a background thread.
+
+        Args:
+            folder: empty folder.
+            state: copies of the tensors of the model.
+            extra: of `FrozenWeights.section`.
+        """
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write the tokenizer to a folder, which is empty."""

@@ -1,0 +1,229 @@
+"""Contrastive training of an image and a text tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vqclip.data import Batch
+from vqclip.data.loader import Tokenize
+from vqclip.losses import Loss
+from vqclip.model import CLIP, CLIPOutput
+from vqclip.nn.precision import Precision, autocast
+from vqclip.quantizers import Quantizer, Stats, sync
+from vqclip.seeds import derive_seed
+from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.tokenizer.schema import Modality
+from vqclip.towers import ImageTower, TextTower
+from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.collapse import mean_cosine
+from vqclip.train.distillation import Distillation
+from vqclip.train.distillation.features import separate_sums
+from vqclip.train.rank_batch import RankBatch, make_rank_batch
+from vqclip.train.tasks.base import Task
+from vqclip.train.tasks.output import TaskOutput
+
+__all__ = ["ContrastiveTask", "towers_draw"]
+
+
+class ContrastiveTask(Task[RankBatch]):
+    """A model of two tokenizers, trained by a contrastive loss, the quantizers' losses, and terms that follow teachers.
+
+    Args:
+        model: on its device, not wrapped.
+        loss: contrastive or sigmoid loss over the global batch.
+        bottleneck: schedule by which the embedding begins with continuous vectors; None: codes from the first step.
+        distillation: further terms of the loss, which follow teachers.
+    """
+
+    model: CLIP
+
+    def __init__(
+        self,
+        model: CLIP,
+        loss: Loss,
+        bottleneck: BottleneckConfig | None = None,
+        distillation: Distillation | None = None,
+    ):
+        super().__init__(model)
+        self.loss, self.bottleneck, self.distillation = loss, bottleneck, distillation
+        self._student = model if distillation is None else distillation.wrap(model)
+
+    @property
+    def student(self) -> nn.Module:
+        """The model, or a module around it that also compares features."""
+        return self._student
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self.model.logit_scale.device
+
+    def local(self, batch: Batch) -> RankBatch:
+        """Move a batch to the device, and run the frozen towers whose features are not in the cache."""
+        return make_rank_batch(batch, self.model, self.loss.positives, self.precision)
+
+    def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
+        """Return the embeddings, the statistics of the quantizers and of the terms on features, and the temperature."""
+        with nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model):
+            further = () if self.distillation is None else self.distillation.targets(local, step)
+            known = (local.features.get("image"), local.features.get("text"))
+            out: CLIPOutput = network(local.images, local.tokens, *known, *further)
+        rows = {"image": out.image.embedding, "text": out.text.embedding}
+        return TaskOutput(rows, {"image": out.image.stats, "text": out.text.stats}, _shared(out.scale, out.bias))
+
+    def shared(self) -> dict[str, Tensor]:
+        """Return the temperature."""
+        return _shared(*self.model.temperature())
+
+    def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
+        """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
+        totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
+        totals["count"] = torch.full((), len(local), device=self.device)
+        image, text, embedded = sync([out.stats["image"], out.stats["text"], Stats(totals)], local.order)
+        stats, followed = separate_sums({"image": image, "text": text})
+        return stats | {"embedded": embedded, "distillation": followed}
+
+    def losses(
+        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
+        """Return the contrastive loss, the quantizers' losses and the terms that follow teachers."""
+        image, text, scale, bias = out.rows["image"], out.rows["text"], out.shared["scale"], out.shared.get("bias")
+        keys = None if parts[0].keys is None else torch.cat([part.keys for part in parts if part.keys is not None])
+        terms = {self.loss.name: self.loss(image, text, scale, bias, keys)}
+        weights: dict[str, float | Tensor] = {self.loss.name: 1.0}
+        for modality, quantizer in self.quantizers().items():
+            for name, term in quantizer.losses(sums[modality]).items():
+                terms[f"{modality}/{name}"] = term
+                weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
+        if self.distillation is None:
+            return terms, weights
+        with autocast(self.device, self.precision):
+            further = self.distillation.losses(image, text, scale, sums["distillation"], parts, step)
+        return terms | further[0], weights | further[1]
+
+    def update(self, sums: Mapping[str, Stats]) -> None:
+        """Limit the temperature, and update the codebooks."""
+        self.model.clamp_temperature()
+        for name, quantizer in self.quantizers().items():
+            quantizer.update(sums[name])
+
+    def configure(self, seed: int, precision: Precision) -> None:
+        """Key the quantizers' draws."""
+        super().configure(seed, precision)
+        for name, quantizer in self.quantizers().items():
+            quantizer.set_seed(derive_seed(seed, "quantizer", name))
+
+    def mark_dynamic(self, local: RankBatch) -> None:
+        """Mark the length of the captions: one graph for all lengths."""
+        torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
+
+    def set_grad_checkpointing(self) -> None:
+        """Recompute the activations of the towers that train."""
+        for tower in self.towers.values():
+            if not tower.is_frozen:
+                tower.set_grad_checkpointing()
+
+    def move_to_step(self, step: int) -> bool:
+        """Freeze and unfreeze the towers."""
+        return any([tower.move_to_step(step) for tower in self.towers.values()])
+
+    @property
+    def changing_steps(self) -> set[int | None]:
+        """First steps of towers, the end of the bottleneck, and those of terms that follow teachers."""
+        steps: set[int | None] = {tower.first_step for tower in self.towers.values()}
+        steps.add(None if self.bottleneck is None else self.bottleneck.steps)
+        return steps | (set() if self.distillation is None else self.distillation.ends)
+
+    def quantizers(self) -> dict[str, Quantizer]:
+        """Return those of both tokenizers."""
+        return self.model.quantizers()
+
+    def figures(self, out: TaskOutput) -> dict[str, Tensor]:
+        """Return the scale of the logits."""
+        return {"temperature/scale": out.shared["scale"].detach()}
+
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
+        """Return the share of the bottleneck, the quantizers' metrics and the similarity of the embeddings."""
+        found = {} if self.bottleneck is None else {"bottleneck/share": self.bottleneck.share(step)}
+        for modality, quantizer in self.quantizers().items():
+            found |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(sums[modality]).items()}
+            found[f"{modality}/embedding_cosine"] = mean_cosine(sums["embedded"], modality)
+        return found
+
+    def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
+        """Return the contrastive loss, and its value at chance."""
+        return figures[f"loss/{self.loss.name}"], self.loss.chance(batch_size)
+
+    @property
+    def tokenizers(self) -> dict[Modality, Tokenizer]:
+        """Both tokenizers."""
+        return {"image": self.model.image, "text": self.model.text}
+
+    @property
+    def evaluated(self) -> CLIP:
+        """The model."""
+        return self.model
+
+    @property
+    def trained_parts(self) -> dict[str, nn.Module]:
+        """Both tokenizers."""
+        return {"image": self.model.image, "text": self.model.text}
+
+    @property
+    def image_size(self) -> int:
+        """Size that the image tower takes."""
+        return self.model.image.tower.image_size
+
+    @property
+    def tokenize(self) -> Tokenize:
+        """Vocabulary of the text tower."""
+        return self.model.text.preprocess.with_lengths
+
+    @property
+    def context_length(self) -> int:
+        """Longest caption of the text tower."""
+        return self.model.text.preprocess.context_length
+
+    @property
+    def towers(self) -> dict[str, ImageTower | TextTower]:
+        """Both towers."""
+        return {"image": self.model.image.tower, "text": self.model.text.tower}
+
+    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Write a tokenizer folder."""
+        write_tokenizer_files(folder, self.model.section() | dict(extra), state, self.model.files())
+
+    def export(self, folder: Path) -> None:
+        """Write both tokenizers and the temperature."""
+        self.model.save_pretrained(folder)
+
+
+def _shared(scale: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    return {"scale": scale} | ({} if bias is None else {"bias": bias})
+
+
+@torch.no_grad()
+def towers_draw(model: CLIP) -> bool:
+    """Return whether the towers of ``model`` draw random numbers when they train: dropout, stochastic depth.
+
+    Runs the towers and compares the generators' states, as the modules that draw have many names. The generators are
+    left unchanged.
+    """
+    device = model.logit_scale.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        before = _generator_states(device)
+        for tower in (model.image.tower, model.text.tower):
+            with tower.unfrozen():
+                tower(tower.example())
+        return any(not old.equal(new) for old, new in zip(before, _generator_states(device), strict=True))
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
