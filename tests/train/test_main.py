@@ -422,7 +422,7 @@ def test_bf16_is_for_the_towers_alone(tmp_path, shards, monkeypatch):
             quantize.register_forward_hook(
                 lambda m, i, out, at=modality: seen.update({f"{at} codes": out.vectors.dtype})
             )
-        self.loss.register_forward_pre_hook(
+        self.task.loss.register_forward_pre_hook(
             lambda module, inputs: seen.update({"features": {feature.dtype for feature in inputs[:2]}})
         )
         return step(self, batch, number)
