@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vqclip.evaluation.details import Candidate, Codebook, CodeMap, Codes, Details, Example, Examples, ShownImage
+from vqclip.evaluation.details import (
+    Candidate,
+    Codebook,
+    CodeMap,
+    Codes,
+    DecodedImage,
+    Details,
+    Example,
+    Examples,
+    Reconstruction,
+    ShownImage,
+)
 from vqclip.report.code_maps import code_colour
 from vqclip.report.sheets import SIDE, draw_sheets
 
@@ -56,3 +67,19 @@ def test_code_maps_have_one_colour_a_code():
     corners = [(top + 2 + row * SIDE // 2, left + 2 + column * SIDE // 2) for row in (0, 1) for column in (0, 1)]
     assert [colour(pixels[place]) for place in corners] == [*map(code_colour, (0, 1, 2)), "#ffffff"]
     assert draw_sheets("pairs", Details(samples=1, intervals={}, codes=codes.model_copy(update={"grid": None}))) == {}
+
+
+def test_reconstructions_are_beside_their_originals():
+    decoded = [
+        DecodedImage(label=HOSTILE, bits=bits, figures={"psnr": 20.0}, image=shown(name).thumbnail)
+        for bits, name in ((10, "red"), (20, "lime"))
+    ]
+    missing = decoded[0].model_copy(update={"image": None, "figures": {}})
+    rows = tuple(Reconstruction(image=shown("blue"), decoded=tuple(each)) for each in (decoded, [missing, decoded[1]]))
+    ((name, sheet),) = draw_sheets("pixels", Details(samples=2, intervals={}, reconstructions=rows)).items()
+    assert name == "reconstructed/pixels"
+    pixels, pitch = np.asarray(sheet), SIDE + 8
+    assert [colour(pixels[20, 20 + column * pitch]) for column in range(3)] == ["#0000ff", "#ff0000", "#00ff00"]
+    second = sheet.height // 2 + 20
+    assert [colour(pixels[second, 20 + column * pitch]) for column in range(3)] == ["#0000ff", "#ffffff", "#00ff00"]
+    assert (pixels[:, -8:] == 255).all()

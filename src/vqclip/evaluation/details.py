@@ -240,9 +240,9 @@ class DecodedImage(Part):
 
     label: Text
     """Source, such as `2 of 4 stages`."""
-    bits: Annotated[float, Field(ge=0)]
+    bits: Annotated[float, Field(ge=0, le=1e15)]
     """Size of the ids, or of the file."""
-    figures: Annotated[dict[Text, float], Field(max_length=20)]
+    figures: Annotated[dict[Text, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=20)]
     """Values of `vqclip.pixels.metrics.compare_images`, such as `psnr` in dB, at full size."""
     image: Thumbnail | None
     """None if the file would be too large."""
