@@ -15,15 +15,16 @@ from tests.models import FSQ, IDENTITY, RESIDUAL_FSQ, tiny_model
 from tests.report.test_hostile import EVIL, require_harmless
 from tests.search.making import pictures
 from vqclip.cli.reconstruct import main
-from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.pixels import PixelsConfig, attach
 
 
-def tokenizer(folder, quantizer=RESIDUAL_FSQ, image_size=16):
+def tokenizer(folder, quantizer=RESIDUAL_FSQ, image_size=16, detail=None):
     """A tokenizer of 4 tokens with a pixel decoder, saved."""
     torch.manual_seed(0)
     image = tiny_model(quantizer, FSQ).build().eval().image
-    decoder = ConvolutionalPixelsConfig(channels=8, max_channels=8)
-    attach(image, decoder.build(image.quantizer.dim, 4, image_size).eval())
+    decoder = {"kind": "convolutional", "channels": 8, "max_channels": 8}
+    config = PixelsConfig.model_validate({"decoder": decoder, "image_size": image_size, "detail": detail})
+    attach(image, config.build(image.quantizer.dim, 4).eval())
     image.save_pretrained(folder)
     return image
 
@@ -94,6 +95,21 @@ def test_other_sizes_of_decoder_and_page(tmp_path):
     assert {image.shape for image in shown(output.read_text())} == {(32, 32, 3)}
     assert main([*given, "--force", "--side", "16"]) == 0
     assert {image.shape for image in shown(output.read_text())} == {(16, 16, 3)}
+
+
+def test_detail_stages_follow_all_ids(tmp_path):
+    detail = {"quantizer": FSQ, "stages": 2, "channels": 8, "max_channels": 8}
+    image, source = tokenizer(tmp_path / "tokenizer", FSQ, detail=detail), pictures(tmp_path / "images")
+    output = tmp_path / "page.html"
+    assert main([str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--images", "1"]) == 0
+    text, images = require_harmless(output.read_text()).text, shown(output.read_text())
+    for label, bits in (("all ids", 24), ("all ids, 1 of 2 detail stages", 48), ("all ids, 2 of 2 detail stages", 72)):
+        assert f"{label} {bits} bits" in text
+    original = torch.from_numpy(images[0].copy()).permute(2, 0, 1)[None]
+    ids = image.encode_pixels(original)
+    for stages in range(3):
+        expected = (255 * image.decode_pixels(ids, detail=stages)[0]).round().permute(1, 2, 0).numpy()
+        assert np.abs(images[1 + 2 * stages].astype(float) - expected).max() <= 1
 
 
 def test_an_existing_page_is_kept_without_force(page, capsys):

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from vqclip.errors import StopRequested
 from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
 from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
@@ -65,12 +67,17 @@ class ImageDetails:
 
     def reconstructions(self) -> tuple[Reconstruction, ...]:
         """Return images beside what their ids decode to; empty without codes or a pixel decoder."""
-        if self._codes is None or self._tokenizer.pixels is None:
+        tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.reconstructions)
+        if self._codes is None or tokenizer.pixels is None or not rows:
             return ()
-        rows = spread(len(self._texts), self.config.reconstructions)
-        reader = ImageReader(self._images.source, pixel_transform(self._tokenizer), self.config.thumbnail)
-        found = show_reconstructions(self._tokenizer, self._codes.of(rows), [self.image(row) for row in rows], reader)
-        return tuple(found)
+        images, ids = [self.image(row) for row in rows], self._codes.of(rows)
+        if tokenizer.pixels.detail is not None:  # the stored ids are the tokenizer's own
+            seen = [self._reader.pixels(image.index) for image in images]
+            blank = torch.zeros(3, *[tokenizer.tower.image_size] * 2, dtype=torch.uint8)
+            shown = torch.stack([blank if each is None else each for each in seen])
+            ids = torch.cat((ids, tokenizer.encode_detail(shown).cpu()), dim=-1)
+        reader = ImageReader(self._images.source, pixel_transform(tokenizer), self.config.thumbnail)
+        return tuple(show_reconstructions(tokenizer, ids, images, reader))
 
 
 def make_details(

@@ -1,10 +1,12 @@
 """Reconstructions for a page: images beside what their ids decode to, from the fewest bits to all.
 
-Shapes: B images in a batch, n in all, m shown, N tokens, C codebooks, S pixels on each side.
+Shapes: B images in a batch, n in all, m shown, N tokens, C codebooks, Cd detail
+codebooks, S pixels on each side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,24 +38,38 @@ class DecodedPrefix(NamedTuple):
     bits: float
     """Bits an image."""
     prefix: Prefix
+    """Prefix of the tokenizer's own ids."""
+    detail: int | None
+    """Number of detail stages; None for a decoder without detail codebooks."""
 
     def decode(self, tokenizer: ImageTokenizer, ids: Tensor) -> Tensor:
-        """Decode the prefix of ids ``(B, N, C)`` to images ``(B, 3, S, S)`` uint8 on the CPU.
+        """Decode the prefix of ids ``(B, N, C + Cd)`` to images ``(B, 3, S, S)`` uint8 on the CPU.
 
         Raises:
             NonFiniteError: a pixel is NaN or infinite.
         """
-        part = tokenizer.truncate(ids.to(tokenizer.device, torch.int64), *self.prefix)
-        return to_uint8(tokenizer.decode_pixels(part)).cpu()
+        ids = ids.to(tokenizer.device)
+        pixels = tokenizer.decode_pixels(ids, self.prefix.codebooks, self.prefix.stages, self.detail)
+        return to_uint8(pixels).cpu()
 
 
 def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
-    """Return the prefixes by stages, then those by codebooks, and all ids last."""
-    extent = tokenizer.quantizer.extent
-    return [
-        DecodedPrefix(prefix_label(prefix, extent) or ALL_IDS, prefix_bits(tokenizer, prefix), prefix)
-        for prefix in extent.shorter()
+    """Return the prefixes by stages, then those by codebooks, all ids, and with them the first detail stages."""
+    assert tokenizer.pixels is not None
+    extent, detail = tokenizer.quantizer.extent, tokenizer.pixels.detail
+    none = None if detail is None else 0
+    found = [
+        DecodedPrefix(prefix_label(each, extent) or ALL_IDS, prefix_bits(tokenizer, each), each, none)
+        for each in extent.shorter()
     ]
+    if detail is None or not found:
+        return found
+    for stages, _ in Prefix(detail.stages, 1).shorter():
+        sizes = detail.codebook_sizes[: stages * len(detail.codebook_sizes) // detail.stages]
+        bits = tokenizer.num_tokens * math.fsum(map(math.log2, sizes))
+        label = f"{ALL_IDS}, {stages} of {detail.stages} detail stages"
+        found.append(DecodedPrefix(label, tokenizer.bits_per_sample + bits, extent, stages))
+    return found
 
 
 def pixel_transform(tokenizer: ImageTokenizer) -> EvalTransform:
@@ -69,7 +85,7 @@ def show_reconstructions(
 
     Args:
         tokenizer: with a pixel decoder, in evaluation mode.
-        ids: ``(m, N, C)`` of any integer type.
+        ids: ``(m, N, C)`` of any integer type, or with detail ids ``(m, N, C + Cd)``.
         images: m images of the set of ``reader``, described.
         reader: reader with `pixel_transform`; its thumbnails are at most as large as the images.
         large: whether to make images of the differences.
@@ -143,7 +159,7 @@ class Reconstructions(NamedTuple):
     bad: int
     """Number of images that cannot be used and are left out."""
     decodings: list[tuple[str, float, dict[str, float]]]
-    """Label, bits and `mean_figures` of each prefix, all ids last."""
+    """Label, bits and `mean_figures` of each prefix, from few bits to all."""
     groups: list[tuple[str, list[Reconstruction]]]
     """Titles with images."""
 
@@ -170,7 +186,7 @@ def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int
     for batch, originals in _batches(tokenizer, source, **reading):
         bad += len(batch.bad)
         if len(batch):
-            ids.append(tokenizer.encode(batch.images).to("cpu", torch.int32))
+            ids.append(tokenizer.encode_pixels(batch.images).to("cpu", torch.int32))
             texts |= zip(batch.sample_ids.tolist(), _texts(source, batch), strict=True)
             for prefix, found in zip(prefixes, figures, strict=True):
                 found.append(compare_images(prefix.decode(tokenizer, ids[-1]), originals))
