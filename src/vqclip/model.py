@@ -15,13 +15,13 @@ from vqclip.config.bounds import EmbedDim
 from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
-from vqclip.tokenizer.base import rename_tower_errors
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
 from vqclip.tokenizer.saving import save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
 from vqclip.towers.open_clip import share_models
+from vqclip.towers.training import rename_tower_errors
 
 
 class BothTowersConfig(Config):

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError
 from vqclip.io.files import open_regular
@@ -80,6 +80,13 @@ def add_tensors(digest: hashlib._Hash, tensors: Mapping[str, Tensor]) -> None:
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"\n{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def module_digest(module: nn.Module, described: str = "") -> str:
+    """Return the SHA-256 of all tensors of a module, and of what else determines its outputs, in words."""
+    digest = hashlib.sha256(described.encode())
+    add_tensors(digest, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+    return digest.hexdigest()
 
 
 def first_names(names: Collection[str], shown: int = _SHOWN) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -27,17 +26,6 @@ from vqclip.towers.training import architecture_of
 
 ConfigT = TypeVar("ConfigT", bound="TokenizerConfig")
 TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
-
-
-@contextmanager
-def rename_tower_errors(section: str) -> Iterator[None]:
-    """Replace ``tower`` at the beginning of a tower's errors by ``section``, its key path in the configuration."""
-    try:
-        yield
-    except ConfigError as error:
-        if not str(error).startswith(("tower:", "tower.")):
-            raise
-        raise ConfigError(section + str(error).removeprefix("tower")) from error
 
 
 class TokenizerOutput(NamedTuple):

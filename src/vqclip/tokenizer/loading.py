@@ -54,7 +54,7 @@ def load_tokenizer(
 
 def _load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
     from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
-    from vqclip.tokenizer.base import rename_tower_errors
+    from vqclip.towers.training import rename_tower_errors
 
     config: ImageTokenizerConfig | TextTokenizerConfig
     if modality == "image":

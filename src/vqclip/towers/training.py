@@ -7,6 +7,8 @@ tower that is not trained from scratch its statistics and its affine map stay as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
@@ -61,6 +63,17 @@ class TowerConfig(Config):
     def is_pretrained(self) -> bool:
         """Return whether the tower starts from weights that were trained before."""
         return any(getattr(self, name) != value for name, value in self.random_weights.items())
+
+
+@contextmanager
+def rename_tower_errors(section: str) -> Iterator[None]:
+    """Replace ``tower`` at the beginning of a tower's errors by ``section``, its key path in the configuration."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(("tower:", "tower.")):
+            raise
+        raise ConfigError(section + str(error).removeprefix("tower")) from error
 
 
 def architecture_of(tower: TowerConfig) -> dict[str, Any]:

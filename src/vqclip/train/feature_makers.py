@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.data.features import Modality
-from vqclip.io.tensors import add_tensors
+from vqclip.io.tensors import module_digest
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers.training import TowerConfig
 
@@ -55,13 +55,6 @@ def tower_maker(tokenizer: Tokenizer) -> FeatureMaker:
 def tower_origin(tower: nn.Module, config: TowerConfig) -> dict[str, Any]:
     """Return the SHA-256 of the configuration of a tower, but for what trains, and of all its tensors."""
     return {"tower": module_digest(tower, f"{type(tower).__name__} {config.model_dump_json(exclude={'train'})}")}
-
-
-def module_digest(module: nn.Module, described: str = "") -> str:
-    """Return the SHA-256 of all tensors of a module, and of what else determines its outputs, in words."""
-    digest = hashlib.sha256(described.encode())
-    add_tensors(digest, {**dict(module.named_parameters()), **dict(module.named_buffers())})
-    return digest.hexdigest()
 
 
 def vocabulary_origin(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -14,6 +14,14 @@ from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
 
 SIZE = 16
 L1 = {"kind": "l1"}
+TOKENIZER = {"kind": "tokenizer", "folder": "tokenizer"}
+TIMM = {
+    "kind": "timm",
+    "name": "vit_tiny_patch16_224",
+    "image_size": 24,
+    "args": {"patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2},
+    "checkpoint": "vit.safetensors",
+}
 PATCH = {"kind": "adversarial", "start_step": 0, "discriminator": {"kind": "patch", "channels": 16, "layers": 1}}
 TERMS = {
     "l1": [L1],
@@ -21,6 +29,9 @@ TERMS = {
     "both": [{"kind": "l1", "weight": 0.5}, {"kind": "l2"}],
     "patches": [L1, PATCH],
     "patches, fixed weight": [L1, PATCH | {"adaptive": False}],
+    "perceptual, tokenizer": [{"kind": "perceptual", "network": TOKENIZER}],
+    "perceptual, timm": [{"kind": "perceptual", "network": TIMM, "layers": [0, -1]}],
+    "heads": [L1, PATCH | {"discriminator": {"kind": "features", "network": TOKENIZER, "width": 8}}],
 }
 
 

@@ -44,5 +44,6 @@ class PixelTermConfig(Config):
 
     def identity(self, digest: str | None) -> dict[str, Any]:
         """Return what defines the trajectory: the settings, with the digest of the weights in place of their source."""
-        settings = self.model_dump(mode="json", exclude={"network", "trunk", "heads"})
+        sources: Any = {"network": True, "trunk": True, "heads": True, "discriminator": {"network"}}
+        settings = self.model_dump(mode="json", exclude=sources)
         return settings if digest is None else settings | {"digest": digest}

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, name_section
+from vqclip.pixels.losses.networks import FeatureNetwork, Layers, NetworkConfig, build_network
 
-__all__ = ["Discriminator", "DiscriminatorConfig", "PatchDiscriminatorConfig"]
+__all__ = ["Discriminator", "DiscriminatorConfig", "FeatureDiscriminatorConfig", "PatchDiscriminatorConfig"]
 
 _SLOPE = 0.2
 _PER_GROUP = 16
@@ -81,5 +83,48 @@ class PatchDiscriminatorConfig(Config):
             return _Patches(self.channels, self.layers)
 
 
-DiscriminatorConfig = PatchDiscriminatorConfig
+class _Heads(Discriminator):
+    """A small network on each token of each layer of a frozen network."""
+
+    def __init__(self, network: FeatureNetwork, width: int):
+        super().__init__()
+        self.network, self.digest = network, network.digest
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(channels, width), nn.LeakyReLU(_SLOPE), nn.Linear(width, 1))
+            for channels in network.widths
+        )
+
+    def frozen_features(self, images: Tensor) -> list[Tensor]:
+        return [F.layer_norm(each, each.shape[-1:]) for each in self.network(images)]
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        return torch.cat([head(each).squeeze(-1) for head, each in zip(self.heads, features, strict=True)], dim=1)
+
+
+class FeatureDiscriminatorConfig(Config):
+    """Small heads on the features of a frozen network.
+
+    After Projected GAN (Sauer et al. 2021), https://arxiv.org/abs/2111.01007; here a head looks at single tokens.
+    """
+
+    kind: Literal["features"] = "features"
+    """Heads on frozen features."""
+    network: NetworkConfig
+    """The frozen network; it needs pretrained weights."""
+    layers: Layers | None = None
+    """Numbers of the network's blocks, from 0 at the input, negative from the output; null: all blocks."""
+    width: int = Field(64, ge=1, le=MAX_WIDTH)
+    """Hidden width of each head."""
+
+    def build(self, image_size: int) -> Discriminator:
+        """Make the discriminator; the heads have random weights (torch's global generator).
+
+        Raises:
+            ConfigError: the network cannot be loaded, has random weights or no such layers.
+        """
+        with name_section("discriminator"):
+            return _Heads(build_network(self.network, self.layers), self.width)
+
+
+DiscriminatorConfig = Annotated[PatchDiscriminatorConfig | FeatureDiscriminatorConfig, Field(discriminator="kind")]
 """Any discriminator, chosen by ``kind``."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.data.features import Modality
 from vqclip.errors import ConfigError, NonFiniteError, VqclipError
+from vqclip.io.tensors import module_digest
 from vqclip.losses import DistillationLoss
 from vqclip.model import CLIP
 from vqclip.quantizers import Stats
@@ -37,7 +38,7 @@ from vqclip.train.distillation.teachers import (
     freeze,
     tower_features,
 )
-from vqclip.train.feature_makers import FeatureMaker, module_digest, tower_origin, vocabulary_origin
+from vqclip.train.feature_makers import FeatureMaker, tower_origin, vocabulary_origin
 
 
 class Samples(Protocol):

@@ -1,0 +1,114 @@
+"""Frozen networks: their layers, their weights, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
+
+import vqclip
+from tests.pixels.losses.test_contract import L1, PATCH, TIMM, TOKENIZER, build, images
+from vqclip.errors import ConfigError
+from vqclip.io.tensors import save_tensors
+from vqclip.pixels.losses import PixelLossesConfig
+from vqclip.pixels.losses.networks import FeatureNetwork, build_network
+from vqclip.towers.image import TimmTowerConfig
+
+HEADS = PATCH | {"discriminator": {"kind": "features", "network": TOKENIZER, "width": 8}}
+
+
+def network_of(changes, layers=None):
+    return build_network(TimmTowerConfig.model_validate(TIMM | changes), layers)
+
+
+def test_features_are_those_of_the_towers_blocks():
+    network, pixels = network_of({}, [0, -1]), torch.rand(2, 3, 24, 24)
+    model = TimmTowerConfig.model_validate(TIMM).build().eval().backbone.model
+    normal = (pixels - network.tower.normalize.mean) / network.tower.normalize.std
+    expected = model.get_intermediate_layers(normal, n=[0, 2], return_prefix_tokens=True)
+    assert network.widths == [16, 16]
+    for one, (patches, prefix) in zip(network(pixels), expected, strict=True):
+        torch.testing.assert_close(one, torch.cat([prefix, patches], dim=1))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224"])
+def test_channels_are_last_in_any_layout(name):
+    size = {"resnet18": 32, "swin_tiny_patch4_window7_224": 224}[name]
+    args = {"resnet18": {}, "swin_tiny_patch4_window7_224": {"embed_dim": 8, "depths": [1, 1, 1, 1]}}[name]
+    tower = TimmTowerConfig(name=name, image_size=size, args=args, train="none")
+    network = FeatureNetwork(tower.build())
+    wanted = [64, 64, 128, 128, 256, 256, 512, 512] if name == "resnet18" else [8, 16, 32, 64]
+    assert network.widths == wanted
+    assert [each.shape[2] for each in network(torch.rand(1, 3, 16, 16))] == wanted
+
+
+def test_value_by_hand():
+    losses, (made, real) = build([{"kind": "perceptual", "network": TOKENIZER, "layers": [1]}]), images(3)
+    tower = vqclip.load_tokenizer("tokenizer", "image").tower.double()
+    one, other = (tower(each).detach() for each in (made, real))
+    expected = 1 - F.cosine_similarity(one, other, dim=2).mean()
+    torch.testing.assert_close(losses.terms(losses(made, real, 0), 0)[0]["perceptual"], expected)
+
+
+def test_networks_are_constants():
+    losses = build([L1, {"kind": "perceptual", "network": TIMM}, HEADS])
+    judge = losses.adversaries["adversarial"].discriminator
+    assert [name for name, _ in losses.named_parameters()] == list(losses.state_dict())
+    assert all(".heads." in name for name in losses.state_dict())
+    assert not any(each.training for each in losses.train().distances["perceptual"].network.modules())
+    assert {each.dtype for each in judge.buffers()} == {torch.float64}
+    losses.load_state_dict(copy.deepcopy(losses).state_dict())
+
+
+def test_identity_names_weights_not_their_place():
+    terms = [L1, {"kind": "perceptual", "network": TOKENIZER}, HEADS]
+    shutil.copytree("tokenizer", "elsewhere", dirs_exist_ok=True)
+    moved = [L1, *(each | {"network": TOKENIZER | {"folder": "elsewhere"}} for each in terms[1:2]), HEADS]
+    one, other = build(terms).identity, build(moved).identity
+    assert one == other
+    assert one[0] == {"kind": "l1", "weight": 1.0, "start_step": 0}
+    assert len(one[1]["digest"]) == len(one[2]["digest"]) == 64
+    assert "network" not in one[1]
+    assert "network" not in one[2]["discriminator"]
+    assert (
+        build([{"kind": "perceptual", "network": TOKENIZER, "layers": [0]}]).identity[0]["digest"] != one[1]["digest"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("network", "layers", "message"),
+    [
+        (TOKENIZER | {"folder": "nowhere"}, None, r"losses\[0\].*network\.folder: nowhere"),
+        (TIMM | {"checkpoint": "nothing.safetensors"}, None, r"losses\[0\].*network\.checkpoint: nothing"),
+        (TIMM | {"checkpoint": None}, None, r"losses\[0\].*network: got random weights"),
+        (TIMM | {"name": "vit_tony"}, None, r"losses\[0\].*network\.name: timm has no model 'vit_tony'"),
+        (TIMM, [3], r"losses\[0\].*layers: got 3; this network has 3 blocks, backbone.model.blocks.0 to"),
+        (TIMM, [-4], r"layers: got -4"),
+    ],
+)
+def test_mistakes_name_their_key(network, layers, message):
+    with pytest.raises(ConfigError, match=message):
+        build([{"kind": "perceptual", "network": network, "layers": layers}])
+
+
+def test_a_discriminators_network_is_named_too():
+    with pytest.raises(ConfigError, match=r"losses\[1\].*discriminator.*network\.folder: nowhere"):
+        build([L1, PATCH | {"discriminator": {"kind": "features", "network": TOKENIZER | {"folder": "nowhere"}}}])
+
+
+def test_weights_that_are_not_finite():
+    vit = TimmTowerConfig.model_validate(TIMM).build().backbone.model.state_dict()
+    vit["norm.weight"][0] = float("nan")
+    save_tensors(vit, Path("bad.safetensors"))
+    with pytest.raises(ConfigError, match=r"network\.checkpoint: .*norm.weight: contains NaN"):
+        build([{"kind": "perceptual", "network": TIMM | {"checkpoint": "bad.safetensors"}}])
+
+
+def test_unknown_keys_are_refused():
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        TypeAdapter(PixelLossesConfig).validate_python([{"kind": "l1", "wieght": 2.0}])
