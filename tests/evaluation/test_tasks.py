@@ -18,6 +18,7 @@ from vqclip.evaluation import (
     EvaluationConfig,
     KnnConfig,
     LinearProbeConfig,
+    PixelQualityConfig,
     RetrievalConfig,
     SugarCrepeConfig,
     WinogroundConfig,
@@ -29,7 +30,9 @@ from vqclip.evaluation import (
 from vqclip.evaluation.encode import Encoder
 from vqclip.evaluation.labelled import encode_labelled
 from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.pixels import QUALITY
 from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
 
 CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
 
@@ -44,6 +47,7 @@ def TASKS(folder):
         LinearProbeConfig(**probe, features="tokens"),
         SugarCrepeConfig(data={"path": folder / "pairs" / "sets", "images": folder / "pairs" / "images"}),
         WinogroundConfig(data={"path": folder / "rows" / "test.parquet"}, max_bad_fraction=0.5),
+        PixelQualityConfig(**labelled, codecs=("webp",)),
     ]
 
 
@@ -58,7 +62,10 @@ def folder(tmp_path):
     caption_shards(tmp_path / "captions", CAPTIONS)
     sugarcrepe(tmp_path / "pairs", {"swap_obj": [(9 * n, n, 9 - n) for n in range(5)], "add": [(0, 1, 2)]})
     winoground(tmp_path / "rows", [(n, 200 - n, n, n + 1) for n in range(0, 90, 18)], parquet=True)
-    tiny_clip().save_pretrained(tmp_path / "model")
+    model = tiny_clip()
+    decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
+    attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens, 16))
+    model.save_pretrained(tmp_path / "model")
     return tmp_path
 
 
@@ -98,10 +105,16 @@ def test_figures_have_the_names_that_are_promised_and_chance_beside_them(folder)
     assert set(scalar_names(tasks)) <= found
     for task, result in zip(tasks, results, strict=True):
         assert (result.name, result.kind) == (task.name, task.kind)
-        assert result.figures["codes_only"] == result.figures["quantized"]
+        codes_only = {**result.figures["codes_only"]}
+        assert codes_only.pop("id_agreement", None) is None or result.kind == "pixels"
+        assert codes_only == result.figures["quantized"]
         for mode in MODES:
-            assert result.figures[mode].keys() == result.chance.keys() >= set(task.figures)
-            assert all(0 <= rate <= 1 for rate in (*result.figures[mode].values(), *result.chance.values()))
+            rates = {
+                name: rate for name, rate in result.figures[mode].items() if name not in (*QUALITY, "id_agreement")
+            }
+            assert rates.keys() == result.chance.keys()
+            assert result.figures[mode].keys() >= set(task.figures)
+            assert all(0 <= rate <= 1 for rate in (*rates.values(), *result.chance.values()))
     assert len(set(scalar_names(tasks))) == len(scalar_names(tasks))
     assert format_results(results).count("\n") > 10
 
@@ -112,8 +125,8 @@ def test_two_ranks_find_what_one_finds_and_one_alone_does_not_wait(ranks, folder
     for found in ranks(2, run, folder, True, (0, 1)):
         for result, expected in zip(found, alone, strict=True):
             for mode in MODES:
-                assert result["figures"][mode] == pytest.approx(expected["figures"][mode])
-            assert {**result, "figures": 0} == {**expected, "figures": 0}
+                assert result["figures"][mode] == pytest.approx(expected["figures"][mode], rel=1e-4)
+            assert {**result, "figures": 0, "pixels": 0} == {**expected, "figures": 0, "pixels": 0}
     start = time.monotonic()
     assert ranks(2, run, folder, False, (0,), timeout=60.0) == [alone, None]
     assert time.monotonic() - start < 50

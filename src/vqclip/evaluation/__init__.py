@@ -11,6 +11,7 @@ from vqclip.evaluation.details import Details, DetailsConfig
 from vqclip.evaluation.encode import MODES
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
+from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.prefixes import Prefixes
 from vqclip.evaluation.results import PrefixResult, Result, write_csv, write_json
 from vqclip.evaluation.retrieval import RetrievalConfig
@@ -41,6 +42,7 @@ __all__ = [
     "KnnConfig",
     "LabelledData",
     "LinearProbeConfig",
+    "PixelQualityConfig",
     "PrefixResult",
     "Prefixes",
     "Result",

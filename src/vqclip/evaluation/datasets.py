@@ -11,7 +11,7 @@ from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBa
 from vqclip.errors import DataError
 from vqclip.evaluation.partition import RankPartition
 
-__all__ = ["CaptionedData", "LabelledData", "TrainingData", "open_captioned", "open_labelled"]
+__all__ = ["AnyData", "CaptionedData", "LabelledData", "TrainingData", "open_captioned", "open_labelled"]
 
 
 def _prepare(data: SourceConfigBase, labelled: bool, split: str = "test") -> SourceConfigBase:
@@ -39,6 +39,15 @@ TrainingData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepar
 """Any kind of labelled images to fit a probe to: the split train where none is named."""
 CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=False))]
 """Any kind of captioned images."""
+
+
+def _test_images(data: SourceConfigBase) -> SourceConfigBase:
+    data.require_no_weight("evaluation")
+    return data.model_copy(update={"split": "test"}) if getattr(data, "split", "") is None else data
+
+
+AnyData: TypeAlias = Annotated[SourceConfig, AfterValidator(_test_images)]
+"""Any kind of images, labelled or captioned: the split test where none is named."""
 
 
 def open_labelled(data: SourceConfigBase, partition: RankPartition, key: str = "data") -> Source:

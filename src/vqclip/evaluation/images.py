@@ -50,6 +50,20 @@ class ImagesConfig(Config):
         """Open the data on every rank; raise DataError if they cannot be used."""
         return partition.open(self.data)
 
+    def read(self, source: Source, transform: Callable[[Tensor], Tensor], partition: RankPartition) -> EvalSet:
+        """Return this rank's images of an opened source, in batches."""
+        return EvalSet(
+            source,
+            transform,
+            self.batch_size,
+            partition.rank,
+            partition.world_size,
+            self.workers,
+            self.limit,
+            self.max_bad_fraction,
+            timeout_s=self.timeout_s,
+        )
+
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Evaluate a model in each of the three modes; called by `vqclip.evaluation.evaluate`.
 
@@ -87,6 +101,8 @@ def encode_images(
     encoder: Encoder,
     name: str,
     annotations: Callable[[EvalBatch], list[T]],
+    transform: Callable[[Tensor], Tensor] | None = None,
+    inputs: Callable[[EvalBatch], Tensor] = lambda batch: batch.images,
 ) -> EncodedImages[T]:
     """Encode the images of a task; every rank encodes its part.
 
@@ -97,22 +113,14 @@ def encode_images(
         encoder: encoder; every rank of its partition must call this.
         name: names the file of ids.
         annotations: function of a batch that returns a JSON-able value for each image, such as its label.
+        transform: transform of the images; None: that of the tokenizer.
+        inputs: function of a batch, called after ``annotations``, that returns the images to encode.
 
     Raises:
         DataError: too many images cannot be used; on every rank.
     """
     partition = encoder.partition
-    images = EvalSet(
-        source,
-        tokenizer.transform,
-        config.batch_size,
-        partition.rank,
-        partition.world_size,
-        config.workers,
-        config.limit,
-        config.max_bad_fraction,
-        timeout_s=config.timeout_s,
-    )
+    images = config.read(source, tokenizer.transform if transform is None else transform, partition)
     mine: list[tuple[int, T]] = []
     reasons: list[str] = []
 
@@ -121,7 +129,7 @@ def encode_images(
             mine.extend(zip(batch.sample_ids.tolist(), annotations(batch), strict=True))
             reasons.extend(sample.reason for sample in batch.bad)
             if len(batch):
-                yield batch.images
+                yield inputs(batch)
 
     encoded = encoder(tokenizer, pixels(), name)
     found, reasons = partition.gather_items(mine), partition.gather_items(reasons)

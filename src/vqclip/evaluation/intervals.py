@@ -40,7 +40,25 @@ def wilson(rate: float, count: int) -> Interval:
 
 
 def bootstrap(count: int, statistic: Statistic) -> list[Interval]:
-    """Return the 2.5 and 97.5 % percentiles of each of F figures over resamples of ``count`` images."""
+    """Return the 2.5 and 97.5 % percentiles of each of F rates over resamples of ``count`` images."""
+    return [
+        # If all resamples are equal, as where every hit is 1, Wilson's interval is the honest one.
+        wilson(low, count) if low == high else (max(0.0, low), min(1.0, high))
+        for low, high in _percentiles(count, statistic)
+    ]
+
+
+def mean_value_intervals(values: Tensor) -> list[tuple[float, float]]:
+    """Return the bootstrap interval of the mean of each of F values of images, of any unit.
+
+    Args:
+        values: ``(F, n)`` float64 on the CPU, n at least 1.
+    """
+    each, count = values.numpy(), values.shape[1]
+    return _percentiles(count, lambda drawn: drawn @ each.T / count)
+
+
+def _percentiles(count: int, statistic: Statistic) -> list[tuple[float, float]]:
     rng = np.random.default_rng(derive_seed("confidence interval", count))
     rows, found = max(1, _BLOCK // max(1, count)), []
     for start in range(0, RESAMPLES, rows):
@@ -48,11 +66,7 @@ def bootstrap(count: int, statistic: Statistic) -> list[Interval]:
         draws = rng.integers(0, count, (some, count)) + count * np.arange(some)[:, None]
         found.append(statistic(np.bincount(draws.ravel(), minlength=some * count).reshape(some, count)))
     low, high = np.quantile(np.concatenate(found), [0.025, 0.975], axis=0)
-    return [
-        # If all resamples are equal, as where every hit is 1, Wilson's interval is the honest one.
-        wilson(float(a), count) if a == b else (max(0.0, float(a)), min(1.0, float(b)))
-        for a, b in zip(low, high, strict=True)
-    ]
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
 
 
 def ratio_intervals(hits: Tensor, counts: Tensor) -> list[Interval]:

@@ -15,6 +15,7 @@ from vqclip.data import mask_credentials
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Mode
+from vqclip.evaluation.pixel_results import PixelResult
 from vqclip.io.atomic import write_text
 
 
@@ -38,7 +39,7 @@ class PrefixResult:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Figures of one task. Rates are in [0, 1]."""
+    """Figures of one task: rates in [0, 1]; of the quality of images also SSIM, and PSNR in dB."""
 
     name: str
     """Name of the task."""
@@ -47,7 +48,7 @@ class Result:
     figures: dict[str, dict[str, float] | None]
     """Mode (`continuous`, `quantized`, `codes_only`) → figure (`top1`, `i2t_r5`, ...) → rate; None: see `notes`."""
     chance: dict[str, float]
-    """Figure → its expectation for random embeddings."""
+    """Figure → its expectation for random embeddings; the quality of images has none."""
     samples: int
     """Number of images."""
     classes: int | None
@@ -63,6 +64,8 @@ class Result:
     They are in no table."""
     prefixes: list[PrefixResult] = dataclasses.field(default_factory=list)
     """Figures with prefixes of the ids, in the order of `Prefix.shorter`; see `vqclip.evaluation.Prefixes`."""
+    pixels: PixelResult | None = None
+    """Quality of reconstructed images against bits; None for other tasks."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""
@@ -91,7 +94,7 @@ def write_csv(path: Path, results: Sequence[Result], about: Mapping[str, str] = 
     path.parent.mkdir(parents=True, exist_ok=True)
     heads = ("name", "kind", "mode", "figure", "rate", "chance", "images", "classes", "captions", *about)
     rows = [
-        (result.name, result.kind, mode, figure, rate, result.chance[figure], result.samples)
+        (result.name, result.kind, mode, figure, rate, result.chance.get(figure, ""), result.samples)
         + ("" if result.classes is None else result.classes, result.captions, *about.values())
         for result in results
         for mode, figures in result.figures.items()

@@ -21,6 +21,7 @@ from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
 from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.prefixes import Prefixes
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
@@ -33,7 +34,13 @@ from vqclip.nn.precision import Precision
 logger = logging.getLogger(__name__)
 
 EvaluationConfig = Annotated[
-    ZeroShotConfig | RetrievalConfig | LinearProbeConfig | KnnConfig | SugarCrepeConfig | WinogroundConfig,
+    ZeroShotConfig
+    | RetrievalConfig
+    | LinearProbeConfig
+    | KnnConfig
+    | SugarCrepeConfig
+    | WinogroundConfig
+    | PixelQualityConfig,
     Field(discriminator="kind"),
 ]
 """Any kind of task."""

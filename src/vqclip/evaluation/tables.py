@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vqclip.errors import printable
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Mode
+from vqclip.evaluation.pixel_results import PixelResult
 from vqclip.evaluation.results import Result
 
 _MODE_TITLES = ("continuous", "quantized", "codes only")
 _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
+_PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "psnr": ("PSNR (dB)", "{:.2f}".format),
+    "psnr_of_mse": ("PSNR of the mean error (dB)", "{:.2f}".format),
+    "ssim": ("SSIM", "{:.3f}".format),
+    "ms_ssim": ("MS-SSIM", "{:.3f}".format),
+    "mae": ("mean abs. error", "{:.4f}".format),
+    "lpips": ("LPIPS", "{:.4f}".format),
+}
+"""Figure → its title, and how it is written."""
 
 
 def format_results(results: Sequence[Result]) -> str:
     """Return a table of the figures in percent and a table of the codes, with the notes below."""
     figures = _blank_repeated([row for result in results for row in _figure_rows(result)])
-    text = table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)
+    parts = [table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)] if figures else []
+    parts += [_pixel_table(result, result.pixels) for result in results if result.pixels is not None]
     codes = _blank_repeated(list(dict.fromkeys(row for result in results for row in _code_rows(result))))
     if codes:
         heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
-        text += "\n\n" + table(heads, codes, left=2)
+        parts.append(table(heads, codes, left=2))
     notes = dict.fromkeys(
         printable(f"{result.name}: {note}", one_line=True) for result in results for note in result.notes
     )
-    return "\n\n".join([text, "\n".join(notes)]) if notes else text
+    return "\n\n".join([*parts, "\n".join(notes)] if notes else parts)
 
 
 def format_line(result: Result) -> str:
     """Return the main figures of a result in one line, as the ids alone give them if there are codes."""
     mode, figures = main_figures(result)
     title = f"{result.name} ({_MODE_TITLES[MODES.index(mode)]})"
+    if result.pixels is not None:
+        shown = [f"{figure_title(key)} {_PIXEL_FIGURES[key][1](value)}" for key, value in figures.items()]
+        return printable(f"{title}: {', '.join(shown)}", one_line=True)
     chances = [f"chance {percent(result.chance[key])} %" for key in figures]
     shown = [f"{figure_title(key)} {percent(rate)} %" for key, rate in figures.items()]
     if len(set(chances)) == 1:
@@ -41,10 +55,16 @@ def format_line(result: Result) -> str:
 
 
 def main_figures(result: Result) -> tuple[Mode, dict[str, float]]:
-    """Return the last mode that a result has, and its figures, of several depths (R@1, R@5) the first."""
+    """Return the last mode that a result has, and its figures, of several depths (R@1, R@5) the first.
+
+    Of reconstructed images these are PSNR and SSIM.
+    """
     mode = [mode for mode in MODES if result.figures[mode] is not None][-1]
+    figures = result.figures[mode] or {}
+    if result.pixels is not None:
+        return mode, {figure: figures[figure] for figure in ("psnr", "ssim") if figure in figures}
     found: dict[str, tuple[str, float]] = {}
-    for figure, rate in (result.figures[mode] or {}).items():
+    for figure, rate in figures.items():
         found.setdefault(figure.rstrip("0123456789"), (figure, rate))
     return mode, dict(found.values())
 
@@ -58,6 +78,27 @@ def _figure_rows(result: Result) -> list[tuple[str, ...]]:
     return rows
 
 
+def _pixel_table(result: Result, pixels: PixelResult) -> str:
+    """Return the table of the ways to store an image, with what its figures depend on above it."""
+    columns = [key for key in _PIXEL_FIGURES if any(key in row.figures for row in pixels.rows)]
+    heads = ("stored as", "bits/image", *(_PIXEL_FIGURES[key][0] for key in columns))
+    rows = []
+    for row in pixels.rows:
+        bits = "-" if row.bits_per_image is None else f"{row.bits_per_image:.0f}"
+        more = " (too large)" if row.within is not None and row.within < 1 else ""
+        cells = [_PIXEL_FIGURES[key][1](row.figures[key]) if key in row.figures else "-" for key in columns]
+        rows.append((row.method + more, bits, *cells))
+    about = (
+        f"{result.name}: {result.samples} images of {pixels.reference}, {pixels.image_size} px: {pixels.preprocessing}"
+    )
+    same = (result.figures["codes_only"] or {}).get("id_agreement")
+    lines = [about, "", table(heads, rows, left=1)]
+    if same is not None:
+        lines += ["", f"ids that are the same after encoding the reconstruction again: {percent(same)} %"]
+    lines += [f"{name}: {value:.4g}" for name, value in pixels.distances.items()]
+    return "\n".join([printable(lines[0], one_line=True), *lines[1:]])
+
+
 def _title(result: Result) -> str:
     classes = f", {result.classes} classes" if result.classes is not None else f", {result.captions} captions"
     return f"{result.name} ({result.samples} images{classes})"
@@ -65,6 +106,11 @@ def _title(result: Result) -> str:
 
 def figure_title(figure: str) -> str:
     """Return a readable title: ``image to text R@5`` for ``i2t_r5``, ``top-1`` for ``top1``."""
+    if figure in _PIXEL_FIGURES:
+        return _PIXEL_FIGURES[figure][0]
+    which, _, rest = figure.partition("_")
+    if which in ("original", "reconstructed"):
+        return f"{which}: {figure_title(rest)}"
     direction, _, depth = figure.partition("_r")
     if direction in _DIRECTIONS:
         return f"{_DIRECTIONS[direction]} R@{depth}"

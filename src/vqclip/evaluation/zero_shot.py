@@ -18,7 +18,7 @@ from vqclip.data.sources.class_folder import LocalFolder, read_templates
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.details import Details, Interval
-from vqclip.evaluation.encode import Encoder, Mode
+from vqclip.evaluation.encode import Encoded, Encoder, Mode
 from vqclip.evaluation.examples import make_examples
 from vqclip.evaluation.image_details import ImageDetails
 from vqclip.evaluation.images import ImagesConfig
@@ -76,12 +76,9 @@ class ZeroShotConfig(ImagesConfig):
         text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
 
         modes, notes = common_modes(image, text)
-        ranks: dict[Mode, Ranks] = {}
         targets = {mode: class_embeddings(text.embeddings[mode], sizes) for mode in modes}
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-            for mode in modes:
-                rows, each = image.embeddings[mode], torch.arange(len(sizes), device=targets[mode].device)
-                ranks[mode] = rank(rows, targets[mode], right.to(rows.device), each, with_wrong=True)
+            ranks = rank_classes(image, targets, right)
         found = {mode: Classified.of(each) for mode, each in ranks.items()}
         count = len(classes)
         return Result(
@@ -101,6 +98,24 @@ class ZeroShotConfig(ImagesConfig):
 def class_embeddings(prompts: Tensor, sizes: Sequence[int]) -> Tensor:
     """Average prompt embeddings ``(Σ sizes, E)``, class by class, to unit-norm ``(K, E)``."""
     return F.normalize(torch.stack([each.mean(dim=0) for each in prompts.split(list(sizes))]), dim=-1)
+
+
+def rank_classes(images: Encoded, targets: Mapping[Mode, Tensor], labels: Tensor) -> dict[Mode, Ranks]:
+    """Rank the classes for each image, in each mode.
+
+    Args:
+        images: n encoded images.
+        targets: mode → ``(K, E)`` from `class_embeddings`.
+        labels: ``(n,)`` int64.
+
+    Raises:
+        StopRequested: this rank has been asked to stop.
+    """
+    found: dict[Mode, Ranks] = {}
+    for mode, classes in targets.items():
+        rows, each = images.embeddings[mode], torch.arange(len(classes), device=classes.device)
+        found[mode] = rank(rows, classes, labels.to(rows.device), each, with_wrong=True)
+    return found
 
 
 def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Sequence[Names]]:

@@ -165,7 +165,7 @@ def _labels(groups: Sequence[Sequence[_Measured]]) -> list[str]:
 def _points(label: str, group: Sequence[_Measured]) -> Iterator[Point]:
     for results in zip(*(each.results for each in group), strict=True):
         for same in zip(*(_entries(result) for result in results), strict=True):
-            for figure in same[0].figures:
+            for figure in (name for name in same[0].figures if name in results[0].chance):
                 yield _point(label, results[0], figure, same)
 
 

@@ -1,0 +1,249 @@
+"""Reconstructions from stored ids: their quality against bits, beside WebP and JPEG, and what they still mean.
+
+images → ids → file → ids → pixel decoder → 8-bit images → quality beside the originals
+                                                 └→ ids and embeddings again → agreement, zero-shot or R@1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+import torchvision.transforms.v2.functional as F
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+
+from vqclip.data import Source, mask_credentials
+from vqclip.errors import ConfigError, DataError
+from vqclip.evaluation.codes import load_ids
+from vqclip.evaluation.datasets import AnyData
+from vqclip.evaluation.details import Details, Interval
+from vqclip.evaluation.encode import Encoded, Encoder, Mode
+from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.intervals import mean_value_intervals
+from vqclip.evaluation.labelled import encode_labelled
+from vqclip.evaluation.meaning import Meaning, meaning_of_captions, meaning_of_classes
+from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.pixel_methods import QUANTIZED, Methods
+from vqclip.evaluation.pixel_results import PixelResult, PixelRow
+from vqclip.evaluation.reconstructions import pixel_transform
+from vqclip.evaluation.results import Result, fill_modes
+from vqclip.model import CLIP
+from vqclip.pixels.metrics import MS_SSIM_SIZE, SSIM_SIZE, mean_figures, psnr
+from vqclip.pixels.metrics.codecs import Codec
+from vqclip.tokenizer import ImageTokenizer
+
+QUALITY = ("psnr", "psnr_of_mse", "ssim")
+"""Figures of the quality of images: higher is better, and the first two are in dB."""
+AGREEMENT = "id_agreement"
+"""Share of the ids that encoding the reconstruction again gives back."""
+
+
+class PixelQualityConfig(ImagesConfig):
+    """Quality of the images that the pixel decoder makes of stored ids, against bits."""
+
+    figures: ClassVar[tuple[str, ...]] = QUALITY
+
+    kind: Literal["pixels"] = "pixels"
+    name: str = "pixels"
+    """Title of the results."""
+    data: AnyData
+    """The images, labelled or captioned."""
+    prefixes: bool = True
+    """Whether to decode the first residual stages and the first codebooks alone, too."""
+    codecs: tuple[Codec, ...] = ("webp", "jpeg")
+    """Codecs to compare with, at most at the bytes of the codes; each takes about 30 ms for an image of 64 pixels."""
+    meaning: bool = True
+    """Whether to evaluate zero-shot accuracy or R@1 of the reconstructions, beside those of the originals."""
+
+    def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
+        """Store, decode and compare every image, and encode the reconstructions again.
+
+        Raises:
+            ConfigError: the model has no pixel decoder.
+            DataError: the data cannot be used.
+        """
+        tokenizer = require_pixel_decoder(model.image)
+        images, meaning = self._encode_originals(model, encoder, name)
+        if not images.annotations:
+            raise DataError(f"{self.name}: got no image that can be used")
+        methods = self._methods(tokenizer, images, encoder)
+        made = encode_images(
+            self, images.source, tokenizer, encoder, f"{name}-reconstructed", methods.measure,
+            transform=pixel_transform(tokenizer),
+            inputs=lambda batch: _resize(methods.reconstructions, tokenizer),
+        )  # fmt: skip
+        columns = next(filter(None, encoder.partition.gather_items([[*map(list, methods.columns)]])))
+        rows = _rows(columns, made.annotations, methods)
+        figures = _figures(rows, methods)
+        if tokenizer.codebook_sizes:
+            figures["codes_only"][AGREEMENT] = _agreement(images.encoded, made.encoded, tokenizer, encoder)
+        intervals = {}
+        if meaning is not None:
+            with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
+                intervals = _add_meaning(figures, meaning, {"original": images, "reconstructed": made})
+        return Result(
+            name=self.name,
+            kind=self.kind,
+            figures=fill_modes(figures),
+            chance={} if meaning is None else _of_both(meaning.chance),
+            samples=len(images.annotations),
+            classes=len(images.source.classnames) or None,
+            captions=0 if meaning is None else meaning.texts,
+            usage={"image": images.encoded.usage},
+            notes=[*images.notes, *_notes(rows, tokenizer, methods)],
+            details=_details(encoder, len(images.annotations), intervals),
+            pixels=PixelResult(
+                reference=describe_data(self.data),
+                image_size=_size(tokenizer),
+                preprocessing=_preprocessing(tokenizer),
+                rows=[row for row in rows if row.method != QUANTIZED],
+            ),
+        )
+
+    def _encode_originals(self, model: CLIP, encoder: Encoder, name: str) -> tuple[EncodedImages[Any], Meaning | None]:
+        """Return the originals as the model encodes them, and what they mean."""
+        source, text = self.open(encoder.partition), getattr(model, "text", None) if self.meaning else None
+        if source.classnames:
+            labelled = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
+            prompts = (
+                None if text is None else meaning_of_classes(labelled, text, encoder, self.batch_size, f"{name}-text")
+            )
+            return labelled, prompts
+        captioned = encode_images(
+            self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
+        )
+        if text is None:
+            return captioned, None
+        return captioned, meaning_of_captions(captioned, text, encoder, self.batch_size, f"{name}-text")
+
+    def _methods(self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder) -> Methods:
+        stored = images.encoded.file
+        ids = None if stored is None else load_ids(stored, tokenizer.codebook_sizes)
+        inputs = None
+        if _size(tokenizer) != tokenizer.tower.image_size:
+            inputs = iter(self.read(images.source, tokenizer.transform, encoder.partition))
+        mean = self._mean_image(tokenizer, images.source, encoder.partition)
+        return Methods(tokenizer, ids, inputs, mean, self.prefixes, self.codecs)
+
+    def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
+        """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""
+        size = _size(tokenizer)
+        total, count = torch.zeros(1, 3, size, size, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        with partition.raise_on_all_ranks():
+            for batch in self.read(source, pixel_transform(tokenizer), partition):
+                if len(batch):
+                    total += batch.images.long().sum(dim=0)
+                    count += len(batch)
+        total, count = (partition.gather(each.to(tokenizer.device)).sum(dim=0).cpu() for each in (total, count))
+        return (total.double() / count).round().to(torch.uint8)
+
+
+def require_pixel_decoder(tokenizer: ImageTokenizer) -> ImageTokenizer:
+    """Return the tokenizer; raise ConfigError if it has no pixel decoder."""
+    if tokenizer.pixels is None:
+        raise ConfigError(
+            "evaluation: got kind pixels for a model without a pixel decoder; expected one that a run with "
+            "`task: pixels` or with model.image.pixels has trained, or no evaluation of this kind"
+        )
+    return tokenizer
+
+
+def describe_data(data: Any) -> str:
+    """Return kind, path and split of data in words, without credentials."""
+    parts = [data.kind, getattr(data, "path", None), (split := getattr(data, "split", None)) and f"split {split}"]
+    return mask_credentials(" ".join(str(part) for part in parts if part))
+
+
+def _size(tokenizer: ImageTokenizer) -> int:
+    assert tokenizer.pixels is not None
+    return tokenizer.pixels.image_size
+
+
+def _preprocessing(tokenizer: ImageTokenizer) -> str:
+    preprocess = tokenizer.config.preprocess
+    shape = "shorter side resized, centre cropped" if preprocess.mode == "crop" else "both sides resized"
+    return f"{shape}, {preprocess.interpolation}, antialiased, 8 bits"
+
+
+def _resize(images: Tensor, tokenizer: ImageTokenizer) -> Tensor:
+    """Return reconstructions at the size that the tower takes."""
+    size = tokenizer.tower.image_size
+    mode = InterpolationMode(tokenizer.config.preprocess.interpolation)
+    return images if images.shape[-1] == size else F.resize(images, [size, size], mode, antialias=True)
+
+
+def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], methods: Methods) -> list[PixelRow]:
+    """Return a row for each method, from the values of all images, ``n`` times a value for each column."""
+    table = torch.tensor(values, dtype=torch.float64).T.contiguous()
+    intervals = mean_value_intervals(table)
+    rows = []
+    for method in dict.fromkeys(method for method, _ in columns):
+        own = {metric: number for number, (each, metric) in enumerate(columns) if each == method}
+        sizes = own.pop("bytes", None)
+        between = {metric: intervals[number] for metric, number in own.items()}
+        errors = between.pop("mse")
+        between["psnr_of_mse"] = tuple(psnr(torch.tensor(errors[::-1], dtype=torch.float64)).tolist())
+        figures = mean_figures({metric: table[number] for metric, number in own.items()})
+        del figures["mse"]
+        bits, within = methods.bits(method), None
+        if sizes is not None:
+            bits, within = 8 * float(table[sizes].mean()), float((table[sizes] <= methods.budget).double().mean())
+        rows.append(PixelRow(method, bits, within, figures, between))
+    return rows
+
+
+def _figures(rows: Sequence[PixelRow], methods: Methods) -> dict[Mode, dict[str, float]]:
+    found = {row.method: row.figures for row in rows}
+    return {
+        mode: {figure: found[method][figure] for figure in QUALITY if figure in found[method]}
+        for mode, method in methods.modes.items()
+    }
+
+
+def _agreement(images: Encoded, made: Encoded, tokenizer: ImageTokenizer, encoder: Encoder) -> float:
+    """Return the mean share of an image's ids that are the same for its reconstruction."""
+    assert images.file is not None
+    assert made.file is not None
+    sizes = tokenizer.codebook_sizes
+    same = (load_ids(images.file, sizes) == load_ids(made.file, sizes)).flatten(1).double().mean(dim=1)
+    return float(encoder.partition.gather_rows(same.to(tokenizer.device)).cpu().mean())
+
+
+def _of_both(chance: Mapping[str, float]) -> dict[str, float]:
+    return {f"{which}_{figure}": rate for which in ("original", "reconstructed") for figure, rate in chance.items()}
+
+
+def _add_meaning(
+    figures: dict[Mode, dict[str, float]], meaning: Meaning, sets: Mapping[str, EncodedImages[Any]]
+) -> dict[Mode, dict[str, Interval]]:
+    """Add the figures of meaning to those of each mode, and return their intervals."""
+    intervals: dict[Mode, dict[str, Interval]] = {}
+    for which, images in sets.items():
+        for mode, found in meaning.figures(images.encoded).items():
+            for figure, (rate, interval) in found.items():
+                figures.setdefault(mode, {})[f"{which}_{figure}"] = rate
+                intervals.setdefault(mode, {})[f"{which}_{figure}"] = interval
+    return intervals
+
+
+def _details(encoder: Encoder, samples: int, intervals: dict[Mode, dict[str, Interval]]) -> Details | None:
+    if encoder.details is None or encoder.partition.rank:
+        return None
+    return Details(samples=samples, intervals=intervals)
+
+
+def _notes(rows: Sequence[PixelRow], tokenizer: ImageTokenizer, methods: Methods) -> list[str]:
+    notes = []
+    if _size(tokenizer) < SSIM_SIZE:
+        notes.append(f"no SSIM: it needs {SSIM_SIZE} pixels of height and width")
+    if _size(tokenizer) < MS_SSIM_SIZE:
+        notes.append(f"no MS-SSIM: it needs {MS_SSIM_SIZE} pixels of height and width")
+    if files := [row for row in rows if row.within is not None]:
+        told = ", ".join(f"{row.method} {100 * (row.within or 0):.0f} %" for row in files)
+        notes.append(
+            f"files of at most {methods.budget} bytes, headers included: {told} of the images; of the others, the "
+            "smallest file counts"
+        )
+    return notes

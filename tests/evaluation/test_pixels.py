@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.evaluation.made import IDENTITY, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
+from vqclip import dist
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.decode import decode_image
+from vqclip.errors import ConfigError, NonFiniteError
+from vqclip.evaluation import (
+    DetailsConfig,
+    PixelQualityConfig,
+    ZeroShotConfig,
+    evaluate,
+    format_line,
+    format_results,
+    read_evaluation,
+    write_csv,
+    write_evaluations,
+)
+from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.pixels.metrics import compare_images
+
+CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
+RESIDUAL = {
+    "kind": "product",
+    "codebooks": 2,
+    "layer": {"kind": "residual", "depth": 2, "layer": {"kind": "lfq", "bits": 3}},
+}
+
+
+def with_decoder(quantizer=RESIDUAL, size=16):
+    model = tiny_clip(quantizer)
+    decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
+    attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens, size))
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    class_shards(tmp_path / "classes")
+    caption_shards(tmp_path / "captions", CAPTIONS)
+    with_decoder().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def classes(folder, **settings):
+    settings = {"codecs": (), "batch_size": 4} | settings
+    return PixelQualityConfig(data=ClassShardsConfig(path=folder / "classes"), **settings)
+
+
+def captions(folder, **settings):
+    data = CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")
+    return PixelQualityConfig(**{"data": data, "codecs": (), "batch_size": 4, "name": "pairs"} | settings)
+
+
+def originals(count=22):
+    return torch.stack([decode_image(png(colour_of(i % 4), seed=i)) for i in range(count)])
+
+
+def rows_of(result):
+    return {row.method: row for row in result.pixels.rows}
+
+
+def test_figures_of_the_codes_are_those_of_stored_ids_decoded(folder):
+    model, real = with_decoder(), originals()
+    [result] = evaluate(model, [classes(folder)])
+    ids = model.image.encode(real)
+    made = (model.image.decode_pixels(ids) * 255).round().to(torch.uint8)
+    expected = compare_images(made, real)
+    codes = rows_of(result)["codes"]
+    assert codes.bits_per_image == model.image.bits_per_sample == 4 * 12
+    for figure in ("psnr", "ssim", "mae"):
+        assert codes.figures[figure] == pytest.approx(float(expected[figure].mean()))
+        low, high = codes.intervals[figure]
+        assert low < codes.figures[figure] < high
+    low, high = codes.intervals["psnr_of_mse"]
+    assert low < codes.figures["psnr_of_mse"] < high
+    figures = result.figures["codes_only"]
+    assert figures["psnr"] == codes.figures["psnr"]
+    assert figures["id_agreement"] == pytest.approx(float((model.image.encode(made) == ids).double().mean()))
+    assert {**figures, "id_agreement": 0} == {**result.figures["quantized"], "id_agreement": 0}
+    assert (
+        figures["psnr"] != result.figures["continuous"]["psnr"] == rows_of(result)["quantizer bypassed"].figures["psnr"]
+    )
+
+
+def test_prefixes_and_means(folder):
+    model, real = with_decoder(), originals()
+    [result] = evaluate(model, [classes(folder, name="stages")])
+    found = rows_of(result)
+    one = model.image.decode_pixels(model.image.encode(real), depth=1)
+    row = found["codes, 1 of 2 stages, 2 of 2 codebooks"]
+    assert (row.bits_per_image, row.figures["psnr"]) == (
+        24,
+        pytest.approx(float(compare_images(one, real)["psnr"].mean())),
+    )
+    mean = real.double().mean(dim=0).round().to(torch.uint8).expand_as(real)
+    assert found["mean image"].figures["psnr"] == pytest.approx(float(compare_images(mean, real)["psnr"].mean()))
+    colour = (real.double().mean(dim=(2, 3), keepdim=True)).round().to(torch.uint8).expand_as(real)
+    assert found["mean colour"].figures["mae"] == pytest.approx(float(compare_images(colour, real)["mae"].mean()))
+    assert [found[name].bits_per_image for name in ("mean image", "mean colour", "quantizer bypassed")] == [0, 24, None]
+    [fewer] = evaluate(model, [classes(folder, prefixes=False)])
+    assert [*rows_of(fewer)] == ["codes", "quantizer bypassed", "mean image", "mean colour"]
+
+
+def test_perfect_reconstructions_mean_what_the_originals_mean(folder):
+    model, parts = with_decoder(), originals().split(4)
+    # The codes, the continuous vectors and the quantized ones of a batch, then those of the next one.
+    answers = (part.float() / 255 for part in parts for _ in range(3))
+    model.image.pixels.forward = lambda vectors, detail=None: next(answers)
+    [result] = evaluate(model, [classes(folder, prefixes=False)])
+    for figures in result.figures.values():
+        assert (figures["psnr"], figures["ssim"]) == (100, pytest.approx(1))
+        assert figures["reconstructed_top1"] == figures["original_top1"]
+    assert result.figures["codes_only"]["id_agreement"] == 1
+    [zero_shot] = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"))])
+    assert result.figures["codes_only"]["original_top1"] == zero_shot.figures["codes_only"]["top1"]
+    assert result.chance["reconstructed_top1"] == 0.25
+
+
+def test_pairs_have_r_at_1(folder):
+    [result] = evaluate(with_decoder(), [captions(folder)], details=DetailsConfig())
+    assert (result.samples, result.captions, result.classes) == (9, 13, None)
+    names = {f"{which}_{figure}" for which in ("original", "reconstructed") for figure in ("i2t_r1", "t2i_r1")}
+    assert result.chance.keys() == names == result.details.intervals["codes_only"].keys()
+    for name, (low, high) in result.details.intervals["codes_only"].items():
+        assert low <= result.figures["codes_only"][name] <= high
+    [without] = evaluate(with_decoder(), [captions(folder, meaning=False)])
+    assert without.chance == {}
+    assert without.pixels == result.pixels
+
+
+def run(folder, distributed=True, **settings):
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    model = CLIP.from_pretrained(folder / "model").train()
+    if not distributed and dist.rank():
+        return None
+    tasks = [classes(folder, max_bad_fraction=0.5, **settings), captions(folder, codecs=("webp",))]
+    return [json.loads(json.dumps(result.to_json())) for result in evaluate(model, tasks, distributed=distributed)]
+
+
+def require_close(found, expected):
+    for result, other in zip(found, expected, strict=True):
+        for row, known in zip(result["pixels"]["rows"], other["pixels"]["rows"], strict=True):
+            assert row["figures"] == pytest.approx(known["figures"], rel=1e-4)
+            assert row["intervals"].keys() == known["intervals"].keys()
+            for figure, interval in row["intervals"].items():
+                assert interval == pytest.approx(known["intervals"][figure], rel=1e-4)
+            assert {**row, "figures": 0, "intervals": 0} == {**known, "figures": 0, "intervals": 0}
+        for mode, figures in result["figures"].items():
+            assert figures == pytest.approx(other["figures"][mode], rel=1e-4)
+        assert {**result, "pixels": 0, "figures": 0} == {**other, "pixels": 0, "figures": 0}
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_ranks_together_find_what_one_finds_where_images_are_left_out(ranks, folder, world_size):
+    broken = {f"s{i:07d}.{end}": data for i in (1, 2) for end, data in (("png", b"GIF89a"), ("cls", b"0"))}
+    write_tar(folder / "classes" / "test" / "2.tar", broken)
+    alone = run(folder)
+    assert alone[0]["notes"][0] == "2 of 24 images cannot be used and are left out"
+    for found in ranks(world_size, run, folder):
+        require_close(found, alone)
+
+
+def test_rank_0_alone_does_not_wait(ranks, folder):
+    assert ranks(2, run, folder, False, timeout=60.0) == [run(folder), None]
+
+
+@pytest.mark.parametrize("batch_size", [1, 100])
+def test_batch_sizes_change_nothing(folder, batch_size):
+    require_close(run(folder, batch_size=batch_size), run(folder))
+
+
+def test_a_decoder_of_another_size_than_the_tower(folder):
+    model = with_decoder(size=32)
+    [result] = evaluate(model, [classes(folder)])
+    assert result.pixels.image_size == 32
+    real = torch.stack([model.image.config.preprocess.build(32)(image) for image in originals()])
+    made = model.image.decode_pixels(model.image.encode(originals()))
+    expected = float(compare_images(made, real)["psnr"].mean())
+    assert rows_of(result)["codes"].figures["psnr"] == pytest.approx(expected)
+    assert result.figures["quantized"]["psnr"] == result.figures["codes_only"]["psnr"]
+
+
+def test_small_images_have_no_ssim_and_say_so(folder):
+    [result] = evaluate(with_decoder(size=8), [classes(folder)])
+    assert "no SSIM: it needs 11 pixels of height and width" in result.notes
+    assert "ssim" not in result.figures["codes_only"]
+    assert "SSIM" not in format_results([result]).split("pixels: no SSIM")[0]
+    assert format_line(result).startswith("pixels (codes only): PSNR (dB) ")
+
+
+def test_without_codes_there_is_the_bypassed_quantizer_alone(folder):
+    [result] = evaluate(with_decoder(IDENTITY), [classes(folder)])
+    assert [*rows_of(result)] == ["quantizer bypassed", "mean image", "mean colour"]
+    assert result.figures["codes_only"] is None
+    assert result.figures["quantized"] == result.figures["continuous"]
+    assert "quantizer bypassed" in format_results([result])
+
+
+def test_results_name_what_they_depend_on_and_survive_files(folder):
+    model = with_decoder()
+    results = evaluate(model, [classes(folder, codecs=("jpeg",)), captions(folder)], details=DetailsConfig())
+    first = results[0].pixels
+    assert first.reference == f"classes {folder / 'classes'} split test"
+    assert first.preprocessing == "shorter side resized, centre cropped, bicubic, antialiased, 8 bits"
+    paths = write_evaluations(folder, 7, results)
+    assert read_evaluation(paths[0]).result == results[0]
+    write_csv(folder / "figures.csv", results)
+    assert ",codes_only,psnr," in (folder / "figures.csv").read_text()
+    text = format_results(results)
+    assert text.count("stored as") == 2
+    assert "files of at most 6 bytes, headers included: JPEG 0 %, JPEG, reduced size 0 % of the images" in text
+    assert dataclasses.replace(results[0], pixels=None).to_json()["pixels"] is None
+
+
+def test_a_model_without_a_decoder_is_refused(folder):
+    with pytest.raises(ConfigError, match="got kind pixels for a model without a pixel decoder"):
+        evaluate(tiny_clip(), [classes(folder)])
+    with pytest.raises(ValidationError, match=r"codecs[\s\S]*'png'"):
+        classes(folder, codecs=("png",))
+
+
+def test_a_decoder_of_nan_is_named(folder):
+    model = with_decoder()
+    model.image.pixels.layers.into.weight.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="pixels: 4 of 4 images have NaN"):
+        evaluate(model, [classes(folder)])
