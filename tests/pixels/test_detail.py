@@ -10,7 +10,7 @@ from tests.models import RESIDUAL_FSQ, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import ConfigError, ShapeError, VqclipError
 from vqclip.pixels import PixelsConfig, attach
-from vqclip.pixels.detail import DetailConfig, draw_stages
+from vqclip.pixels.detail import DetailConfig
 from vqclip.tokenizer.fingerprint import fingerprint
 
 FSQ = {"kind": "fsq", "levels": [4, 3]}
@@ -73,15 +73,31 @@ def test_samples_have_their_own_number_of_stages_and_left_out_ones_get_no_gradie
 
 def test_stages_are_drawn_by_place_seed_and_step():
     detail, places = build(), torch.arange(3000)
-    drawn = draw_stages(detail, places, seed=1, step=7)
+    drawn = detail.draw_stages(places, 7)
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(0))
-    assert draw_stages(detail, places[order], seed=1, step=7).equal(drawn[order])
-    assert not draw_stages(detail, places, seed=1, step=8).equal(drawn)
-    assert not draw_stages(detail, places, seed=2, step=7).equal(drawn)
+    assert detail.draw_stages(places[order], 7).equal(drawn[order])
+    assert not detail.draw_stages(places, 8).equal(drawn)
+    detail.quantizer.set_seed(1)
+    assert not detail.draw_stages(places, 7).equal(drawn)
     shares = torch.bincount(drawn, minlength=STAGES + 1) / 3000
     assert (shares - torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 2])).abs().max() < 0.03
-    assert draw_stages(build(dropout=0.0), places, 1, 7).eq(STAGES).all()
-    assert draw_stages(build(dropout=1.0), places, 1, 7).lt(STAGES).all()
+    assert build(dropout=0.0).draw_stages(places, 7).eq(STAGES).all()
+    assert build(dropout=1.0).draw_stages(places, 7).lt(STAGES).all()
+
+
+def test_training_decodes_the_stages_that_were_drawn():
+    torch.manual_seed(0)
+    whole = decoder("product").build(3, 4)
+    vectors, places = torch.randn(5, 4, 3), torch.arange(5)
+    made, stats = whole.reconstruct(vectors, images(), places, 3)
+    stages = whole.detail.draw_stages(places, 3)
+    assert len(set(stages.tolist())) > 1
+    ids = whole.detail.encode(images())
+    parts = [whole(vectors, whole.detail.decode(ids, number))[row] for row, number in enumerate(stages.tolist())]
+    torch.testing.assert_close(made, torch.stack(parts))
+    assert stats["tokens"] == 20
+    made.sum().backward()
+    assert [name for name, weight in whole.named_parameters() if weight.grad is None] == []
 
 
 def test_sizes_follow_the_tokenizer():

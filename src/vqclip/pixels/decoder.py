@@ -23,6 +23,7 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import Block, heads_divide_width
 from vqclip.pixels.detail import Detail, DetailConfig
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
+from vqclip.quantizers import Stats
 
 __all__ = [
     "ConvolutionalPixelsConfig",
@@ -88,6 +89,23 @@ class PixelDecoder(nn.Module):
         pixels = self.layers(vectors.to(next(self.layers.parameters()).dtype))
         # Around 0, half precision has more digits than around 0.5.
         return pixels.to(torch.promote_types(pixels.dtype, torch.float32)) + 0.5
+
+    def reconstruct(self, vectors: Tensor, images: Tensor, places: Tensor, step: int) -> tuple[Tensor, Stats]:
+        """Decode as in training: with detail codebooks, each sample has its own number of stages. No collective.
+
+        Args:
+            vectors: as of `forward`.
+            images: ``(B, 3, H, W)`` uint8, which the detail codebooks read.
+            places: ``(B,)`` int64, positions of the samples in the global batch.
+            step: number of the optimizer step.
+
+        Returns:
+            Images as of `forward`, and the statistics of the detail codebooks; empty without any.
+        """
+        if self.detail is None:
+            return self(vectors), Stats()
+        out = self.detail(images, self.detail.draw_stages(places, step))
+        return self(vectors, out.vectors), out.stats
 
     def split(self, ids: Tensor, semantic: int, stages: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the tokenizer's ids, and the vectors of the detail ids behind them for `forward`.

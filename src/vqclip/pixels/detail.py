@@ -21,11 +21,11 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.inputs import require_ids
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
-from vqclip.quantizers.draws import random_integers, stream
+from vqclip.quantizers.draws import random_integers
 from vqclip.seeds import derive_seed
 from vqclip.towers.pixels import Normalize
 
-__all__ = ["Detail", "DetailConfig", "draw_stages"]
+__all__ = ["Detail", "DetailConfig"]
 
 
 class _Convolutions(nn.Sequential):
@@ -121,27 +121,27 @@ class Detail(nn.Module):
             ids, columns = ids[..., :needed], needed
         return self.quantizer.decode(F.pad(ids, (0, most - columns), value=-1))
 
+    def draw_stages(self, places: Tensor, step: int) -> Tensor:
+        """Draw the number of stages of each sample of a training step, the same on any number of ranks.
+
+        A share `dropout` of the samples has fewer than all, each number from 0 equally often. Keyed by (key of the
+        quantizer, step, place).
+
+        Args:
+            places: ``(B,)`` int64, positions of the samples in the global batch.
+            step: number of the optimizer step.
+
+        Returns:
+            ``(B,)`` int64.
+        """
+        key = derive_seed(self.quantizer.key, "detail stages", step)
+        number = random_integers(torch.tensor(key, device=places.device), places)
+        low = number & (2**30 - 1)
+        return torch.where(low < self.dropout * 2**30, (number >> 30) % self.stages, self.stages)
+
     def _keep(self, vectors: Tensor, stages: Tensor) -> Tensor:
         stage_of = torch.arange(self.dim, device=vectors.device) // (self.dim // self.stages)
         return torch.where(stage_of < stages[:, None, None], vectors, 0)
-
-
-def draw_stages(detail: Detail, places: Tensor, seed: int, step: int) -> Tensor:
-    """Draw the number of stages of each sample of a training step, 0 to all: the same on any number of ranks.
-
-    Args:
-        detail: its `dropout` is the share of samples that have fewer than all, each number equally often.
-        places: ``(B,)`` int64, positions of the samples in the global batch.
-        seed: seed of the run.
-        step: number of the optimizer step.
-
-    Returns:
-        ``(B,)`` int64.
-    """
-    key = torch.tensor(step, device=places.device)
-    number = random_integers(stream(derive_seed(seed, "detail stages"), key), places)
-    low = number & (2**30 - 1)
-    return torch.where(low < detail.dropout * 2**30, (number >> 30) % detail.stages, detail.stages)
 
 
 class DetailConfig(Config):
