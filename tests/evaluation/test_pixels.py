@@ -25,7 +25,7 @@ from vqclip.evaluation import (
     write_evaluations,
 )
 from vqclip.model import CLIP
-from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.pixels.metrics import compare_images
 
 CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
@@ -36,10 +36,14 @@ RESIDUAL = {
 }
 
 
-def with_decoder(quantizer=RESIDUAL, size=16):
+DETAIL = {"quantizer": {"kind": "fsq", "levels": [4, 4]}, "stages": 2, "channels": 4, "channels_per_group": 2}
+
+
+def with_decoder(quantizer=RESIDUAL, size=16, detail=None):
     model = tiny_clip(quantizer)
     decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
-    attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens, size))
+    config = PixelsConfig.model_validate({"decoder": decoder, "image_size": size, "detail": detail})
+    attach(model.image, config.build(model.image.quantizer.dim, model.image.num_tokens))
     return model.eval()
 
 
@@ -109,6 +113,24 @@ def test_prefixes_and_means(folder):
     assert [found[name].bits_per_image for name in ("mean image", "mean colour", "quantizer bypassed")] == [0, 24, None]
     [fewer] = evaluate(model, [classes(folder, prefixes=False)])
     assert [*rows_of(fewer)] == ["codes", "quantizer bypassed", "mean image", "mean colour"]
+
+
+def test_detail_stages_are_stored_too(folder):
+    model, real = with_decoder(detail=DETAIL), originals()
+    [result] = evaluate(model, [classes(folder)])
+    found = rows_of(result)
+    ids = model.image.encode_pixels(real)
+    for method, bits, stages in (
+        ("codes", 48 + 4 * 8, 2),
+        ("codes, 1 of 2 detail stages", 48 + 4 * 4, 1),
+        ("codes, 0 of 2 detail stages", 48, 0),
+    ):
+        expected = compare_images(model.image.decode_pixels(ids, detail=stages), real)["psnr"].mean()
+        assert found[method].figures["psnr"] == pytest.approx(float(expected))
+        assert found[method].bits_per_image == bits
+    assert found["codes, 1 of 2 stages, 2 of 2 codebooks, no detail"].bits_per_image == 24
+    assert result.figures["codes_only"]["psnr"] == result.figures["quantized"]["psnr"]
+    assert len({row.figures["psnr"] for row in result.pixels.rows}) == len(result.pixels.rows)
 
 
 def test_perfect_reconstructions_mean_what_the_originals_mean(folder):

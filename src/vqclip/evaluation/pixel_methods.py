@@ -1,21 +1,22 @@
 """Ways to store an image, and what comes back: the codes, fewer of them, none, means, and files of equal bytes.
 
-Shapes: B samples of a batch, N tokens, C codebooks, S side of the images.
+Shapes: B samples of a batch, N tokens, C codebooks, Cd codebooks of detail, S side of the images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vqclip.data import EvalBatch
-from vqclip.evaluation.bits import prefix_bits, prefix_label
+from vqclip.evaluation.codes import load_ids, save_ids
 from vqclip.evaluation.encode import MODES, Mode
+from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes
 from vqclip.pixels.metrics import compare_images, to_uint8
 from vqclip.pixels.metrics.codecs import Codec, best_within, compress
-from vqclip.quantizers import Prefix
 from vqclip.tokenizer import ImageTokenizer
 
 CODES, BYPASSED, QUANTIZED = "codes", "quantizer bypassed", "quantized"
@@ -33,6 +34,7 @@ class Methods:
     Args:
         tokenizer: has a pixel decoder; in evaluation mode.
         ids: ``(m, N, C)``, the stored ids of this rank's images; None without codes.
+        detail_file: file that stores the detail ids of a batch.
         inputs: batches of the same images as the tower takes them; None if the decoder's size is the tower's.
         mean: ``(3, S, S)`` uint8, mean of all images.
         prefixes: whether to decode prefixes of the ids too.
@@ -43,17 +45,17 @@ class Methods:
         self,
         tokenizer: ImageTokenizer,
         ids: Tensor | None,
+        detail_file: Path,
         inputs: Iterator[EvalBatch] | None,
         mean: Tensor,
         prefixes: bool,
         codecs: Sequence[Codec],
     ):
-        self._tokenizer, self._ids, self._inputs, self._mean, self._codecs = tokenizer, ids, inputs, mean, codecs
-        extent = tokenizer.quantizer.extent
-        shorter = {prefix_label(each, extent): each for each in extent.shorter() if prefixes and each != extent}
-        self.prefixes: dict[str, Prefix] = {f"{CODES}, {label}": each for label, each in shorter.items()}
-        """Name of the method → prefix of the ids."""
-        self.budget = int(tokenizer.bits_per_sample // 8)
+        self._tokenizer, self._ids, self._detail_file = tokenizer, ids, detail_file
+        self._inputs, self._mean, self._codecs = inputs, mean, codecs
+        found = decoded_prefixes(tokenizer) if ids is not None else []
+        self._decoded = {_title(each, found[-1]): each for each in (found if prefixes else found[-1:])}
+        self.budget = int(found[-1].bits // 8) if found else 0
         """Bytes of the codes of an image, rounded down."""
         self.columns: list[tuple[str, str]] = []
         """Method and metric of each value that `measure` returns; empty before the first image."""
@@ -68,11 +70,9 @@ class Methods:
         return dict(zip(MODES, methods, strict=False)) if self._ids is not None else {m: BYPASSED for m in MODES[:2]}
 
     def bits(self, method: str) -> float | None:
-        """Return the bits of an image with a method that makes no files; None without codes."""
-        fixed = {"mean image": 0.0, "mean colour": float(COLOUR_BITS), CODES: self._tokenizer.bits_per_sample}
-        if method in self.prefixes:
-            return prefix_bits(self._tokenizer, self.prefixes[method])
-        return fixed.get(method)
+        """Return the bits of an image with a method that makes no files; None where nothing is stored."""
+        fixed = {"mean image": 0.0, "mean colour": float(COLOUR_BITS)}
+        return self._decoded[method].bits if method in self._decoded else fixed.get(method)
 
     def measure(self, batch: EvalBatch) -> list[list[float]]:
         """Return the values of each image of the next batch, in the order of `columns`."""
@@ -92,24 +92,38 @@ class Methods:
 
     def _decode(self, real: Tensor, inputs: Tensor) -> Decoded:
         if self._ids is not None:
-            ids = self._ids[self._done : self._done + len(real)].to(self._tokenizer.device, torch.int64)
-            self._done += len(real)
-            yield CODES, self._keep(self._tokenizer.decode_pixels(ids)), None
-            for method, prefix in self.prefixes.items():
-                yield method, to_uint8(self._tokenizer.decode_pixels(self._tokenizer.truncate(ids, *prefix))), None
+            ids = self._read_ids(len(real), inputs)
+            for method, prefix in reversed(self._decoded.items()):
+                images = prefix.decode(self._tokenizer, ids)
+                yield method, self._keep(images) if method == CODES else images, None
         yield from self._through_the_tower(inputs)
         yield "mean image", self._mean.expand_as(real), None
         yield "mean colour", to_uint8(real.double().mean(dim=(2, 3), keepdim=True) / 255).expand_as(real), None
         for codec in self._codecs:
             yield from self._compress(real, codec)
 
+    def _read_ids(self, count: int, inputs: Tensor) -> Tensor:
+        """Return the stored ids ``(B, N, C + Cd)`` of the next images; detail ids are stored here."""
+        assert self._ids is not None
+        ids, tokenizer = self._ids[self._done : self._done + count].long(), self._tokenizer
+        self._done += count
+        if tokenizer.pixels is None or (detail := tokenizer.pixels.detail) is None:
+            return ids
+        sizes = detail.codebook_sizes
+        save_ids(self._detail_file, tokenizer.encode_detail(inputs), sizes)
+        return torch.cat((ids, load_ids(self._detail_file, sizes).long()), dim=-1)
+
     def _through_the_tower(self, inputs: Tensor) -> Decoded:
         tokenizer = self._tokenizer
-        x, mask = tokenizer.features(inputs.to(tokenizer.device))
-        continuous = to_uint8(tokenizer.pixels_of(tokenizer.quantizer.continuous(x, mask)))
+        assert tokenizer.pixels is not None
+        inputs, detail = inputs.to(tokenizer.device), tokenizer.pixels.detail
+        x, mask = tokenizer.features(inputs)
+        further = None if detail is None else detail.quantizer.continuous(detail.branch(inputs))
+        continuous = to_uint8(tokenizer.pixels_of(tokenizer.quantizer.continuous(x, mask), further))
         yield BYPASSED, continuous if self._ids is not None else self._keep(continuous), None
         if self._ids is not None:
-            yield QUANTIZED, to_uint8(tokenizer.pixels_of(tokenizer.quantizer(x, mask).vectors)), None
+            further = None if detail is None else detail(inputs).vectors
+            yield QUANTIZED, to_uint8(tokenizer.pixels_of(tokenizer.quantizer(x, mask).vectors, further)), None
 
     def _compress(self, real: Tensor, codec: Codec) -> Decoded:
         sizes = [compress(image, codec, self.budget) for image in real.cpu()]
@@ -120,3 +134,12 @@ class Methods:
     def _keep(self, images: Tensor) -> Tensor:
         self.reconstructions = to_uint8(images)
         return self.reconstructions
+
+
+def _title(prefix: DecodedPrefix, whole: DecodedPrefix) -> str:
+    """Return the name of the method that stores a prefix of the ids; the ids of `whole` are all of them."""
+    if prefix == whole:
+        return CODES
+    if prefix.detail is not None and prefix.prefix == whole.prefix:
+        return f"{CODES}, {prefix.detail} of {whole.detail} detail stages"
+    return f"{CODES}, {prefix.label}" + (", no detail" if whole.detail else "")

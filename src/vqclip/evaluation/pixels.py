@@ -68,7 +68,7 @@ class PixelQualityConfig(ImagesConfig):
         images, meaning = self._encode_originals(model, encoder, name)
         if not images.annotations:
             raise DataError(f"{self.name}: got no image that can be used")
-        methods = self._methods(tokenizer, images, encoder)
+        methods = self._methods(tokenizer, images, encoder, name)
         made = encode_images(
             self, images.source, tokenizer, encoder, f"{name}-reconstructed", methods.measure,
             transform=pixel_transform(tokenizer),
@@ -118,14 +118,15 @@ class PixelQualityConfig(ImagesConfig):
             return captioned, None
         return captioned, meaning_of_captions(captioned, text, encoder, self.batch_size, f"{name}-text")
 
-    def _methods(self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder) -> Methods:
+    def _methods(self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder, name: str) -> Methods:
         stored = images.encoded.file
         ids = None if stored is None else load_ids(stored, tokenizer.codebook_sizes)
         inputs = None
         if _size(tokenizer) != tokenizer.tower.image_size:
             inputs = iter(self.read(images.source, tokenizer.transform, encoder.partition))
         mean = self._mean_image(tokenizer, images.source, encoder.partition)
-        return Methods(tokenizer, ids, inputs, mean, self.prefixes, self.codecs)
+        detail_file = encoder.folder / f"{name}-detail-{encoder.partition.rank}.safetensors"
+        return Methods(tokenizer, ids, detail_file, inputs, mean, self.prefixes, self.codecs)
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""
