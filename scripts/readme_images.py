@@ -9,6 +9,11 @@ Writes four files of PNG, after about 15 seconds on two CPU cores.
 and images that captions find. All codes, ids and embeddings are those of the run, on the split `val` of the drawn data
 set, whose combinations of colour and shape no training image shows. The same run gives the same bytes. Each file
 contains the figures as text (`tests/docs/test_readme.py` compares the README's table with them).
+
+    python scripts/readme_images.py runs/base --pixels runs/pixels/tokenizer kind=scenes split=val
+
+also draws `reconstructed`: images of a data set, drawn by a seed, above what their ids decode to; --pixels may be
+repeated.
 """
 
 from __future__ import annotations
@@ -35,8 +40,10 @@ from torch.nn.functional import pad
 
 import vqclip
 from vqclip.config import load_config
-from vqclip.data import EvalSet, ScenesSourceConfig
+from vqclip.data import EvalSet, ScenesSourceConfig, parse_source
 from vqclip.errors import ConfigError, VqclipError
+from vqclip.evaluation.reconstructions import DrawnSource, pixel_transform
+from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.train.config import TrainConfig
 
@@ -48,6 +55,8 @@ QUERIES = (46, 119, 20)
 """Samples of `val` whose captions are searched in `result`; the tokenizer of `make train` misses the last one."""
 FOUND = 4
 """Images of a query."""
+DECODED = 7
+"""Images of a data set in `reconstructed`."""
 WIDTH = 800
 PIXELS_PER_UNIT = 1.5
 MONOSPACE = {"family": "monospace", "fontsize": 13}
@@ -88,6 +97,19 @@ class Pairs(NamedTuple):
     """``(B, E)``."""
 
 
+class Decoded(NamedTuple):
+    """Images of a data set, and what their ids decode to."""
+
+    originals: Tensor
+    """``(B, 3, S, S)`` uint8."""
+    decoded: Tensor
+    """``(B, 3, S, S)`` uint8."""
+    bits: float
+    """Bits an image."""
+    psnr: float
+    """Mean PSNR of these images, in dB."""
+
+
 class Row(NamedTuple):
     """Figure of one evaluation, in percent."""
 
@@ -106,6 +128,21 @@ def encode(image: ImageTokenizer, text: TextTokenizer) -> Pairs:
     ids = torch.cat([image.encode(batch.images) for batch in batches])
     words = text.encode(text.preprocess.with_lengths(captions)[0])  # some are cut: no warning
     return Pairs(pixels, captions, ids, words, image.embed(ids), text.embed(words))
+
+
+@torch.no_grad()
+def decode(folder: str, data: Sequence[str]) -> Decoded:
+    """Decode the ids of some images of a data set, given as on the command line."""
+    image = vqclip.load_tokenizer(folder, modality="image")
+    if image.pixels is None:
+        raise ConfigError(f"--pixels: {folder}: has no pixel decoder; expected the tokenizer of a run that trained one")
+    path = [each for each in data if "=" not in each]
+    source = DrawnSource(parse_source(path, [each for each in data if "=" in each]).build(), DECODED, seed=0)
+    (seen,), (originals,) = (EvalSet(source, each, DECODED) for each in (image.transform, pixel_transform(image)))
+    decoded = to_uint8(image.decode_pixels(image.encode_pixels(seen.images)))
+    detail = image.pixels.detail
+    bits = image.bits_per_sample + (0 if detail is None else image.num_tokens * detail.quantizer.bits)
+    return Decoded(originals.images, decoded, bits, mean_figures(compare_images(decoded, originals.images))["psnr"])
 
 
 def read_figures(run: Path) -> tuple[str, list[Row]]:
@@ -203,7 +240,7 @@ def draw_idea(pairs: Pairs, image: ImageTokenizer, text: TextTokenizer, theme: T
     top = 333 - height / 2
 
     canvas.text(85, 14, "image", color=theme.image, weight="bold")
-    canvas.image(to_pixels(pairs, SHOWN), 5, 32, 160, 160, smooth=True)
+    canvas.image(to_pixels(pairs.pixels[SHOWN]), 5, 32, 160, 160, smooth=True)
     canvas.grid(5, 32, 160, 160, side, side)
     canvas.arrow((175, 112), (208, 112))
     canvas.text(298, 14, "codes", weight="bold")
@@ -232,9 +269,9 @@ def draw_idea(pairs: Pairs, image: ImageTokenizer, text: TextTokenizer, theme: T
     return canvas.figure
 
 
-def to_pixels(pairs: Pairs, item: int) -> np.ndarray:
-    """Return one image as ``(H, W, 3)``."""
-    return pairs.pixels[item].permute(1, 2, 0).numpy()
+def to_pixels(image: Tensor) -> np.ndarray:
+    """Return an image ``(3, H, W)`` as ``(H, W, 3)``."""
+    return image.permute(1, 2, 0).numpy()
 
 
 def first_ids(ids: Tensor) -> str:
@@ -273,7 +310,7 @@ def draw_result(pairs: Pairs, run: str, rows: Sequence[Row], theme: Theme) -> Fi
         canvas.text(374, y + 12, f"“{pairs.captions[query]}”", fontsize=12.5, ha="left", color=theme.caption)
         for place, item in enumerate(found):
             x = 376 + 106 * place
-            canvas.image(to_pixels(pairs, item), x, y + 27, 98, 98, smooth=True)
+            canvas.image(to_pixels(pairs.pixels[item]), x, y + 27, 98, 98, smooth=True)
             if item == query:
                 corners = np.array([[0, 0], [98, 0], [98, 98], [0, 98], [0, 0]]) + (x, y + 27)
                 canvas.axes.plot(*corners.T, color=theme.right, linewidth=4, solid_joinstyle="miter")
@@ -299,6 +336,20 @@ def plot_figures(canvas: Canvas, rows: Sequence[Row]) -> None:
         canvas.text(4, y + 98, f"chance {chance:.1f}", fontsize=11, ha="left", color=theme.caption)
 
 
+def draw_reconstructed(sets: Sequence[Decoded], theme: Theme) -> Figure:
+    """Draw images of each data set above what their ids decode to."""
+    canvas = Canvas(theme, 210 * len(sets))
+    for number, each in enumerate(sets):
+        for row, (images, title) in enumerate(((each.originals, "originals"), (each.decoded, "from ids"))):
+            y = 210 * number + 102 * row
+            note = f"{each.bits:,.0f} bits\n{each.psnr:.1f} dB" if row else ""
+            canvas.text(52, y + (28 if row else 49), title, weight="bold", color=theme.image if row else theme.text)
+            canvas.text(52, y + 66, note, fontsize=13, color=theme.muted)
+            for place, image in enumerate(images):
+                canvas.image(to_pixels(image), 108 + 99 * place, y, 96, 96, smooth=True)
+    return canvas.figure
+
+
 def save(figure: Figure, path: Path, theme: Theme, comment: str) -> None:
     """Write a PNG of 256 colours whose background is transparent."""
     figure.set_facecolor(theme.page)
@@ -318,13 +369,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished run of configs/base.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the images")
+    parser.add_argument(
+        "--pixels",
+        nargs="+",
+        action="append",
+        metavar=("TOKENIZER", "DATA"),
+        default=[],
+        help="tokenizer with a pixel decoder, and the path or key=value of the images to draw as `reconstructed`",
+    )
     options = parser.parse_args(arguments)
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     torch.set_num_threads(1)
     run, rows = read_figures(options.run)
     image, text = (vqclip.load_tokenizer(str(options.run / "tokenizer"), modality=each) for each in ("image", "text"))
     pairs, comment = encode(image, text), json.dumps({"run": run, "figures": rows})
+    sets = [decode(folder, data) for folder, *data in options.pixels]
     for name, theme in THEMES.items():
+        if sets:
+            about = json.dumps({"reconstructed": [(round(each.bits), round(each.psnr, 1)) for each in sets]})
+            save(draw_reconstructed(sets, theme), options.out / f"reconstructed-{name}.png", theme, about)
         save(draw_idea(pairs, image, text, theme), options.out / f"idea-{name}.png", theme, comment)
         save(draw_result(pairs, run, rows, theme), options.out / f"result-{name}.png", theme, comment)
 
