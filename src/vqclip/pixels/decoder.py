@@ -82,6 +82,8 @@ class PixelDecoder(nn.Module):
                 f"vectors: got shape {tuple(vectors.shape)}, expected (B, {self.num_tokens}, {self.dim}), as "
                 "tokenizer.quantizer.decode(ids) gives them"
             )
+        if vectors.shape[0] == 0:  # not every layer of torch has a backward without samples
+            return self(vectors.new_zeros(1, *vectors.shape[1:]))[:0]
         if self.detail is not None:
             vectors = torch.cat((vectors, self._detail(vectors, self.detail.dim, detail)), dim=-1)
         elif detail is not None:

@@ -210,7 +210,7 @@ class Tokenizer(TokenizerDecoder, ABC):
     def section(self) -> dict[str, object]:
         """Return this tokenizer's section of ``config.json``."""
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
-        section = self.config.architecture().model_dump(mode="json")
+        section = self.config.architecture().model_dump(mode="json", exclude={"pixels"})
         del section["tower"]["train"]  # how it was trained is no part of a tokenizer
         if self.config.reduce is None:
             del section["reduce"]  # as in the folders and fingerprints from before this setting

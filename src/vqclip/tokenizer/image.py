@@ -12,6 +12,8 @@ from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
+from vqclip.pixels.decoder import attach
+from vqclip.pixels.training import PixelTrainingConfig
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import ImageTower, ImageTowerConfig
 
@@ -107,11 +109,17 @@ class ImageTokenizerConfig(TokenizerConfig):
     """From pixels to patch features."""
     preprocess: EvalTransformConfig = EvalTransformConfig()
     """Resizing and cropping to the tower's size, outside training."""
+    pixels: PixelTrainingConfig | None = None
+    """Pixel decoder that trains together with the tokenizer; null: none."""
 
     @torch.inference_mode(False)  # so that it can be used outside of inference mode
     def build(self, embed_dim: int) -> ImageTokenizer:
         """Make the tokenizer with a joint embedding of ``embed_dim``."""
-        return ImageTokenizer(self, embed_dim)
+        tokenizer = ImageTokenizer(self, embed_dim)
+        if self.pixels is not None:
+            sizes = tokenizer.quantizer.dim, tokenizer.num_tokens, tokenizer.tower.image_size
+            attach(tokenizer, self.pixels.build(*sizes))
+        return tokenizer
 
 
 def _require_unit_range(images: Tensor) -> None:

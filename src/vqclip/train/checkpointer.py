@@ -28,6 +28,9 @@ from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
+DISCRIMINATORS = "discriminators/"
+"""Beginning of the names of discriminators among the tensors of a checkpoint."""
+
 
 @dataclass(frozen=True)
 class RetentionPolicy:
@@ -143,7 +146,7 @@ class Checkpointer:
                     **counts,
                 }
             ),
-            tensors=self._state.copy(step.guards.tensors() | self._averages()),
+            tensors=self._state.copy(step.guards.tensors() | self._beside_the_model()),
             keep_last=self.retention.newest,
             keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
         )
@@ -185,17 +188,21 @@ class Checkpointer:
         return {name: tensor for name, tensor in state.items() if constants or name not in self.frozen.names}
 
     def tensors(self, constants: bool = False) -> dict[str, Tensor]:
-        """Return every tensor to check before a save: of the model, the optimizer and the moving averages.
+        """Return every tensor to check before a save: of the model, the optimizer and what is saved beside them.
 
         Args:
             constants: return those that the run stores once, too.
         """
         state = {f"model.{name}": tensor for name, tensor in self._model_tensors(constants).items()}
         found = checkpoint.optimizer_tensors(self.step.optimizer)
-        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()} | self._averages()
+        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()} | self._beside_the_model()
 
-    def _averages(self) -> dict[str, Tensor]:
-        return {} if self.step.ema is None else self.step.ema.tensors()
+    def _beside_the_model(self) -> dict[str, Tensor]:
+        """Return the moving averages and the discriminators."""
+        averages = {} if self.step.ema is None else self.step.ema.tensors()
+        others = self.step.task.discriminators
+        state = {} if others is None else others.state_dict()
+        return averages | {f"{DISCRIMINATORS}{name}": tensor for name, tensor in state.items()}
 
     def require_finite(self, done: int) -> None:
         """Check weights, codebooks and optimizer state on all ranks. A collective.

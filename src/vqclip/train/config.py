@@ -23,6 +23,7 @@ from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.io.cache import cache_folder
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
+from vqclip.pixels.losses import PixelLosses
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.towers.training import FromStep
@@ -211,6 +212,27 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pixels_are_decoded_within_the_run(self) -> TrainConfig:
+        if (pixels := self.model.image.pixels) is None:
+            return self
+        key = "model.image.pixels"
+        for name, got, most in (
+            ("start_step", pixels.start_step, self.train.steps - 1),
+            ("one_in", pixels.one_in, self.train.batch_size),
+        ):
+            if got > most:
+                raise ValueError(
+                    f"{key}.{name}: got {got}; expected at most {most} in a run of {self.train.steps} "
+                    f"steps of {self.train.batch_size} samples"
+                )
+        if "image" in self.cached_modalities:
+            raise ValueError(
+                f"{key}: got a pixel decoder with data.feature_cache, whose stored image features replace the images "
+                "that it learns from; expected modalities: [text] there, or no feature cache"
+            )
+        return self
+
     def build_task(self, device: torch.device, dtype: torch.dtype) -> ContrastiveTask:
         """Build the model with the weights of the first step, and all that trains it. A collective.
 
@@ -221,7 +243,11 @@ class TrainConfig(Config):
             logger.info("%s", model.inherited.describe())
         model = model.to(device, dtype)
         distillation = Distillation.build(self.distillation, model, self.run.seed)
-        return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation)
+        losses = None
+        if (pixels := self.model.image.pixels) is not None:
+            size, key = model.image.tower.image_size, "model.image.pixels.losses"
+            losses = PixelLosses.build(pixels.losses, size, self.run.seed, key).to(device, dtype)
+        return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation, losses)
 
     def feature_makers(self, task: Task[Any]) -> dict[str, FeatureMaker]:
         """Return a maker for each network whose outputs are stored before the first step, by name."""
@@ -250,6 +276,7 @@ class TrainConfig(Config):
             samples,
             towers_draw=towers_draw(task.model),
             distillation=[] if task.distillation is None else task.distillation.identity,
+            pixel_losses=[] if task.reconstruction is None else task.reconstruction.losses.identity,
             read=self.settings_from_folders(task.model),
         )
 
@@ -274,6 +301,7 @@ class TrainConfig(Config):
         *,
         towers_draw: bool,
         distillation: Sequence[dict[str, Any]] = (),
+        pixel_losses: Sequence[dict[str, Any]] = (),
         read: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     ) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
@@ -286,6 +314,7 @@ class TrainConfig(Config):
             samples: fingerprint of the data.
             towers_draw: whether the towers contain dropout, stochastic depth or similar modules.
             distillation: its terms with digests of their teachers.
+            pixel_losses: those of `model.image.pixels` with digests of their networks.
             read: result of `settings_from_folders`.
         """
         reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"}) | self._stored_values()
@@ -295,7 +324,7 @@ class TrainConfig(Config):
             "train.batch_size": self.train.batch_size,
             "train.precision": self.train.precision,
             "data": samples | reading,
-            "model": _without_train_all(self.model.model_dump(mode="json")),
+            "model": _without_defaults(self.model.model_dump(mode="json")),
             "loss": self.loss.model_dump(mode="json"),
             "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
         }
@@ -312,6 +341,8 @@ class TrainConfig(Config):
         }
         if distillation:  # absent without terms: the checkpoints of former versions resume
             settings["distillation"] = list(distillation)
+        if pixel_losses:  # likewise
+            settings["model.image.pixels.losses"] = list(pixel_losses)
         settings |= {f"model.{modality}.tower (from its folder)": found for modality, found in read.items()}
         return settings | (by_rank if towers_draw else {})
 
@@ -363,8 +394,15 @@ def _names_without_effect(optim: OptimConfig) -> set[str]:
     return {name for name in ("layer_decay", "overrides") if not getattr(optim, name)}
 
 
-def _without_train_all(model: dict[str, Any]) -> dict[str, Any]:
-    """Remove the default of `tower.train`, so that checkpoints from before this setting still fit."""
+def _without_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """Remove the defaults of `tower.train` and `image.pixels`, so that checkpoints from before them still fit.
+
+    The losses on pixels have an entry of their own, with digests of their networks in place of paths.
+    """
+    if model["image"]["pixels"] is None:
+        del model["image"]["pixels"]
+    else:
+        del model["image"]["pixels"]["losses"]
     for modality in ("image", "text"):
         tower = model[modality]["tower"]
         model[modality]["tower"] = {key: value for key, value in tower.items() if (key, value) != ("train", "all")}

@@ -200,7 +200,7 @@ def build_data(config: TrainConfig, task: Task[Any]) -> TrainData:
 def _build_step(config: TrainConfig, task: Task[Any]) -> TrainStep[Any]:
     return TrainStep(
         task,
-        config.optim.build(task.model),
+        config.optim.build(task.model, task.discriminators),
         config.optim.schedule(config.train.steps),
         config.train,
         config.optim.clip_grad_norm,

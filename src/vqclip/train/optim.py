@@ -69,10 +69,13 @@ class OptimConfig(Config):
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
     """Kernel of AdamW; `auto` is `fused` on CPU and CUDA, else `for_loop`. They differ in rounding."""
 
-    def build(self, model: nn.Module) -> AdamW:
-        """Make an optimizer over the parameters of `model` that require a gradient, under their names.
+    def build(self, model: nn.Module, discriminators: nn.Module | None = None) -> AdamW:
+        """Make an optimizer over the parameters that require a gradient, under their names.
 
-        `model` is the bare model, before DDP or `torch.compile` add to the names.
+        Args:
+            model: the bare model, before DDP or `torch.compile` add to the names.
+            discriminators: further module, in groups of its own, under names that begin with `discriminators.`; an
+                attribute `lr_ratio` of a module in it is a factor on the learning rate.
 
         Raises:
             ConfigError: no parameter requires a gradient, an override matches none, or the device has no fused kernel.
@@ -80,6 +83,9 @@ class OptimConfig(Config):
         groups = parameter_groups(model, self.weight_decay, self._lr_ratios(model), self.overrides)
         if not groups:
             raise ConfigError("no parameter of the model requires a gradient: nothing to train")
+        if discriminators is not None:
+            named = nn.ModuleDict({"discriminators": discriminators})
+            groups += parameter_groups(named, self.weight_decay, _own_ratios(named))
         chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
         flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
         several = "\n  " if len(groups) > 4 else " "
@@ -195,6 +201,16 @@ def parameter_groups(
         group = groups.setdefault((decay, ratio), {"params": [], "weight_decay": decay, "lr_ratio": ratio})
         group["params"].append((name, parameter))
     return list(groups.values())
+
+
+def _own_ratios(model: nn.Module) -> dict[str, float]:
+    """Return the factors on the learning rate that modules have as their `lr_ratio`, by parameter name."""
+    return {
+        f"{path}.{name}": float(module.lr_ratio)
+        for path, module in model.named_modules()
+        if hasattr(module, "lr_ratio")
+        for name, _ in module.named_parameters()
+    }
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -20,9 +20,10 @@ from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.differences import describe_differences, flatten
 from vqclip.io.json_files import validate
+from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import load_weights
-from vqclip.train.checkpointer import Checkpointer, RunState
+from vqclip.train.checkpointer import DISCRIMINATORS, Checkpointer, RunState
 from vqclip.train.ema import AVERAGE, read_averages
 from vqclip.train.step import TrainStep, broadcast_module
 
@@ -147,20 +148,28 @@ def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, 
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
     step.scaler.load_state_dict(dict(state.scaler))
     step.skipped = state.skipped
-    windows = {name: tensor for name, tensor in tensors.items() if not name.startswith(AVERAGE)}
+    windows = {name: tensor for name, tensor in tensors.items() if not name.startswith((AVERAGE, DISCRIMINATORS))}
     step.guards.load_state_dict(state.guards, windows)
+    if step.task.discriminators is not None:
+        found = {name: each for name, each in tensors.items() if name.startswith(DISCRIMINATORS)}
+        if bad := nonfinite_names(found):
+            raise ValueError(f"these tensors contain NaN or infinity: {first_names(bad)}")
+        step.task.discriminators.load_state_dict(
+            {name.removeprefix(DISCRIMINATORS): tensor for name, tensor in found.items()}
+        )
     if step.ema is not None:  # otherwise run.resume_allow has dropped them
         step.ema.load(tensors)
 
 
 def _most_numbers(step: TrainStep[Any]) -> int:
-    """Return a bound for the averages and the codebook windows of this model.
+    """Return a bound for the averages, the discriminators and the codebook windows of this model.
 
     Also for one with other codebooks, where the run allows it.
     """
     sizes = [size for quantizer in step.task.quantizers().values() for size in quantizer.codebook_sizes]
     windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
-    return windows + sum(parameter.numel() for parameter in step.model.parameters())
+    modules = (step.model, step.task.discriminators)
+    return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
 
 
 def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str, Any]], outline: _Outline) -> None:

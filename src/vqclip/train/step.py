@@ -192,9 +192,11 @@ class TrainStep(Generic[SamplesT]):
             self._second_pass(out, local, step)
 
     def _clip(self) -> Tensor:
-        """Limit the gradient's norm; return the norm before."""
+        """Limit the norm of the gradient of each group of parameters; return the norm of the whole one before."""
         self.scaler.unscale_(self.optimizer)
-        return clip_gradients(self.model.parameters(), self.clip_norm)
+        groups = [[each for each in group if each.grad is not None] for group in self.task.clipped_apart()]
+        norms = [clip_gradients(group, self.clip_norm) for group in groups if group]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _check(self, losses: dict[str, Tensor], grad_norm: Tensor, step: int) -> Event | None:
         """Have the guards check the step; waits for the device, once."""

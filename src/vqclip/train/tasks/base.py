@@ -65,6 +65,15 @@ class Task(ABC, Generic[SamplesT]):
         return self.model
 
     @property
+    def discriminators(self) -> nn.Module | None:
+        """Module that trains beside the model; in checkpoints, but neither averaged nor exported. None for none."""
+        return None
+
+    def clipped_apart(self) -> list[list[nn.Parameter]]:
+        """Return the parameters in groups, each of which has a gradient norm and a limit of its own."""
+        return [list(each.parameters()) for each in (self.model, self.discriminators) if each is not None]
+
+    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model.parameters()).device

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from vqclip.data import Batch
 from vqclip.data.loader import Tokenize
 from vqclip.losses import Loss
-from vqclip.model import CLIP, CLIPOutput
+from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
+from vqclip.pixels.losses import PixelLosses
 from vqclip.quantizers import Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from vqclip.train.collapse import mean_cosine
 from vqclip.train.distillation import Distillation
 from vqclip.train.distillation.features import separate_sums
 from vqclip.train.rank_batch import RankBatch, make_rank_batch
+from vqclip.train.reconstruction import ReconstructingCLIP
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.output import TaskOutput
 
@@ -40,6 +42,7 @@ class ContrastiveTask(Task[RankBatch]):
         loss: contrastive or sigmoid loss over the global batch.
         bottleneck: schedule by which the embedding begins with continuous vectors; None: codes from the first step.
         distillation: further terms of the loss, which follow teachers.
+        pixels: losses of the images that `model.image.pixels` decodes; None if it has no decoder.
     """
 
     model: CLIP
@@ -50,15 +53,30 @@ class ContrastiveTask(Task[RankBatch]):
         loss: Loss,
         bottleneck: BottleneckConfig | None = None,
         distillation: Distillation | None = None,
+        pixels: PixelLosses | None = None,
     ):
         super().__init__(model)
         self.loss, self.bottleneck, self.distillation = loss, bottleneck, distillation
         self._student = model if distillation is None else distillation.wrap(model)
+        self.reconstruction = None if pixels is None else ReconstructingCLIP(model, self._student, pixels)
 
     @property
     def student(self) -> nn.Module:
-        """The model, or a module around it that also compares features."""
-        return self._student
+        """The model, or a module around it that also compares features or decodes images."""
+        return self._student if self.reconstruction is None else self.reconstruction
+
+    @property
+    def discriminators(self) -> nn.Module | None:
+        """Those of the losses on pixels."""
+        return None if self.reconstruction is None else self.reconstruction.losses
+
+    def clipped_apart(self) -> list[list[nn.Parameter]]:
+        """Return the tokenizers, the pixel decoder and the discriminators."""
+        if self.reconstruction is None:
+            return super().clipped_apart()
+        decoder = set(self.reconstruction.decoder.parameters())
+        others = [each for each in self.model.parameters() if each not in decoder]
+        return [others, list(decoder), list(self.reconstruction.losses.parameters())]
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +92,14 @@ class ContrastiveTask(Task[RankBatch]):
         with nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model):
             further = () if self.distillation is None else self.distillation.targets(local, step)
             known = (local.features.get("image"), local.features.get("text"))
-            out: CLIPOutput = network(local.images, local.tokens, *known, *further)
+            inputs = (local.images, local.tokens, *known, *further)
+            if self.reconstruction is None:
+                out, pixels = network(*inputs), Stats()
+            else:
+                out, pixels = network(*inputs, places=local.order.places, step=step)
         rows = {"image": out.image.embedding, "text": out.text.embedding}
-        return TaskOutput(rows, {"image": out.image.stats, "text": out.text.stats}, _shared(out.scale, out.bias))
+        stats = {"image": out.image.stats, "text": out.text.stats, "pixels": pixels}
+        return TaskOutput(rows, stats, _shared(out.scale, out.bias))
 
     def shared(self) -> dict[str, Tensor]:
         """Return the temperature."""
@@ -86,14 +109,15 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
-        image, text, embedded = sync([out.stats["image"], out.stats["text"], Stats(totals)], local.order)
+        found = [out.stats[name] for name in ("image", "text", "pixels")]
+        image, text, pixels, embedded = sync([*found, Stats(totals)], local.order)
         stats, followed = separate_sums({"image": image, "text": text})
-        return stats | {"embedded": embedded, "distillation": followed}
+        return stats | {"embedded": embedded, "distillation": followed, "pixels": pixels}
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
-        """Return the contrastive loss, the quantizers' losses and the terms that follow teachers."""
+        """Return the contrastive loss, the quantizers' losses, and those of pixels and of teachers."""
         image, text, scale, bias = out.rows["image"], out.rows["text"], out.shared["scale"], out.shared.get("bias")
         keys = None if parts[0].keys is None else torch.cat([part.keys for part in parts if part.keys is not None])
         terms = {self.loss.name: self.loss(image, text, scale, bias, keys)}
@@ -102,6 +126,9 @@ class ContrastiveTask(Task[RankBatch]):
             for name, term in quantizer.losses(sums[modality]).items():
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
+        if self.reconstruction is not None:
+            of_pixels = self.reconstruction.terms(sums["pixels"], step)
+            terms, weights = terms | of_pixels[0], weights | of_pixels[1]
         if self.distillation is None:
             return terms, weights
         with autocast(self.device, self.precision):
@@ -131,14 +158,16 @@ class ContrastiveTask(Task[RankBatch]):
                 tower.set_grad_checkpointing()
 
     def move_to_step(self, step: int) -> bool:
-        """Freeze and unfreeze the towers."""
-        return any([tower.move_to_step(step) for tower in self.towers.values()])
+        """Freeze and unfreeze the towers, the pixel decoder and the discriminators."""
+        parts = [*self.towers.values(), *([] if self.reconstruction is None else [self.reconstruction])]
+        return any([part.move_to_step(step) for part in parts])
 
     @property
     def changing_steps(self) -> set[int | None]:
-        """First steps of towers, the end of the bottleneck, and those of terms that follow teachers."""
+        """First steps of towers and of losses on pixels, and the ends of the bottleneck and of terms of teachers."""
         steps: set[int | None] = {tower.first_step for tower in self.towers.values()}
         steps.add(None if self.bottleneck is None else self.bottleneck.steps)
+        steps |= set() if self.reconstruction is None else self.reconstruction.changing_steps
         return steps | (set() if self.distillation is None else self.distillation.ends)
 
     def quantizers(self) -> dict[str, Quantizer]:

@@ -1,0 +1,214 @@
+"""A pixel decoder that trains together with the tokenizers (`model.image.pixels`)."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
+from tests.train.test_grad_cache import G, assert_alike, batch_number
+from tests.training import all_equal, run, run_tree, weights
+from vqclip import load_tokenizer
+from vqclip.checkpoint import load as load_checkpoint
+from vqclip.errors import ConfigError, OtherRunError
+from vqclip.losses import ContrastiveConfig
+from vqclip.pixels.losses import PixelLosses
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.train import TrainConfig
+from vqclip.train.optim import OptimConfig
+from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
+
+DECODER = {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3}
+ADVERSARIAL = {
+    "kind": "adversarial",
+    "start_step": 1,
+    "discriminator": {"kind": "patch", "channels": 16, "layers": 1},
+    "lr_ratio": 2.0,
+}
+LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
+
+
+def model_tree(quantizer=FSQ, **pixels):
+    tree = tiny_model(quantizer, FSQ).model_dump(mode="json")
+    tree["image"]["pixels"] = {"decoder": DECODER, **pixels} if pixels.pop("decoder", True) else None
+    return tree
+
+
+def build_step(micro_batches=1, precision="fp64", clip_norm=0.1, quantizer=FSQ, compiled=False, **pixels):
+    torch.manual_seed(0)
+    model = type(tiny_model()).model_validate(model_tree(quantizer, **pixels)).build()
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    model, config, losses = model.to(dtype), model.config.image.pixels, None
+    if config is not None:
+        losses = PixelLosses.build(config.losses, 16, seed=3).to(dtype)
+    task = ContrastiveTask(model, ContrastiveConfig().build(), pixels=losses)
+    compute = ComputeConfig(precision=precision, micro_batches=micro_batches, compile=compiled)
+    optim = OptimConfig(lr=1e-2, warmup_steps=0)
+    optimizer = optim.build(task.model, task.discriminators)
+    return task, TrainStep(task, optimizer, optim.schedule(10), compute, clip_norm, seed=3)
+
+
+def train(count=3, sizes=(G,), **settings):
+    """Gradients of the last step, all weights after it, and its terms."""
+    task, step = build_step(**settings)
+    result = None
+    for number in range(count):
+        result = step(batch_number(number, task.model, sizes), number)
+    modules = {"model": task.model} | ({"losses": task.discriminators} if task.discriminators else {})
+    gradients = {
+        f"{key}.{name}": weight.grad.clone()
+        for key, module in modules.items()
+        for name, weight in module.named_parameters()
+        if weight.grad is not None
+    }
+    state = {
+        f"{key}.{name}": each.clone() for key, module in modules.items() for name, each in module.state_dict().items()
+    }
+    return gradients, state, result and result.terms
+
+
+def of_tokenizers(state):
+    return {name: each for name, each in state.items() if name.startswith("model.") and ".pixels." not in name}
+
+
+def test_equals_a_plain_reference():
+    """Gradients beside a few lines of torch, where the tower gets a part of the gradient and the decoder all of it."""
+    task, step = build_step(clip_norm=None, losses=LOSSES[:2], weight=0.25)
+    reference, _ = build_step(clip_norm=None, losses=LOSSES[:2], weight=0.25)
+    model = reference.model
+    batch = batch_number(0, model)
+    result = step(batch, 0)
+    image, text = model.image(batch.images), model.text(batch.texts)
+    apart = model.image.pixels_of(image.vectors) - batch.images.double() / 255
+    l1, l2 = apart.abs().mean(), apart.square().mean()
+    contrastive = ContrastiveConfig(impl="gather").build()(image.embedding, text.embedding, model.temperature()[0])
+    assert float(result.terms["pixels/l1"]) == pytest.approx(l1.item(), rel=1e-12)
+    assert float(result.terms["total"]) == pytest.approx((contrastive + l1 + 0.5 * l2).item(), rel=1e-12)
+    (contrastive + 0.25 * (l1 + 0.5 * l2)).backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    for weight in model.image.pixels.parameters():
+        weight.grad *= 4
+    assert_alike([{name: weight.grad for name, weight in task.model.named_parameters()}], [expected], 1e-10)
+
+
+def test_before_its_first_step_a_run_is_one_without_a_decoder():
+    """Also with weights that are clipped; from the first step on the tower learns from the pixels."""
+    settings = {"precision": "fp32", "losses": LOSSES, "start_step": 2}
+    alone, with_pixels = ({"decoder": False, "precision": "fp32"}, settings)
+    gradients, state, terms = train(2, **alone)
+    found, also, other_terms = train(2, **with_pixels)
+    assert all_equal(found, gradients)
+    assert all_equal(of_tokenizers(also), state)
+    assert all_equal(other_terms, terms)
+    assert all_equal(also, train(0, **with_pixels)[1] | state)
+    _, later, terms = train(3, **with_pixels)
+    assert {"pixels/l1", "pixels/adversarial", "pixels/adversarial/discriminator"} <= terms.keys()
+    assert not all_equal(of_tokenizers(later), train(3, **alone)[1])
+
+
+def test_of_weight_0_the_tokenizers_train_as_without_a_decoder():
+    state = train(3, precision="fp32", decoder=False)[1]
+    gradients, also, _ = train(3, precision="fp32", losses=LOSSES, weight=0.0)
+    assert all_equal(of_tokenizers(also), state)
+    assert any(float(each.abs().max()) > 0 for name, each in gradients.items() if ".pixels." in name)
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch():
+    for others in ({}, {"one_in": 5, "quantizer": BUSY_RESIDUAL}):
+        assert_alike(train(losses=LOSSES, micro_batches=3, **others), train(losses=LOSSES, **others), 1e-9)
+
+
+def train_on_rank(sizes, settings):
+    return train(sizes=sizes, losses=LOSSES, **settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ((7, 0, 5), {"micro_batches": 2, "one_in": 6, "start_step": 1}),
+        pytest.param((7, 5), {}, marks=pytest.mark.slow),
+        pytest.param((4, 4, 4), {"micro_batches": 3, "quantizer": BUSY_RESIDUAL}, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_train_what_one_trains(ranks, sizes, settings):
+    expected = train(losses=LOSSES, **settings)
+    for found in ranks(len(sizes), train_on_rank, sizes, settings):
+        assert_alike(found, expected, 1e-9)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_computes_the_same():
+    for others in ({}, {"one_in": 3, "start_step": 1}):
+        expected = train(losses=LOSSES, precision="fp32", **others)
+        assert_alike(train(losses=LOSSES, precision="fp32", compiled=True, **others), expected, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree_of(folder, shards, **changes):
+    changes = {"train__steps": 4, "train__batch_size": 11, "model": model_tree(losses=LOSSES)} | changes
+    return run_tree(folder, shards, FSQ, **changes)
+
+
+def test_a_run_resumes_bit_for_bit_and_exports_the_decoder(tmp_path, shards):
+    cache = str(tmp_path / "cache")
+    changes = {"train__checkpoint_every": 2, "train__precision": "fp32", "train__ema": {"decay": 0.9}}
+    run(tree_of(tmp_path / "whole", shards, **changes), cache)
+    tree = tree_of(tmp_path / "parts", shards, **changes)
+    run(tree, cache)
+    shutil.rmtree(tmp_path / "parts" / "tiny" / "checkpoints" / "step-00000004")
+    with pytest.raises(OtherRunError, match=r"pixels.*weight"):
+        run(tree | {"model": model_tree(losses=LOSSES, weight=2.0)}, cache)
+    assert len(run(tree, cache)["sample_ids"]) == 2
+    checkpoints = [
+        load_checkpoint(tmp_path / name / "tiny" / "checkpoints" / "step-00000004") for name in ("whole", "parts")
+    ]
+    tensors = [each.tensors(10**9) for each in checkpoints]
+    assert {name.split("/")[0] for name in tensors[0]} >= {"ema", "discriminators"}
+    assert not any("adversar" in name for name in tensors[0] if name.startswith("ema/"))
+    assert all_equal(*tensors)
+    assert all_equal(weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4))
+    for file in ("model.safetensors", "pixels.safetensors"):
+        one, other = (tmp_path / name / "tiny" / "tokenizer" / file for name in ("whole", "parts"))
+        assert one.read_bytes() == other.read_bytes()
+
+    tokenizer = load_tokenizer(tmp_path / "whole" / "tiny" / "tokenizer", "image")
+    averages = {name.removeprefix("ema/image.pixels."): each for name, each in tensors[0].items() if ".pixels." in name}
+    assert all_equal(dict(tokenizer.pixels.named_parameters()), averages)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    ids, found = tokenizer.encode(images), fingerprint(tokenizer)
+    assert tokenizer.decode_pixels(ids).shape == images.shape
+    tokenizer.pixels = None
+    assert fingerprint(tokenizer) == found
+
+
+def refused(**changes):
+    tree = run_tree("runs", "shards", FSQ, **changes)
+    with pytest.raises(ValueError, match=r"image\.pixels|pixels:") as caught:
+        TrainConfig.model_validate(tree).model.build()
+    return str(caught.value)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    assert "start_step: got 20; expected at most 19" in refused(model=model_tree(start_step=20))
+    assert "one_in: got 13; expected at most 12" in refused(model=model_tree(one_in=13))
+    assert "image.pixels.weigth" in refused(model=model_tree(weigth=1))
+    tree = model_tree()
+    tree["image"]["reduce"] = {"kind": "queries", "count": 3, "heads": 2}
+    assert "square grid of tokens" in refused(model=tree)
+    tree = model_tree()
+    tree["image"]["tower"] |= {"train": "none", "pretrained": True}
+    assert "expected modalities: [text] there" in refused(model=tree, data__feature_cache={}, data__views=1)
+
+
+def test_a_loss_from_step_0_is_needed(tmp_path, shards):
+    tree = tree_of(tmp_path, shards, model=model_tree(losses=[{"kind": "l1", "start_step": 1}]))
+    with pytest.raises(ConfigError, match=r"model\.image\.pixels\.losses: got no term"):
+        run(tree, str(tmp_path / "cache"))
