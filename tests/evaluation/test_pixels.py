@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pydantic import ValidationError
 
 from tests.evaluation.made import IDENTITY, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
@@ -256,3 +259,24 @@ def test_a_decoder_of_nan_is_named(folder):
     model.image.pixels.layers.into.weight.data.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="pixels: 4 of 4 images have NaN"):
         evaluate(model, [classes(folder)])
+
+
+def stored_image(content):
+    return torch.from_numpy(np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).copy()).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize(("detail", "ways"), [(None, 3), (DETAIL, 5)])
+def test_details_show_images_beside_what_their_ids_decode_to(folder, detail, ways):
+    model, real = with_decoder(detail=detail), originals()
+    [result] = evaluate(model, [classes(folder)], details=DetailsConfig(reconstructions=3))
+    shown = result.details.reconstructions
+    assert [each.image.index for each in shown] == [0, 7, 14]
+    for each in shown:
+        original = real[each.image.index]
+        assert stored_image(each.image.thumbnail).equal(original)
+        assert [decoded.bits for decoded in each.decoded] == [24, 24, 48, 64, 80][:ways]
+        made = model.image.decode_pixels(model.image.encode_pixels(original[None]))
+        assert (stored_image(each.decoded[-1].image).float() - 255 * made[0]).abs().max() <= 0.51
+        assert each.decoded[-1].figures["psnr"] == pytest.approx(float(compare_images(made, original[None])["psnr"]))
+    [result] = evaluate(model, [captions(folder)], details=DetailsConfig(reconstructions=0))
+    assert result.details.reconstructions == ()

@@ -20,6 +20,7 @@ from vqclip.evaluation.codes import load_ids
 from vqclip.evaluation.datasets import AnyData
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
+from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import mean_value_intervals
 from vqclip.evaluation.labelled import encode_labelled
@@ -93,7 +94,7 @@ class PixelQualityConfig(ImagesConfig):
             captions=0 if meaning is None else meaning.texts,
             usage={"image": images.encoded.usage},
             notes=[*images.notes, *_notes(rows, tokenizer, methods)],
-            details=_details(encoder, len(images.annotations), intervals),
+            details=_details(tokenizer, encoder, images, intervals),
             pixels=PixelResult(
                 reference=describe_data(self.data),
                 image_size=_size(tokenizer),
@@ -229,10 +230,22 @@ def _add_meaning(
     return intervals
 
 
-def _details(encoder: Encoder, samples: int, intervals: dict[Mode, dict[str, Interval]]) -> Details | None:
-    if encoder.details is None or encoder.partition.rank:
-        return None
-    return Details(samples=samples, intervals=intervals)
+def _details(
+    tokenizer: ImageTokenizer,
+    encoder: Encoder,
+    images: EncodedImages[Any],
+    intervals: dict[Mode, dict[str, Interval]],
+) -> Details | None:
+    names = images.source.classnames
+
+    def texts() -> list[str]:
+        return [names[each] if names else each[0] for each in images.annotations]
+
+    def make(maker: ImageDetails) -> Details:
+        shown = maker.reconstructions()
+        return Details(samples=len(images.annotations), intervals=intervals, reconstructions=shown)
+
+    return make_details(tokenizer, encoder, images, texts, make)
 
 
 def _notes(rows: Sequence[PixelRow], tokenizer: ImageTokenizer, methods: Methods) -> list[str]:
