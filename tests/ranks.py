@@ -33,6 +33,17 @@ def for_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any
     return [fn(*case) for case in cases]
 
 
+def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
+    """Run a function in a process of its own, forked from the server that has imported torch and vqclip."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
+    process = context.Process(target=function, args=args)
+    with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
+        process.start()
+    return process
+
+
 class RankError(Exception):
     """At least one rank failed. The message holds the traceback of each; `results` those of the ranks that finished."""
 
@@ -92,14 +103,9 @@ class RankPool:
     def _start(self, count: int) -> None:
         if any(not process.is_alive() for process, _ in self._workers):
             self.kill()
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
         while len(self._workers) < count:
-            ours, theirs = context.Pipe()
-            # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
-            process = context.Process(target=_serve, args=(theirs,), name=f"rank-{len(self._workers)}")
-            with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
-                process.start()
+            ours, theirs = mp.Pipe()
+            process = start_process(_serve, theirs)
             theirs.close()
             self._workers.append((process, ours))
 

@@ -40,12 +40,13 @@ def shards(tmp_path_factory):
 
 SLOW = (
     "fsq",
+    "lfq with entropy loss",
     "fsq, sigmoid loss",
     "product, gathered loss",
     "ranks of unequal share",
     "residual of fsq with dropout",
 )
-"""Not run by default: the others have all of it, but for the gathered loss, which tests/losses compares on ranks."""
+"""Not run by default: each part of them is in another case, or is compared on ranks in tests/losses."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])

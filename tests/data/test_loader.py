@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from pathlib import Path
@@ -31,7 +30,10 @@ WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 
 @pytest.mark.parametrize(
     ("world_size", "workers", "order"),
-    [*itertools.product([1, 2, 4, 16], [0, 2], ["full"]), (3, 2, WINDOWED)],
+    [
+        *((1, 0, "full"), (1, 2, "full"), (2, 2, "full"), (16, 0, "full"), (3, 2, WINDOWED)),
+        *(pytest.param(*case, "full", marks=pytest.mark.slow) for case in ((2, 0), (4, 0), (4, 2), (16, 2))),
+    ],
 )
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     folder: Path, world_size, workers, order, monkeypatch: pytest.MonkeyPatch

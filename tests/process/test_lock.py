@@ -8,39 +8,36 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
 
 import pytest
 
 from vqclip.errors import ConfigError
 from vqclip.process.lock import LOCK_FILE, RunLock
 
-HOLDER = """
-import sys, time
-from multiprocessing import get_context
-from pathlib import Path
-from vqclip.process.lock import RunLock
+FORK = multiprocessing.get_context("fork")
 
-with RunLock(Path(sys.argv[1])) as lock:
-    lock.acquire()
-    worker = get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
-    worker.start()
-    print(worker.pid, flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder, worker_pid):
+    with RunLock(folder) as lock:
+        lock.acquire()
+        worker = FORK.Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        worker_pid.send(worker.pid)
+        time.sleep(60)
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the folder, with a worker forked while it does."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    worker = int(process.stdout.readline())
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=hold, args=(tmp_path / "run", sender))
+    process.start()
+    worker = receiver.recv()
     yield process
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
     os.kill(worker, signal.SIGKILL)
 
 
@@ -53,7 +50,7 @@ def test_a_second_job_is_told_who_holds_the_folder(tmp_path, holder):
 
 def test_a_killed_holder_holds_nothing_though_its_workers_live(tmp_path, holder):
     holder.kill()
-    holder.wait()
+    holder.join()
     with RunLock(tmp_path / "run") as lock:
         lock.acquire()
         assert str(os.getpid()) in (tmp_path / "run" / LOCK_FILE).read_text()

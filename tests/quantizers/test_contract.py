@@ -99,6 +99,7 @@ VARIANTS = {
     "identity",
     "residual of lfq",
     "residual of simvq",
+    "residual of vq",
     "product of fsq",
     "product of simvq",
     "product of vq",

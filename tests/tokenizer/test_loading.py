@@ -1,25 +1,32 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 
-import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 IMPORTS = """
 import json, sys, torch, vqclip
-folder, modality, library = sys.argv[1:]
-seen = [set(sys.modules)]
-t = vqclip.load_tokenizer(folder, modality, encode=False)
-ids = torch.zeros(1, t.num_tokens, 1, dtype=torch.int64).expand(-1, -1, len(t.codebook_sizes))
-t.decode(ids), t.embed(ids), t.from_vocabulary(t.to_vocabulary(ids)), t.codebook(0)
-seen.append(set(sys.modules))
-__import__(library)
+from safetensors.torch import load_file, save_file
+torch.set_num_threads(1)
+folder, store = sys.argv[1:]
+seen, stored, embeddings = [set(sys.modules)], load_file(store), {}
+for modality, ids in stored.items():
+    t = vqclip.load_tokenizer(folder, modality, encode=False)
+    embeddings[modality] = t.embed(ids).detach()
+    t.decode(ids), t.from_vocabulary(t.to_vocabulary(ids)), t.codebook(0)
+save_file(embeddings, store)
 seen.append(set(sys.modules))
 from PIL import Image
-t = vqclip.load_tokenizer(folder, modality)
-t.encode(Image.new("RGB", (20, 20)) if modality == "image" else ["a red star"])
-seen.append(set(sys.modules))
+for modality, library in (("image", "timm"), ("text", "open_clip")):
+    __import__(library)
+    seen.append(set(sys.modules))
+    t = vqclip.load_tokenizer(folder, modality)
+    t.encode(Image.new("RGB", (20, 20)) if modality == "image" else ["a red star"])
+    seen.append(set(sys.modules))
 print(json.dumps([sorted(after - before) for before, after in zip(seen, seen[1:])]))
 """
 
@@ -30,18 +37,36 @@ TRAINING = {"webdataset", "tensorboard", "tqdm", "fsspec", "aiohttp", "matplotli
 OUR_TRAINING = ("data.loader", "data.workers", "data.sources", "data.index", "losses", "evaluation", "report", "step")
 
 
-@pytest.mark.parametrize(("modality", "library"), [("image", "timm"), ("text", "open_clip")])
-def test_what_reading_and_encoding_import(saved, modality, library):
-    """Reading: no library of towers or pictures. Encoding: the tower's own, with what it imports, and nothing else."""
-    arguments = [sys.executable, "-c", IMPORTS, str(saved[1]), modality, library]
+def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, tmp_path):
+    """Reading: no library of towers or images. Encoding: the tower's own, with what it imports, and nothing else."""
+    model, folder = saved
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    inputs = {"image": images, "text": model.text.preprocess(["a red star", "x"])}
+    save_file({name: getattr(model, name).encode(batch) for name, batch in inputs.items()}, tmp_path / "stored")
+    arguments = [sys.executable, "-c", IMPORTS, str(folder), str(tmp_path / "stored")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    read, theirs, encoding = (set(names) for names in json.loads(done.stdout.splitlines()[-1]))
-    assert library in theirs  # so that reading had not imported it
-    towers_and_pictures = {"timm", "open_clip", "torchvision", "PIL", "huggingface_hub"}
-    assert sorted(read & (towers_and_pictures | TRAINING)) == []
-    if modality == "image":
-        assert "open_clip" not in theirs | encoding
-    packages = {name.split(".")[0] for name in encoding} - {"vqclip", "torchvision", "PIL"}
+
+    with one_thread():
+        embeddings = load_file(tmp_path / "stored")
+        assert embeddings.keys() == inputs.keys()
+        for name, batch in inputs.items():
+            assert torch.equal(embeddings[name], getattr(model, name)(batch).embedding)
+
+    read, timm, image, open_clip, text = (set(names) for names in json.loads(done.stdout.splitlines()[-1]))
+    towers_and_images = {"timm", "open_clip", "torchvision", "PIL", "huggingface_hub"}
+    assert sorted(read & (towers_and_images | TRAINING)) == []
+    assert "timm" in timm
+    assert "open_clip" in open_clip  # so neither reading nor encoding images had imported it
+    packages = {name.split(".")[0] for name in image | text} - {"vqclip", "torchvision", "PIL"}
     assert sorted(name for name in packages if not name.startswith("_")) == []
-    assert sorted(name for name in read | encoding if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
+    ours = read | image | text
+    assert sorted(name for name in ours if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
+
+
+@contextlib.contextmanager
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -270,12 +270,12 @@ def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     process = start(tree, cache)
     wait_for(lambda: len(list((tmp_path / "features").glob("*/records/*.json"))) >= 2, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.join(30)
     kept = {path: path.stat().st_mtime_ns for path in shards_of(tmp_path)}
     process = start(tree, cache)
     wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.join(30)
     run(tree, cache)
     finished = [path for path in kept if path.with_name("records").joinpath(f"{path.stem}.json").exists()]
     assert finished

@@ -48,18 +48,17 @@ def averages(folder, step=STEPS):
     "quantizer",
     [pytest.param(BUSY_VQ, marks=pytest.mark.slow, id="moving codes"), pytest.param(LEARNED_VQ, id="learned codes")],
 )
-def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shards, quantizer):
-    for world_size in (1, 2, 3):
+def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, quantizer):
+    for world_size in (1, 3):
         tree = fine_tuning(tmp_path / str(world_size), shards, quantizer)
         ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
     lines, model, averaged = metrics(tmp_path / "1"), weights(tmp_path / "1", STEPS), averages(tmp_path / "1")
     assert any(name.startswith("ema/text.tower") for name in averaged)
-    for other in ("2", "3"):
-        for line, theirs in zip(lines, metrics(tmp_path / other), strict=True):
-            for name in (name for name in line if name.startswith(("loss/", "grad_norm", "bottleneck/", "lr"))):
-                assert theirs[name] == pytest.approx(line[name], rel=1e-6), (other, line["step"], name)
-        assert largest_difference(model, weights(tmp_path / other, STEPS)) < 1e-6
-        assert largest_difference(averaged, averages(tmp_path / other)) < 1e-6
+    for line, theirs in zip(lines, metrics(tmp_path / "3"), strict=True):
+        for name in (name for name in line if name.startswith(("loss/", "grad_norm", "bottleneck/", "lr"))):
+            assert theirs[name] == pytest.approx(line[name], rel=1e-6), (line["step"], name)
+    assert largest_difference(model, weights(tmp_path / "3", STEPS)) < 1e-6
+    assert largest_difference(averaged, averages(tmp_path / "3")) < 1e-6
 
 
 def forget(folder, after):

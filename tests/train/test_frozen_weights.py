@@ -167,14 +167,12 @@ def test_two_ranks_continue_bit_for_bit_across_the_step_of_unfreezing(ranks, tmp
     once, often = tmp_path / "once", tmp_path / "often"
     cache, towers = str(tmp_path / "cache"), ({"from_step": 3}, {"last": 1})
     ranks(2, run, tree(once, shards, *towers), cache, init=False)
-    for stop in (3, 4):
-        shutil.copytree(once / "tiny", often / "tiny")
-        for path in (often / "tiny" / "checkpoints").iterdir():
-            if path.name > f"step-{stop:08d}":
-                shutil.rmtree(path)
-        ranks(2, run, tree(often, shards, *towers), cache, init=False)
-        assert_same(once, often)
-        shutil.rmtree(often)
+    shutil.copytree(once / "tiny", often / "tiny")
+    for path in (often / "tiny" / "checkpoints").iterdir():
+        if path.name > "step-00000003":
+            shutil.rmtree(path)
+    ranks(2, run, tree(often, shards, *towers), cache, init=False)
+    assert_same(once, often)
 
 
 @pytest.mark.parametrize(

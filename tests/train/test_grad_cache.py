@@ -21,7 +21,7 @@ from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, PRODUCT, tiny_model
 from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError
 from tests.test_world_size import ENTROPY_LFQ
-from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
+from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, quantizers
 from vqclip.data import Batch
 from vqclip.errors import ConfigError, ReplayError
@@ -163,14 +163,16 @@ def test_draws_of_the_towers_are_repeated(monkeypatch):
     assert (without[0]["logit_scale"] - expected[0]["logit_scale"]).abs() > 1e-6
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_whole_loop(ranks, tmp_path, world_size):
     shards = caption_shards(tmp_path / "shards", counts=(17, 13))
     for micro_batches in (1, 3):
-        tree = run_tree(tmp_path / str(micro_batches), shards, BUSY_VQ, train__micro_batches=micro_batches)
+        tree = run_tree(
+            tmp_path / str(micro_batches), shards, BUSY_VQ, train__micro_batches=micro_batches, train__steps=10
+        )
         ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
-    one, three = ((metrics(tmp_path / k), weights(tmp_path / k)) for k in "13")
-    assert len(one[0]) == STEPS
+    one, three = ((metrics(tmp_path / k), weights(tmp_path / k, 10)) for k in "13")
+    assert len(one[0]) == 10
     for line, other in zip(one[0], three[0], strict=True):
         for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
             assert other[name] == pytest.approx(line[name], rel=1e-6), (line["step"], name)

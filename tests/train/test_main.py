@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,22 +102,20 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
     assert "load_tokenizer" in (folder / "tokenizer" / "README.md").read_text()
 
 
-def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards):
+def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards, capsys):
     tree = run_tree(tmp_path, shards)
     tree["optim"]["learning_rate"] = 1e-3
     tree["train"]["steps"] = "many"
     tree["model"]["image"]["quantizer"] = {"kind": "fsqq"}
     config = write_config(tmp_path / "run.yaml", tree)
-    done = subprocess.run(
-        [sys.executable, "-m", "vqclip.train", "--config", str(config)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if str(config) in line]
+    assert main(["--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if str(config) in line]
     assert len(lines) == 3
     for expected in ("optim.learning_rate", "train.steps", "model.image.quantizer.kind"):
         assert sum(expected in line for line in lines) == 1
-    assert 'did you mean "fsq"' in done.stderr
-    assert "Traceback" not in done.stderr
+    assert 'did you mean "fsq"' in error
+    assert "Traceback" not in error
 
 
 def test_the_configuration_can_be_printed_and_described(tmp_path, shards, capsys):

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -21,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
+from tests.ranks import start_process
 from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
@@ -59,20 +58,19 @@ def whole(tmp_path_factory, shards):
 
 def start(tree, cache):
     """The training command as a process of its own group, as a person or a scheduler would start it."""
-    code = "import json, sys; from tests.training import run; run(json.loads(sys.argv[1]), sys.argv[2])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(tree), cache],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return start_process(run_in_a_group, tree, cache)
+
+
+def run_in_a_group(tree, cache):
+    os.setsid()
+    torch.set_num_threads(1)
+    run(tree, cache)
 
 
 def wait_for(condition, process, limit_s=90.0):
     end = time.monotonic() + limit_s
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process.is_alive()
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)
 
@@ -103,7 +101,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     process = start(tree, cache)
     wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.join(30)
     assert not (tmp_path / "tiny" / "summary.json").exists()
 
     rest = run(tree, cache)
@@ -160,7 +158,8 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, number):
     log = tmp_path / "tiny" / "metrics.jsonl"
     wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 3, process)
     os.killpg(process.pid, number)
-    assert process.wait(timeout=60) == 0, process.stderr.read()
+    process.join(60)
+    assert process.exitcode == 0
     saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
     assert saved, "nothing was saved"
     marker = tmp_path / "tiny" / "stopped.json"
