@@ -15,7 +15,7 @@ from vqclip.errors import ConfigError
 from vqclip.io.tensors import nonfinite_names, tensor_differences
 
 
-def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) -> None:
+def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), key: str = "tower.checkpoint") -> None:
     """Load all weights in ``path`` into ``model``, which must have exactly these. Half precision becomes fp32.
 
     Args:
@@ -23,6 +23,7 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
         path: a safetensors file (by its suffix) or a PyTorch file that contains only tensors: a state dict, or one
             under ``state_dict`` or ``model``.
         unused: modules that the file may contain and ``model`` does not have, such as a classifier.
+        key: key path of ``path``, for errors.
 
     Raises:
         ConfigError: a file that is missing, damaged or contains more than tensors; missing or unexpected tensors, or
@@ -31,14 +32,14 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = ()) ->
     expected = model.state_dict()
     state = {
         name: _widen_half(tensor, expected.get(name))
-        for name, tensor in _read(path).items()
+        for name, tensor in _read(path, key).items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
     problems = tensor_differences(expected, state) or [
         f"{name}: contains NaN or infinity" for name in nonfinite_names(state)
     ]
     if problems:
-        raise ConfigError(f"tower.checkpoint: {path} does not fit the model: " + "; ".join(problems[:10]))
+        raise ConfigError(f"{key}: {path} does not fit the model: " + "; ".join(problems[:10]))
     model.load_state_dict(state, strict=True)
 
 
@@ -63,28 +64,26 @@ def require_plain_size(path: Path) -> None:
         raise ValueError(f"its parts claim to unpack to {claimed} bytes, from a file of {path.stat().st_size}")
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path, key: str) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         require_plain_size(path)
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"tower.checkpoint: {path}: no such file") from error
+        raise ConfigError(f"{key}: {path}: no such file") from error
     except Exception as error:  # torch and pickle raise many kinds of errors for damaged files
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"tower.checkpoint: {path} cannot be read: {type(error).__name__}: {reason}; expected a .safetensors file, "
+            f"{key}: {path} cannot be read: {type(error).__name__}: {reason}; expected a .safetensors file, "
             "or a PyTorch file that contains only tensors (torch.load with weights_only=True)"
         ) from error
-    for key in ("state_dict", "model"):
-        if isinstance(stored, dict) and isinstance(stored.get(key), dict):
-            stored = stored[key]
+    for name in ("state_dict", "model"):
+        if isinstance(stored, dict) and isinstance(stored.get(name), dict):
+            stored = stored[name]
     if not isinstance(stored, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
         for name, value in stored.items()
     ):
-        raise ConfigError(
-            f"tower.checkpoint: {path}: got a {type(stored).__name__}, expected a state dict: tensors by name"
-        )
+        raise ConfigError(f"{key}: {path}: got a {type(stored).__name__}, expected a state dict: tensors by name")
     return stored

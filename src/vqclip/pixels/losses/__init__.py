@@ -9,10 +9,13 @@ from pydantic import Field
 
 from vqclip.pixels.losses.adversarial import AdversarialConfig
 from vqclip.pixels.losses.distances import L1Config, L2Config
+from vqclip.pixels.losses.lpips import LPIPSConfig
 from vqclip.pixels.losses.perceptual import PerceptualConfig
 from vqclip.pixels.losses.total import PixelLosses
 
-PixelLossConfig = Annotated[L1Config | L2Config | PerceptualConfig | AdversarialConfig, Field(discriminator="kind")]
+PixelLossConfig = Annotated[
+    L1Config | L2Config | PerceptualConfig | LPIPSConfig | AdversarialConfig, Field(discriminator="kind")
+]
 """Configuration of any term, chosen by ``kind``."""
 PixelLossesConfig = tuple[PixelLossConfig, ...]
 """Configuration of all terms."""
