@@ -17,6 +17,7 @@ from tests.evaluation.test_choices import sugarcrepe, winoground
 from vqclip import checkpoint
 from vqclip.cli.evaluate import main
 from vqclip.cli.evaluation_tasks import EvaluationFile
+from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.train import TrainConfig
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -164,6 +165,27 @@ def test_probes_and_compositional_sets_and_several_data_sets(command, run_folder
     assert (code, "add" in out) == (0, True), err
     code, out, err = command("winoground", run_folder, "--data", winoground(tmp_path / "w", [(1, 90, 1, 2)]))
     assert (code, "group score" in out) == (0, True), err
+
+
+def test_pixels_of_labelled_and_of_captioned_images(command, run_folder, tmp_path):
+    labelled, captioned = class_shards(tmp_path / "classes", 4), caption_shards(tmp_path / "shards", [["a"], ["b"]])
+    code, out, err = command("pixels", run_folder, "--data", labelled)
+    assert (code, "classes': got kind pixels for a model without a pixel decoder" in err) == (2, True)
+    model = tiny_clip()
+    decoder = PixelsConfig(image_size=8, decoder=ConvolutionalPixelsConfig(channels=4, channels_per_group=2))
+    attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens))
+    model.save_pretrained(tmp_path / "model")
+    files = ("--csv", tmp_path / "out.csv", "--json", tmp_path / "out.json")
+    code, out, err = command("pixels", tmp_path / "model", "--data", labelled, "--data", captioned, *files)
+    assert code == 0, err
+    for line in (
+        "classes: 4 images of classes",
+        "shards: 2 images of shards",
+        "reconstructed: image to text R@1",
+        "WebP",
+    ):
+        assert line in out
+    assert ["psnr" in (tmp_path / f"out.{end}").read_text() for end in ("csv", "json")] == [True, True]
 
 
 def as_options(data):

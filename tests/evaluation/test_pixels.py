@@ -23,7 +23,9 @@ from vqclip.evaluation import (
     evaluate,
     format_line,
     format_results,
+    prepare,
     read_evaluation,
+    scalar_names,
     write_csv,
     write_evaluations,
 )
@@ -97,6 +99,13 @@ def test_figures_of_the_codes_are_those_of_stored_ids_decoded(folder):
     assert (
         figures["psnr"] != result.figures["continuous"]["psnr"] == rows_of(result)["quantizer bypassed"].figures["psnr"]
     )
+
+
+def test_every_promised_scalar_is_found(folder):
+    names = scalar_names([classes(folder)])
+    assert {"pixels/codes_only/psnr", "pixels/codes_only/id_agreement", "pixels/continuous/ssim"} <= {*names}
+    [result] = evaluate(with_decoder(), [classes(folder, meaning=False)])
+    assert {*result.scalars()} == {*names}
 
 
 def test_prefixes_and_means(folder):
@@ -250,6 +259,9 @@ def test_results_name_what_they_depend_on_and_survive_files(folder):
 def test_a_model_without_a_decoder_is_refused(folder):
     with pytest.raises(ConfigError, match="got kind pixels for a model without a pixel decoder"):
         evaluate(tiny_clip(), [classes(folder)])
+    with pytest.raises(ConfigError, match=r"^evaluation\[1\]: got kind pixels"):
+        prepare([ZeroShotConfig(data=classes(folder).data), classes(folder)], tiny_clip())
+    prepare([classes(folder)], with_decoder())
     with pytest.raises(ValidationError, match=r"codecs[\s\S]*'png'"):
         classes(folder, codecs=("png",))
 

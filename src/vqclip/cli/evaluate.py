@@ -9,6 +9,7 @@ vqclip evaluate linear-probe runs/eurosat --data path/to/cls_eurosat
 vqclip evaluate knn runs/eurosat --data path/to/cls_eurosat
 vqclip evaluate sugarcrepe runs/captions --data sugar-crepe/data --images coco/val2017
 vqclip evaluate winoground runs/captions --data winoground/test.parquet
+vqclip evaluate pixels runs/pixels --kind scenes
 
 Several tasks, in one table: those of a run's own configuration, or of a file with a list `evaluation:` as in one:
 

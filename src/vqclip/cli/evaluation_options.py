@@ -35,6 +35,7 @@ TASKS = {
     "knn": "classify images by the nearest codes of labelled ones",
     "sugarcrepe": "tell captions from near misses, in SugarCrepe's layout",
     "winoground": "tell two images and two captions apart, in Winoground's layout",
+    "pixels": "decode stored ids to images, and compare these with the originals, WebP and JPEG",
 }
 """Name of each task on the command line, and what it does."""
 
@@ -57,7 +58,7 @@ def task_parser(
         (_add_choice_data if name in ("sugarcrepe", "winoground") else _add_data)(task, name)
         if name == "zero-shot":
             _add_prompts(task)
-        elif name == "retrieval":
+        elif name in ("retrieval", "pixels"):
             types.add_captions(task)
         elif name in ("linear-probe", "knn"):
             _add_probe(task, name)

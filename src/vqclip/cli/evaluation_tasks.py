@@ -20,6 +20,7 @@ from vqclip.evaluation import (
     Evaluations,
     KnnConfig,
     LinearProbeConfig,
+    PixelQualityConfig,
     RetrievalConfig,
     SugarCrepeConfig,
     SugarCrepeData,
@@ -88,7 +89,7 @@ def tasks_of_options(options: argparse.Namespace) -> list[EvaluationConfig]:
         scenes = ScenesSourceConfig.model_validate({"split": options.split or default})
         return [_task(options, scenes, None, f"scenes {scenes.split}")]
     if not groups:
-        what = "captioned" if options.task == "retrieval" else "labelled"
+        what = {"retrieval": "captioned", "pixels": "labelled or captioned"}.get(options.task, "labelled")
         raise ConfigError(f"--data: missing; expected {what} images, or --kind scenes")
     names = [" ".join(Path(path).name for path in group.paths) for group in groups]
     twice = {name for name, count in Counter(names).items() if count > 1}
@@ -110,7 +111,7 @@ class _Group:
 def _data(options: argparse.Namespace, group: _Group) -> tuple[SourceConfigBase, SourceConfigBase | None]:
     """Return the data to test on, and those to fit a probe to."""
     test = _source(options, group, options.split)
-    if options.task in ("zero-shot", "retrieval"):
+    if options.task in ("zero-shot", "retrieval", "pixels"):
         return test, None
     return test, _source(options, _Group(options.train) if options.train else group, options.train_split)
 
@@ -120,8 +121,9 @@ def _source(options: argparse.Namespace, group: _Group, split: str | None) -> So
     kind = kinds[-1] if kinds else options.kind
     if kind is None and len(group.paths) == 1:
         path = Path(group.paths[0])
-        if options.task != "retrieval":
+        if options.task not in ("retrieval", "pixels"):
             _refuse_captioned(path)
+        if options.task != "retrieval":
             kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message names them
     kind = kind or find_kind(group.paths, KINDS)
     paths = group.paths
@@ -146,6 +148,8 @@ def _task(
     settings = _settings(options) | {"data": data, "limit": options.limit}
     if options.task == "retrieval":
         return RetrievalConfig(**settings, name=name)
+    if options.task == "pixels":
+        return PixelQualityConfig(**settings, name=name)
     if options.task == "zero-shot":
         files = {"templates_file": options.templates, "classes_file": options.classes}
         return ZeroShotConfig(**settings, **files, name=name, templates=tuple(options.template or ()))

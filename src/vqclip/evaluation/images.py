@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.data import EvalBatch, EvalSet, Source
@@ -27,6 +27,8 @@ class ImagesConfig(Config):
 
     figures: ClassVar[tuple[str, ...]]
     """Names of the figures in each mode."""
+    codes_figures: ClassVar[tuple[str, ...]] = ()
+    """Names of further figures, which the mode codes only has alone."""
 
     kind: str
     """Kind of the task."""
@@ -49,6 +51,9 @@ class ImagesConfig(Config):
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they cannot be used."""
         return partition.open(self.data)
+
+    def require(self, model: nn.Module) -> None:
+        """Raise ConfigError if a model has no part that this task needs."""
 
     def read(self, source: Source, transform: Callable[[Tensor], Tensor], partition: RankPartition) -> EvalSet:
         """Return this rank's images of an opened source, in batches."""

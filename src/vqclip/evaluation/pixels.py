@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torchvision.transforms.v2.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms.v2 import InterpolationMode
 
 from vqclip.data import Source, mask_credentials
@@ -45,6 +45,7 @@ class PixelQualityConfig(ImagesConfig):
     """Quality of the images that the pixel decoder makes of stored ids, against bits."""
 
     figures: ClassVar[tuple[str, ...]] = QUALITY
+    codes_figures: ClassVar[tuple[str, ...]] = (AGREEMENT,)
 
     kind: Literal["pixels"] = "pixels"
     name: str = "pixels"
@@ -57,6 +58,10 @@ class PixelQualityConfig(ImagesConfig):
     """Codecs to compare with, at most at the bytes of the codes; each takes about 30 ms for an image of 64 pixels."""
     meaning: bool = True
     """Whether to evaluate zero-shot accuracy or R@1 of the reconstructions, beside those of the originals."""
+
+    def require(self, model: nn.Module) -> None:
+        """Raise ConfigError if a model has no pixel decoder."""
+        require_pixel_decoder(model.image)  # type: ignore[arg-type]
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Store, decode and compare every image, and encode the reconstructions again.
@@ -146,7 +151,7 @@ def require_pixel_decoder(tokenizer: ImageTokenizer) -> ImageTokenizer:
     """Return the tokenizer; raise ConfigError if it has no pixel decoder."""
     if tokenizer.pixels is None:
         raise ConfigError(
-            "evaluation: got kind pixels for a model without a pixel decoder; expected one that a run with "
+            "got kind pixels for a model without a pixel decoder; expected one that a run with "
             "`task: pixels` or with model.image.pixels has trained, or no evaluation of this kind"
         )
     return tokenizer

@@ -61,24 +61,33 @@ Evaluations = Annotated[tuple[EvaluationConfig, ...], AfterValidator(_distinct)]
 def scalar_names(tasks: Sequence[EvaluationConfig], *, codes: bool = True) -> list[str]:
     """Return the keys of `Result.scalars` of all tasks; without the codes-only figures if ``codes`` is False."""
     modes = MODES if codes else MODES[:2]
-    return [f"{task.name}/{mode}/{figure}" for task in tasks for mode in modes for figure in task.figures]
+    return [
+        f"{task.name}/{mode}/{figure}"
+        for task in tasks
+        for mode in modes
+        for figure in (*task.figures, *(task.codes_figures if mode == MODES[2] else ()))
+    ]
 
 
-def prepare(tasks: Sequence[EvaluationConfig], *, distributed: bool = True) -> None:
+def prepare(tasks: Sequence[EvaluationConfig], model: nn.Module | None = None, *, distributed: bool = True) -> None:
     """Open the data of every task; draw and index data that is not prepared yet.
 
     Training calls this first, so that a wrong path is reported before the work and not after it.
 
     Args:
         tasks: as for `evaluate`.
+        model: model that will be evaluated, if there is one already.
         distributed: as for `evaluate`.
 
     Raises:
+        ConfigError: the model has no part that a task needs, such as a pixel decoder.
         DataError: the data cannot be used.
     """
     partition = RankPartition.create(distributed)
     for number, task in enumerate(tasks):
         with name_section(f"evaluation[{number}]"):
+            if model is not None:
+                task.require(model)
             task.open(partition)
 
 

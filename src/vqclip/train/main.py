@@ -125,7 +125,7 @@ def _run(
     _leave_if_requested(stop)
     data = build_data(config, task)
     _leave_if_requested(stop)
-    prepare(config.evaluation)  # so that a wrong path is an error now, not at the end
+    prepare(config.evaluation, task.evaluated)  # so that a wrong path is an error now, not at the end
     step = _build_step(config, task)
     checkpointer = _build_checkpointer(config, step, data, mirror)
     resumed = resume(checkpointer, config.run.resume_allow)
