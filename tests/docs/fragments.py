@@ -8,13 +8,14 @@ from typing import Any
 import yaml
 
 from tests.docs.blocks import ROOT
-from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
+from vqclip.train.tasks.kinds import load_task_config
 
 
 def check_fragment(source: str, place: Path) -> None:
-    """Read a fragment as part of ``configs/base.yaml``.
+    """Read a fragment as part of ``configs/base.yaml``, or of ``configs/pixels.yaml`` if it has keys of that task.
+
 
     Its sections replace those of the same name; where that leaves one incomplete, as with a quantizer alone, its keys
     are put into the section that stands there.
@@ -22,8 +23,9 @@ def check_fragment(source: str, place: Path) -> None:
     Raises:
         ConfigError: it fits neither way.
     """
-    base = yaml.safe_load((ROOT / "configs" / "base.yaml").read_text())
     fragment = yaml.safe_load(source)
+    of_pixels = fragment.keys() - TrainConfig.model_fields.keys() or fragment.get("task") == "pixels"
+    base = yaml.safe_load((ROOT / "configs" / ("pixels.yaml" if of_pixels else "base.yaml")).read_text())
     try:
         _load(base | fragment, place)
     except ConfigError:
@@ -33,7 +35,7 @@ def check_fragment(source: str, place: Path) -> None:
 def _load(tree: dict[str, Any], place: Path) -> None:
     file = place / "fragment.yaml"
     file.write_text(yaml.safe_dump(tree))
-    load_config(TrainConfig, file)
+    load_task_config(file)
 
 
 def _put_into(old: Any, new: Any) -> Any:

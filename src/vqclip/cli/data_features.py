@@ -10,9 +10,8 @@ import argparse
 
 from vqclip.cli import arguments as types
 from vqclip.cli.engine import add_engine, ray_options
-from vqclip.config import load_config
-from vqclip.train import TrainConfig
 from vqclip.train.fill_features import fill_features, fill_features_on_ray
+from vqclip.train.tasks.kinds import load_task_config
 
 __all__ = ["EXAMPLES", "configure", "run"]
 
@@ -33,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the command."""
     ray = ray_options(options)
-    config = load_config(TrainConfig, options.config, options.overrides)
+    config = load_task_config(options.config, options.overrides)
     if ray is None:
         fill_features(config)
     else:

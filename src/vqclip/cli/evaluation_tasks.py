@@ -38,8 +38,9 @@ class EvaluationFile(Config):
 
     evaluation: Evaluations
     """Tasks, as in a training configuration."""
-    run: Any = None
+    task: Any = None
     """Section of a training, which is not read, like the following ones."""
+    run: Any = None
     data: Any = None
     model: Any = None
     loss: Any = None
@@ -48,6 +49,10 @@ class EvaluationFile(Config):
     train: Any = None
     guards: Any = None
     report: Any = None
+    tokenizer: Any = None
+    decoder: Any = None
+    detail: Any = None
+    losses: Any = None
 
 
 def tasks_of_file(model: str, file: Path | None, overrides: Sequence[str]) -> Evaluations:

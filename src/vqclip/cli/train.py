@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 import os
 import sys
 import time
@@ -13,11 +15,12 @@ from pathlib import Path
 from vqclip import dist
 from vqclip.cli.arguments import Parser
 from vqclip.cli.command import command
-from vqclip.config import did_you_mean, json_schema, load_config, suggest_keys, to_yaml
+from vqclip.config import did_you_mean, json_schema, suggest_keys, to_yaml
 from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import log_to_stderr, print_output
 from vqclip.train import TrainConfig, run
+from vqclip.train.tasks.kinds import TASKS, load_task_config
 
 _EXAMPLES = """\
 examples:
@@ -70,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(_unknown_option(unknown[0], given))
     log_to_stderr(mask_credentials)
     if options.json_schema:
-        print_output(json.dumps(json_schema(TrainConfig), indent=2))
+        print_output(json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2))
         return 0
     try:
-        config = load_config(TrainConfig, options.config, options.overrides)
+        config = load_task_config(options.config, options.overrides)
     except ConfigError as error:
         # All processes of a machine read the same file, so one of them reports the error. torchrun kills the others as
         # soon as the first process ends: they wait, so that the one that reports can finish.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, to_jsonable_python
 
 from vqclip.config.yaml import dump_yaml
@@ -71,6 +71,6 @@ def to_yaml(config: Config, change: Callable[[Any], Any] | None = None) -> str:
     return dump_yaml(plain if change is None else change(plain))
 
 
-def json_schema(schema: type[Config]) -> dict[str, Any]:
-    """Return a JSON schema of a configuration, for editors that check and complete YAML."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema.model_json_schema()}
+def json_schema(schema: Any) -> dict[str, Any]:
+    """Return a JSON schema of a configuration, or a union of several, for editors that check and complete YAML."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **TypeAdapter(schema).json_schema()}

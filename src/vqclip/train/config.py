@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -137,19 +137,15 @@ class ScheduleConfig(ComputeConfig):
         return self
 
 
-class TrainConfig(Config):
-    """Whole configuration of a run."""
+class TaskConfig(Config):
+    """Whole configuration of a run: what all tasks have. Each task adds its own keys."""
 
+    if TYPE_CHECKING:
+        task: Any
     run: RunConfig = RunConfig()
     """Folder, seed, device and time limits."""
     data: DataConfig
     """Samples to train on."""
-    model: ModelConfig
-    """The two tokenizers."""
-    loss: LossConfig
-    """The loss over the global batch."""
-    distillation: tuple[DistillationConfig, ...] = ()
-    """Further terms of the loss, which follow frozen teachers."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
@@ -160,6 +156,127 @@ class TrainConfig(Config):
     """Evaluations at the end, and every `train.evaluate_every` steps."""
     report: ReportConfig | None = ReportConfig()
     """Files for people to look at, made at every evaluation; null: none."""
+
+    _owners: ClassVar[dict[str, str]] = {}
+    """Key that not all tasks have → a task that has it."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Note the keys of a task, for messages."""
+        own = cls.model_fields.keys() - TaskConfig.model_fields.keys() - {"task"}
+        cls._owners.update(dict.fromkeys(own, cls.model_fields["task"].default))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_key_of_another_task(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for key in values:
+                owner = cls._owners.get(key)
+                if key not in cls.model_fields and owner is not None:
+                    raise ValueError(
+                        f"got {key}, which belongs to task: {owner}, with task: {cls.model_fields['task'].default}; "
+                        "expected another task, or no such key"
+                    )
+        return values
+
+    def build_task(self, device: torch.device, dtype: torch.dtype) -> Task[Any]:
+        """Build the task with the weights of the first step, which are drawn from torch's generator. A collective.
+
+        Args:
+            device: of the run.
+            dtype: of the weights that are trained.
+        """
+        raise NotImplementedError
+
+    def feature_makers(self, task: Any) -> dict[str, FeatureMaker]:
+        """Return a maker for each network whose outputs are stored before the first step, by name."""
+        raise NotImplementedError
+
+    def release_stored(self, task: Any) -> None:
+        """Drop the networks whose outputs batches contain from now on."""
+
+    def run_identity(self, task: Any, samples: dict[str, Any]) -> dict[str, object]:
+        """Return the settings that define the trajectory; checkpoints with other ones are refused.
+
+        Args:
+            task: with the weights of the first step.
+            samples: fingerprint of the data.
+        """
+        raise NotImplementedError
+
+    def has_codes(self) -> bool:
+        """Return whether the image and the text tokenizer have codes."""
+        return True
+
+    def shared_identity(self, samples: dict[str, Any], own: Mapping[str, object]) -> dict[str, object]:
+        """Return the part of the identity that all tasks have, around that of a task.
+
+        Settings that only change the rounding (device, compilation, kernels) are not among them, nor are the guards, so
+        that a run which they have stopped can resume. Neither are the numbers of processes and of microbatches.
+
+        Args:
+            samples: fingerprint of the data.
+            own: settings of the task.
+        """
+        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
+        views = {} if self.data.views is None else {"views": self.data.views}
+        settings: dict[str, object] = {
+            "run.seed": self.run.seed,
+            "train.steps": self.train.steps,
+            "train.batch_size": self.train.batch_size,
+            "train.precision": self.train.precision,
+            "data": samples | reading | views,
+            **own,
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
+        }
+        # Absent where they are null: checkpoints from before these settings resume.
+        if not isinstance(self.data.order, FullOrder):
+            settings["data.order"] = self.data.order.model_dump(mode="json")
+        for name in ("ema", "bottleneck"):
+            section = getattr(self.train, name)
+            if section is not None:
+                settings[f"train.{name}"] = section.model_dump(mode="json", exclude={"evaluate"})
+        return settings
+
+    def facts(self) -> RunFacts:
+        """Return what trackers show of this run, with credentials masked."""
+        codes = self.has_codes()
+        mode = "/codes_only/" if codes else "/quantized/"
+        final = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
+        return RunFacts(
+            name=self.run.name,
+            folder=self.run.path,
+            config=mask_credentials(to_jsonable_python(self.model_dump())),
+            text=to_yaml(self, mask_credentials),
+            hyperparameters=hyperparameters(self),
+            final=("train/loss/total", *final),
+        )
+
+    @model_validator(mode="after")
+    def _warmup_is_shorter_than_the_run(self) -> Self:
+        self.optim.schedule(self.train.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_a_figure(self) -> Self:
+        names = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
+        if self.train.keep_best not in (None, *names):
+            expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
+            raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
+        return self
+
+
+class TrainConfig(TaskConfig):
+    """Whole configuration of a contrastive run."""
+
+    task: Literal["contrastive"] = "contrastive"
+    """Contrastive training of an image and a text tokenizer."""
+    model: ModelConfig
+    """The two tokenizers."""
+    loss: LossConfig
+    """The loss over the global batch."""
+    distillation: tuple[DistillationConfig, ...] = ()
+    """Further terms of the loss, which follow frozen teachers."""
 
     @model_validator(mode="after")
     def _loss_and_temperature_fit(self) -> TrainConfig:
@@ -176,11 +293,6 @@ class TrainConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _warmup_is_shorter_than_the_run(self) -> TrainConfig:
-        self.optim.schedule(self.train.steps)
-        return self
-
-    @model_validator(mode="after")
     def _towers_train_within_the_run(self) -> TrainConfig:
         for name in ("image", "text"):
             train = getattr(self.model, name).tower.train
@@ -191,14 +303,9 @@ class TrainConfig(Config):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _best_is_a_figure(self) -> TrainConfig:
-        codes = "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
-        names = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes)]
-        if self.train.keep_best not in (None, *names):
-            expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
-            raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
-        return self
+    def has_codes(self) -> bool:
+        """Return whether both tokenizers have codes."""
+        return "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
 
     @model_validator(mode="after")
     def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
@@ -306,9 +413,8 @@ class TrainConfig(Config):
     ) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
 
-        Settings that only change the rounding (device, compilation, kernels) are not among them, nor are the guards, so
-        that a run which they have stopped can resume. Neither are the numbers of processes and of microbatches, unless
-        the towers draw random numbers, which every rank draws for each of its microbatches.
+        If the towers draw random numbers, the numbers of processes and of microbatches are among them, because every
+        rank draws for each of its microbatches. See also `shared_identity`.
 
         Args:
             samples: fingerprint of the data.
@@ -317,24 +423,11 @@ class TrainConfig(Config):
             pixel_losses: those of `model.image.pixels` with digests of their networks.
             read: result of `settings_from_folders`.
         """
-        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"}) | self._stored_values()
-        settings: dict[str, object] = {
-            "run.seed": self.run.seed,
-            "train.steps": self.train.steps,
-            "train.batch_size": self.train.batch_size,
-            "train.precision": self.train.precision,
-            "data": samples | reading,
+        own = {
             "model": _without_defaults(self.model.model_dump(mode="json")),
             "loss": self.loss.model_dump(mode="json"),
-            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
         }
-        # Absent where they are null: checkpoints from before these settings resume.
-        if not isinstance(self.data.order, FullOrder):
-            settings["data.order"] = self.data.order.model_dump(mode="json")
-        for name in ("ema", "bottleneck"):
-            section = getattr(self.train, name)
-            if section is not None:
-                settings[f"train.{name}"] = section.model_dump(mode="json", exclude={"evaluate"})
+        settings = self.shared_identity(samples | self._stored_values(), own)
         by_rank = {
             "processes (dropout is drawn by rank)": dist.world_size(),
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
@@ -364,23 +457,9 @@ class TrainConfig(Config):
                 found[modality] = settings
         return found
 
-    def facts(self) -> RunFacts:
-        """Return what trackers show of this run, with credentials masked."""
-        codes = "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
-        mode = "/codes_only/" if codes else "/quantized/"
-        final = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
-        return RunFacts(
-            name=self.run.name,
-            folder=self.run.path,
-            config=mask_credentials(to_jsonable_python(self.model_dump())),
-            text=to_yaml(self, mask_credentials),
-            hyperparameters=hyperparameters(self),
-            final=("train/loss/total", *final),
-        )
-
     def _stored_values(self) -> dict[str, Any]:
-        """Return the settings of views and stored features that change values; absent where they change none."""
-        found: dict[str, Any] = {} if self.data.views is None else {"views": self.data.views}
+        """Return the settings of stored features that change values; absent where they change none."""
+        found: dict[str, Any] = {}
         cache = self.data.feature_cache
         if cache is not None and (cache.dtype != "fp32" or self.train.precision == "fp64"):
             found["feature_cache"] = {"dtype": cache.dtype, "modalities": list(self.cached_modalities)}

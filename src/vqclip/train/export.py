@@ -21,7 +21,7 @@ from vqclip.train.summary import RunSummary, model_card
 from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
-    from vqclip.train.config import TrainConfig
+    from vqclip.train.config import TaskConfig
 
 _SUMMARY = "summary.json"
 
@@ -38,7 +38,7 @@ def export_tokenizer(task: Task[Any], folder: Path) -> None:
     replace_folder(folder, fill)
 
 
-def write_summary(summary: RunSummary, config: TrainConfig) -> None:
+def write_summary(summary: RunSummary, config: TaskConfig) -> None:
     """Write the card to the exported folder and the summary to the run's folder."""
     write_text(Path(summary.tokenizer) / CARD_FILE, model_card(summary, config))
     write_text(Path(summary.folder) / _SUMMARY, summary.to_json())

@@ -32,7 +32,7 @@ from vqclip.train.feature_origin import feature_settings
 from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
-    from vqclip.train.config import TrainConfig
+    from vqclip.train.config import TaskConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
 
 
-def store_features(config: TrainConfig, task: Task[Any], data: TrainData) -> None:
+def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None:
     """Compute the features that `data.feature_cache` asks for and that are not there yet. A collective.
 
     Args:
@@ -74,7 +74,7 @@ def store_features(config: TrainConfig, task: Task[Any], data: TrainData) -> Non
     config.release_stored(task)
 
 
-def feature_jobs(config: TrainConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
+def feature_jobs(config: TaskConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
     """Return a job for each network whose features are stored, by name; two of them may have one folder."""
     cache = config.data.feature_cache
     assert cache is not None

@@ -15,7 +15,7 @@ from vqclip.towers.frozen import chunk_size
 from vqclip.train.feature_makers import FeatureMaker
 
 if TYPE_CHECKING:
-    from vqclip.train.config import TrainConfig
+    from vqclip.train.config import TaskConfig
 
 _MADE_WITH = (
     *("vqclip", "torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers"),
@@ -23,7 +23,7 @@ _MADE_WITH = (
 )
 
 
-def feature_settings(config: TrainConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
+def feature_settings(config: TaskConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
     """Return the settings of stored features.
 
     They are the same on any number of processes and of threads; the number of threads may change the last bits.
@@ -51,7 +51,7 @@ def feature_settings(config: TrainConfig, maker: FeatureMaker, data: TrainData) 
     )
 
 
-def _image_origin(config: TrainConfig) -> dict[str, Any]:
+def _image_origin(config: TaskConfig) -> dict[str, Any]:
     return {
         "transform": config.data.transform.model_dump(mode="json"),
         "views": config.data.views,

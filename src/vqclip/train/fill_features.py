@@ -16,7 +16,7 @@ from vqclip.data.features import FeatureFolder, FeatureSettings
 from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
 from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
-from vqclip.train.config import TrainConfig
+from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
 from vqclip.train.feature_jobs import FeatureJob
 from vqclip.train.main import build_data, build_task
@@ -25,7 +25,7 @@ from vqclip.train.process_state import preserve_torch_state
 __all__ = ["fill_features", "fill_features_on_ray"]
 
 
-def fill_features(config: TrainConfig) -> None:
+def fill_features(config: TaskConfig) -> None:
     """Compute the features that a run of this configuration would compute before its first step. A collective.
 
     Raises:
@@ -43,7 +43,7 @@ def fill_features(config: TrainConfig) -> None:
                 dist.shutdown()
 
 
-def fill_features_on_ray(config: TrainConfig, ray: RayOptions) -> str:
+def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     """Compute the same features on Ray; return what was done in words.
 
     The folder of the cache, and data that are not at URLs, must have the same path on all machines.
@@ -68,7 +68,7 @@ def fill_features_on_ray(config: TrainConfig, ray: RayOptions) -> str:
         return _compute(job, folders, cluster, cpus, gpus)
 
 
-def _require_cache(config: TrainConfig) -> None:
+def _require_cache(config: TaskConfig) -> None:
     if config.data.feature_cache is None:
         raise ConfigError("data.feature_cache: got null; expected a cache to fill, such as data.feature_cache={}")
 
@@ -77,7 +77,7 @@ def _require_cache(config: TrainConfig) -> None:
 class _Opener:
     """Builds the networks and opens the data in a worker."""
 
-    config: TrainConfig
+    config: TaskConfig
     mark: ShareMark
     on_gpu: bool
 

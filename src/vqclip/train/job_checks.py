@@ -21,7 +21,7 @@ from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.differences import describe_differences, flatten
 from vqclip.process.lock import LOCK_FILE
-from vqclip.train.config import TrainConfig
+from vqclip.train.config import TaskConfig
 from vqclip.train.step import TrainStep
 
 __all__ = ["compare_machines", "require_space"]
@@ -35,7 +35,7 @@ _SKEW_S = 30.0
 _SHOWN = 10
 
 
-def compare_machines(config: TrainConfig) -> None:
+def compare_machines(config: TaskConfig) -> None:
     """Check that all ranks run the same versions and settings, and that rank 0 has the newest checkpoint. A collective.
 
     A run folder that the other machines do not see is no error: rank 0 alone needs it. Clocks are compared as well, for
@@ -80,7 +80,7 @@ def _versions() -> dict[str, str]:
     return {"vqclip": vqclip.__version__, "torch": torch.__version__}
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
+def _settings(config: TaskConfig) -> dict[str, Any]:
     """Return the settings that must be equal on all machines, without credentials."""
     leaves = flatten(mask_credentials(to_jsonable_python(config.model_dump())))
     return {
@@ -90,7 +90,7 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _describe_run(config: TrainConfig) -> dict[str, Any]:
+def _describe_run(config: TaskConfig) -> dict[str, Any]:
     """Return what this rank sees of the run: the newest checkpoint's step, and the text that rank 0 put in its lock."""
     folder, newest, lock = config.run.path, -1, None
     with contextlib.suppress(OSError):  # this rank need not see the folder

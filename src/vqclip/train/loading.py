@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vqclip import checkpoint
-from vqclip.config import load_config
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
 from vqclip.tokenizer.folder import CONFIG_FILE
 from vqclip.tokenizer.hub import find_folder
-from vqclip.train.config import TrainConfig
 from vqclip.train.ema import Weights
 from vqclip.train.export import load_checkpoint_model
+from vqclip.train.tasks.kinds import load_task_config
 
 MODEL_HELP = (
     "run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer folder, or "
@@ -97,7 +96,7 @@ def _exported_weights(folder: Path) -> str:
     if folder.name != "tokenizer" or not config.is_file():
         return "exported"
     try:
-        return "current" if load_config(TrainConfig, config).train.ema is None else "averaged"
+        return "current" if load_task_config(config).train.ema is None else "averaged"
     except ConfigError:  # of another version; the figures do not depend on this word
         return "exported"
 

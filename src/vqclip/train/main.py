@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vqclip import dist
-from vqclip.config import load_config, to_yaml
+from vqclip.config import to_yaml
 from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
 from vqclip.evaluation import EvaluationOutcome, prepare, try_all
@@ -31,7 +31,7 @@ from vqclip.runlog.stopped import remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
-from vqclip.train.config import TrainConfig
+from vqclip.train.config import TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.job_checks import compare_machines, require_space
@@ -44,12 +44,13 @@ from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
 from vqclip.train.tasks.base import Task
+from vqclip.train.tasks.kinds import load_task_config
 
 logger = logging.getLogger(__name__)
 
 
 def run(
-    config: TrainConfig | Mapping[str, Any] | str | Path,
+    config: TaskConfig | Mapping[str, Any] | str | Path,
     callbacks: Sequence[Callback] = (),
     *,
     overrides: Sequence[str] = (),
@@ -82,7 +83,7 @@ def run(
         ConfigError: an invalid configuration, or another run of this process is in progress.
         VqclipError: for anything else that a user can correct; the message says how.
     """
-    config = load_config(TrainConfig, config, overrides)
+    config = load_task_config(config, overrides)
     for number, each in enumerate(callbacks):
         if not isinstance(each, Callback):
             raise ConfigError(f"callbacks[{number}]: got {each!r}; expected an instance of vqclip.train.Callback")
@@ -110,7 +111,7 @@ def run(
 
 
 def _run(
-    config: TrainConfig,
+    config: TaskConfig,
     device: torch.device,
     lock: RunLock,
     mirror: RunMirror | None,
@@ -149,14 +150,14 @@ def _run(
     return _summarise(training, outcome, exported, best)
 
 
-def _mirror(config: TrainConfig) -> contextlib.AbstractContextManager[RunMirror | None]:
+def _mirror(config: TaskConfig) -> contextlib.AbstractContextManager[RunMirror | None]:
     """Return the mirror of a run at a URL on rank 0."""
     if config.run.url is None or not dist.is_main():
         return contextlib.nullcontext()
     return RunMirror(config.run.url, config.run.path, config.run.remote)
 
 
-def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
+def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
     """Make and lock the run's folder before any work is done, and begin the log in it."""
     share, batch_size = config.train.batch_size // dist.world_size(), config.train.batch_size
     if share == 0:
@@ -186,18 +187,18 @@ def _claim_folder(config: TrainConfig, lock: RunLock, mirror: RunMirror | None, 
     compare_machines(config)
 
 
-def build_task(config: TrainConfig, device: torch.device) -> Task[Any]:
+def build_task(config: TaskConfig, device: torch.device) -> Task[Any]:
     """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     return config.build_task(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
 
 
-def build_data(config: TrainConfig, task: Task[Any]) -> TrainData:
+def build_data(config: TaskConfig, task: Task[Any]) -> TrainData:
     """Open the training data; see `DataConfig.build`. A collective."""
     return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
-def _build_step(config: TrainConfig, task: Task[Any]) -> TrainStep[Any]:
+def _build_step(config: TaskConfig, task: Task[Any]) -> TrainStep[Any]:
     return TrainStep(
         task,
         config.optim.build(task.model, task.discriminators),
@@ -211,7 +212,7 @@ def _build_step(config: TrainConfig, task: Task[Any]) -> TrainStep[Any]:
 
 
 def _build_checkpointer(
-    config: TrainConfig, step: TrainStep[Any], data: TrainData, mirror: RunMirror | None
+    config: TaskConfig, step: TrainStep[Any], data: TrainData, mirror: RunMirror | None
 ) -> Checkpointer:
     _require_same_data(config, data.fingerprint)
     folder = config.run.path / "checkpoints"
@@ -227,13 +228,13 @@ def _build_checkpointer(
     return checkpointer
 
 
-def _open_records(config: TrainConfig, data: TrainData, resumed: Resumed) -> Records:
+def _open_records(config: TaskConfig, data: TrainData, resumed: Resumed) -> Records:
     keep_best, best = config.train.keep_best, resumed.best
     trackers, facts = config.run.trackers, config.facts()
     return Records(config.run.path, resumed.step, data, resumed.counts, keep_best, best, trackers, facts)
 
 
-def _write_config(config: TrainConfig, mirror: RunMirror | None) -> None:
+def _write_config(config: TaskConfig, mirror: RunMirror | None) -> None:
     """Write the configuration, with credentials masked so that it can be shared."""
     if dist.is_main():
         write_text(config.run.path / "config.yaml", to_yaml(config, mask_credentials))
@@ -322,7 +323,7 @@ def _stop_reason(stop: StopSignals) -> str | None:
     return next((each for each in dist.gather_json(stop.reason) if each is not None), None)
 
 
-def _report_stop(config: TrainConfig, mirror: RunMirror | None, stop: StopSignals, watch: WatchTraining) -> RunResult:
+def _report_stop(config: TaskConfig, mirror: RunMirror | None, stop: StopSignals, watch: WatchTraining) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
     reason = _stop_reason(stop) or "requested"
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
@@ -335,7 +336,7 @@ def _report_stop(config: TrainConfig, mirror: RunMirror | None, stop: StopSignal
     return result
 
 
-def _require_same_data(config: TrainConfig, fingerprint: dict[str, Any]) -> None:
+def _require_same_data(config: TaskConfig, fingerprint: dict[str, Any]) -> None:
     """Compare the data of all ranks: machines may hold other files under the same names, or an old copy of a URL."""
     for number, (source, found) in enumerate(zip(config.data.sources, fingerprint["sources"], strict=True)):
         if others := dist.differing_ranks(found):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vqclip.evaluation import Result
 from vqclip.train.callbacks import Callback, Training
-from vqclip.train.config import TrainConfig
+from vqclip.train.config import TaskConfig
 from vqclip.train.summary import RunSummary, render
 
 __all__ = ["RunResult", "WatchTraining"]
@@ -21,7 +21,7 @@ class RunResult:
     result.metrics["loss/total"], result.results, result.tokenizer
     """
 
-    config: TrainConfig
+    config: TaskConfig
     """Configuration of the run."""
     step: int
     """Steps done; for a finished run those of the exported model."""

@@ -20,7 +20,7 @@ from vqclip.towers import CaptionLengths
 from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
-    from vqclip.train.config import TrainConfig
+    from vqclip.train.config import TaskConfig
 
 _LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
 """A path on this machine, also as one of several in braces."""
@@ -176,7 +176,7 @@ def _describe_speed(summary: RunSummary) -> str:
     return f"{speed:.0f} images/s on {summary.processes} {plural}, {wait:.0%} of the time waiting for data"
 
 
-def model_card(summary: RunSummary, config: TrainConfig) -> str:
+def model_card(summary: RunSummary, config: TaskConfig) -> str:
     """Return the card of the exported folder in Markdown: content, measurements, training, use."""
     figures = "No evaluation was configured, so nothing was measured."
     if summary.results:

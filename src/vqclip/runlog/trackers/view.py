@@ -79,6 +79,6 @@ def hyperparameters(config: Config) -> dict[str, float | int | bool | str]:
             found[path] = plain if not isinstance(plain, str) else plain[:200]
 
     for section in _SECTIONS:
-        visit(getattr(config, section), section)
+        visit(getattr(config, section, None), section)
     visit(config.data.sources, "data.sources")  # type: ignore[attr-defined]
     return found

@@ -13,7 +13,7 @@ from vqclip.runlog.bar import ProgressBar
 from vqclip.runlog.clock import Clock
 from vqclip.runlog.records import Records
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.config import TrainConfig
+from vqclip.train.config import TaskConfig
 from vqclip.train.step import StepResult, TrainStep
 
 
@@ -24,7 +24,7 @@ class Training:
     The first group of fields is constant; the loop changes the second one.
     """
 
-    config: TrainConfig
+    config: TaskConfig
     data: TrainData
     step: TrainStep[Any]
     """Task, optimizer and schedule; ``training.step.model`` is the bare model."""

@@ -1,0 +1,357 @@
+"""Training of a pixel decoder from the codes of a frozen, exported tokenizer.
+
+    images → tokenizer (frozen) → ids → code vectors → pixel decoder → images → losses on pixels
+               └ or stored ids (`data.feature_cache`)
+
+The ids are those of ``tokenizer.encode`` in fp32, in chunks of one shape: they depend neither on the batch, nor on the
+number of processes, nor on `train.precision`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from vqclip.data import Batch
+from vqclip.data.features.settings import TORCH_DTYPES
+from vqclip.data.loader import Tokenize
+from vqclip.errors import ConfigError
+from vqclip.model import CLIP
+from vqclip.nn.precision import Precision, full_precision
+from vqclip.pixels import (
+    ConvolutionalPixelsConfig,
+    DetailConfig,
+    PixelDecoder,
+    PixelDecoderConfig,
+    PixelsConfig,
+    attach,
+)
+from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
+from vqclip.pixels.losses.distances import L1Config
+from vqclip.quantizers import Order, Quantizer, Stats, sync
+from vqclip.seeds import derive_seed
+from vqclip.tokenizer import ImageTokenizer, Tokenizer
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.folder import TokenizerFolder
+from vqclip.tokenizer.hub import find_folder
+from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.tokenizer.saving import write_weights
+from vqclip.tokenizer.schema import Modality
+from vqclip.towers.frozen import run_in_chunks
+from vqclip.train.config import TaskConfig
+from vqclip.train.feature_makers import FeatureMaker
+from vqclip.train.tasks.base import Task
+from vqclip.train.tasks.output import TaskOutput
+
+__all__ = ["PixelTask", "PixelTrainConfig"]
+
+IDS = "ids"
+"""Name of the stored ids of images among the features of a batch."""
+
+
+@dataclass(frozen=True)
+class PixelBatch:
+    """Images of a rank or of a microbatch, and the vectors of their codes."""
+
+    images: Tensor
+    """``(B, 3, H, W)`` uint8."""
+    vectors: Tensor
+    """``(B, N, quantizer.dim)`` without gradient."""
+    order: Order
+    """Places of the samples in the global batch."""
+
+    def part(self, rows: slice) -> PixelBatch:
+        """Return some of its samples."""
+        order = Order(self.order.places[rows], self.order.size)
+        return replace(self, images=self.images[rows], vectors=self.vectors[rows], order=order)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class Reconstruction(nn.Module):
+    """Code vectors → images → sums of the losses; what DDP wraps."""
+
+    def __init__(self, decoder: PixelDecoder, losses: PixelLosses):
+        super().__init__()
+        self.decoder, self.losses = decoder, losses
+
+    def forward(self, batch: PixelBatch, step: int) -> dict[str, Stats]:
+        """Return the sums of the losses, of the errors, and of the detail codebooks."""
+        images = batch.images
+        made, detail = self.decoder.reconstruct(batch.vectors, images, batch.order.places, step)
+        sums = {"losses": Stats(self.losses(made, images, step)), "errors": Stats(_error_sums(made, images))}
+        return sums | ({"detail": detail} if detail else {})
+
+
+@torch.no_grad()
+def _error_sums(made: Tensor, images: Tensor) -> dict[str, Tensor]:
+    """Return the sums over images of the squared error, and of what the variance of all pixels is made of."""
+    real = images.double() / 255
+    return {
+        "count": torch.full((), len(images), device=images.device),
+        "squares": (made.double().clamp(0, 1) - real).square().mean(dim=(1, 2, 3)).sum(),
+        "colour": real.mean(dim=(2, 3)).sum(dim=0),
+        "power": real.square().mean(dim=(1, 2, 3)).sum(),
+    }
+
+
+class PixelTask(Task[PixelBatch]):
+    """A pixel decoder that is trained for a frozen tokenizer.
+
+    Args:
+        whole: frozen, in evaluation mode; with the image tokenizer as ``image``, and perhaps that of texts.
+        decoder: attached to it.
+        losses: compare decoded images with real ones.
+    """
+
+    def __init__(self, whole: nn.Module, decoder: PixelDecoder, losses: PixelLosses):
+        # Named as in the exported folder.
+        super().__init__(nn.ModuleDict({"image": nn.ModuleDict({"pixels": decoder})}))
+        self.whole, self.decoder, self.pixel_losses = whole, decoder, losses
+        self._student = Reconstruction(decoder, losses)
+        self.digest = fingerprint(self.image)
+        """Fingerprint of the tokenizer."""
+
+    @property
+    def image(self) -> ImageTokenizer:
+        """The image tokenizer."""
+        assert isinstance(self.whole.image, ImageTokenizer)
+        return self.whole.image
+
+    @property
+    def student(self) -> nn.Module:
+        """Decoder and losses."""
+        return self._student
+
+    @property
+    def discriminators(self) -> nn.Module | None:
+        """Those of the losses."""
+        return self.pixel_losses if any(True for _ in self.pixel_losses.parameters()) else None
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Return the ids ``(B, N, C)`` of images ``(B, 3, H, W)`` uint8; equal in every batch."""
+        with torch.no_grad(), full_precision(images.device):
+            return run_in_chunks(self.image.encode, images)
+
+    def local(self, batch: Batch) -> PixelBatch:
+        """Move the images to the device, and encode them unless their ids are stored."""
+        images, places = (each.to(self.device, non_blocking=True) for each in (batch.images, batch.places))
+        stored = batch.features.get(IDS)
+        ids = self.encode(images) if stored is None else stored.to(self.device).long()
+        with torch.no_grad():
+            vectors = self.image.quantizer.decode(ids)
+        return PixelBatch(images, vectors, Order(places, batch.global_size))
+
+    def run(self, network: nn.Module, local: PixelBatch, step: int) -> TaskOutput:
+        """Return the sums of the losses."""
+        return TaskOutput(stats=network(local, step))
+
+    def reduce(self, out: TaskOutput, local: PixelBatch) -> dict[str, Stats]:
+        """Return the sums over all ranks."""
+        return dict(zip(out.stats, sync([*out.stats.values()], local.order), strict=True))
+
+    def losses(
+        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[PixelBatch], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
+        """Return the losses on pixels, and those of the detail codebooks."""
+        terms, weights = self.pixel_losses.terms(sums["losses"], step)
+        for name, quantizer in self.quantizers().items():
+            for term, value in quantizer.losses(sums[name]).items():
+                terms[f"{name}/{term}"], weights[f"{name}/{term}"] = value, quantizer.loss_weights[term]
+        return terms, weights
+
+    def update(self, sums: Mapping[str, Stats]) -> None:
+        """Update the detail codebooks."""
+        for name, quantizer in self.quantizers().items():
+            quantizer.update(sums[name])
+
+    def configure(self, seed: int, precision: Precision) -> None:
+        """Key the draws of the detail codebooks."""
+        super().configure(seed, precision)
+        for name, quantizer in self.quantizers().items():
+            quantizer.set_seed(derive_seed(seed, "quantizer", name))
+
+    def move_to_step(self, step: int) -> bool:
+        """Freeze or unfreeze the discriminators."""
+        return self.pixel_losses.move_to_step(step)
+
+    @property
+    def changing_steps(self) -> set[int | None]:
+        """First steps of the terms."""
+        return {*self.pixel_losses.starts}
+
+    def quantizers(self) -> dict[str, Quantizer]:
+        """Return that of the detail codebooks."""
+        return {} if self.decoder.detail is None else {"detail": self.decoder.detail.quantizer}
+
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
+        """Return the squared error, its PSNR in dB, the variance of the images, and metrics of detail codebooks."""
+        errors = sums["errors"]
+        mse, colour, power = (errors[name] / errors["count"] for name in ("squares", "colour", "power"))
+        found = {
+            "pixels/mse": float(mse),
+            "pixels/psnr": float(-10 * mse.log10()),
+            "pixels/variance": float(power - colour.square().mean()),
+        }
+        for name, quantizer in self.quantizers().items():
+            found |= {f"{name}/{key}": float(value) for key, value in quantizer.metrics(sums[name]).items()}
+        return found
+
+    def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
+        """Return the squared error, and that of an image of the mean colour."""
+        return figures["pixels/mse"], figures["pixels/variance"]
+
+    @property
+    def tokenizers(self) -> dict[Modality, Tokenizer]:
+        """The frozen tokenizers."""
+        text = getattr(self.whole, "text", None)
+        return {"image": self.image} | ({} if text is None else {"text": text})
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The frozen tokenizers, with the decoder."""
+        return self.whole
+
+    @property
+    def trained_parts(self) -> dict[str, nn.Module]:
+        """The decoder."""
+        return {"decoder": self.decoder}
+
+    @property
+    def image_size(self) -> int:
+        """Size that the image tower takes."""
+        return self.image.tower.image_size
+
+    @property
+    def tokenize(self) -> Tokenize:
+        """Nothing of a caption."""
+        return _ignore_captions
+
+    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+        """Write the decoder, and what it belongs to."""
+        write_weights(folder, state)
+        described = {"tokenizer": self.digest, "pixels": self.decoder.config.model_dump(mode="json")}
+        (folder / "pixels.json").write_text(json.dumps(described, indent=2))
+
+    def export(self, folder: Path) -> None:
+        """Write the tokenizer's folder, with the decoder."""
+        (self.whole if isinstance(self.whole, CLIP) else self.image).save_pretrained(folder)
+
+
+def _ignore_captions(captions: list[str]) -> tuple[Tensor, Sequence[int]]:
+    return torch.zeros(len(captions), 1, dtype=torch.int64), [0] * len(captions)
+
+
+class PixelTrainConfig(TaskConfig):
+    """Whole configuration of a run that trains a pixel decoder for an exported tokenizer."""
+
+    task: Literal["pixels"] = "pixels"
+    """A pixel decoder, from the codes of a frozen tokenizer."""
+    tokenizer: str
+    """Folder of the tokenizer, such as `runs/base/tokenizer`, or a hub name (owner/name). Nothing in it changes."""
+    decoder: PixelDecoderConfig = ConvolutionalPixelsConfig()
+    """From the vectors of the codes to pixels."""
+    detail: DetailConfig | None = None
+    """Further codebooks, whose ids hold what the tokenizer's ids leave out; null: none."""
+    losses: PixelLossesConfig = (L1Config(),)
+    """Differences between decoded and real images."""
+
+    @model_validator(mode="after")
+    def _no_setting_is_without_effect(self) -> PixelTrainConfig:
+        if self.train.bottleneck is not None:
+            raise ValueError(
+                "train.bottleneck: got a schedule with task: pixels, whose tokenizer is frozen; expected null"
+            )
+        cache = self.data.feature_cache
+        if cache is not None and self.data.views is None:
+            raise ValueError(
+                "data.views: got null, a new view of each image in every epoch, with a data.feature_cache of ids; "
+                "expected the number of views to store, such as 1"
+            )
+        if cache is not None and cache.modalities not in (None, ("image",)):
+            raise ValueError(f"data.feature_cache.modalities: got {list(cache.modalities or ())}; expected [image]")
+        return self
+
+    def build_task(self, device: torch.device, dtype: torch.dtype) -> PixelTask:
+        """Load the tokenizer and make the decoder.
+
+        Raises:
+            CheckpointError: the tokenizer is missing or damaged.
+            ConfigError: it has no codes on a square grid, or an evaluation needs texts that it does not have.
+        """
+        whole = _load_frozen(self.tokenizer).to(device)
+        image = whole.image
+        assert isinstance(image, ImageTokenizer)
+        if not image.codebook_sizes:
+            raise ConfigError(f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another")
+        if not hasattr(whole, "text") and (others := [each.kind for each in self.evaluation if each.kind != "pixels"]):
+            raise ConfigError(
+                f"evaluation: got kind {others[0]}, and {self.tokenizer} has no text tokenizer; expected kind pixels"
+            )
+        size = image.tower.image_size
+        config = PixelsConfig(decoder=self.decoder, image_size=size, detail=self.detail)
+        torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
+        decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
+        attach(image, decoder)
+        losses = PixelLosses.build(self.losses, size, self.run.seed).to(device, dtype)
+        return PixelTask(whole, decoder, losses)
+
+    def feature_makers(self, task: PixelTask) -> dict[str, FeatureMaker]:
+        """Return a maker of the ids."""
+        if self.data.feature_cache is None:
+            return {}
+        image, dtype = task.image, self.data.feature_cache.dtype
+        largest = 2 / torch.finfo(TORCH_DTYPES[dtype]).eps
+        if max(image.codebook_sizes) > largest:
+            raise ConfigError(
+                f"data.feature_cache.dtype: got {dtype}, which has no room for the ids of codebooks of "
+                f"{max(image.codebook_sizes)} codes; expected fp32 and at most {2**24} codes"
+            )
+        maker = FeatureMaker(
+            "image",
+            "image tokenizer",
+            lambda images: task.encode(images).float(),
+            image.num_tokens,
+            len(image.codebook_sizes),
+            task.device,
+            {"ids": task.digest},
+        )
+        return {IDS: maker}
+
+    def run_identity(self, task: PixelTask, samples: dict[str, Any]) -> dict[str, object]:
+        """Return the settings of the configuration, with digests of the tokenizer and of networks of losses."""
+        own: dict[str, object] = {
+            "task": self.task,
+            "tokenizer": task.digest,
+            "decoder": self.decoder.model_dump(mode="json"),
+            "losses": task.pixel_losses.identity,
+        }
+        if self.detail is not None:
+            own["detail"] = self.detail.model_dump(mode="json")
+        return self.shared_identity(samples, own)
+
+
+class _ImageModel(nn.Module):
+    """A model without a text tokenizer."""
+
+    def __init__(self, image: ImageTokenizer):
+        super().__init__()
+        self.image = image
+
+
+def _load_frozen(name: str) -> nn.Module:
+    """Return the tokenizers of a folder, in evaluation mode and without gradients; a decoder of it is left out."""
+    folder = find_folder(name)
+    both = TokenizerFolder.open(folder).config.modalities == ["image", "text"]
+    whole = CLIP.from_pretrained(folder) if both else _ImageModel(load_tokenizer(folder, "image"))
+    assert isinstance(whole.image, ImageTokenizer)
+    whole.image.pixels = None
+    return whole.eval().requires_grad_(False)
