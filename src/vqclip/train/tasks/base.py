@@ -48,7 +48,7 @@ SamplesT = TypeVar("SamplesT", bound=Samples)
 
 
 class Task(ABC, Generic[SamplesT]):
-    """What a run trains, and the parts of its step.
+    """Model and losses of a run, and the parts of its step.
 
     Args:
         model: on its device, not wrapped; checkpoints contain its state, and its parameters are trained and averaged.

@@ -67,7 +67,7 @@ class ContrastiveTask(Task[RankBatch]):
 
     @property
     def discriminators(self) -> nn.Module | None:
-        """Those of the losses on pixels."""
+        """Discriminators of the losses on pixels."""
         return None if self.reconstruction is None else self.reconstruction.losses
 
     def clipped_apart(self) -> list[list[nn.Parameter]]:
@@ -99,11 +99,11 @@ class ContrastiveTask(Task[RankBatch]):
                 out, pixels = network(*inputs, places=local.order.places, step=step)
         rows = {"image": out.image.embedding, "text": out.text.embedding}
         stats = {"image": out.image.stats, "text": out.text.stats, "pixels": pixels}
-        return TaskOutput(rows, stats, _shared(out.scale, out.bias))
+        return TaskOutput(rows, stats, _temperature(out.scale, out.bias))
 
     def shared(self) -> dict[str, Tensor]:
         """Return the temperature."""
-        return _shared(*self.model.temperature())
+        return _temperature(*self.model.temperature())
 
     def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
@@ -234,7 +234,7 @@ class ContrastiveTask(Task[RankBatch]):
         self.model.save_pretrained(folder)
 
 
-def _shared(scale: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+def _temperature(scale: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
     return {"scale": scale} | ({} if bias is None else {"bias": bias})
 
 

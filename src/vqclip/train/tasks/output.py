@@ -17,7 +17,7 @@ __all__ = ["TaskOutput", "join_outputs"]
 
 @dataclass(frozen=True)
 class TaskOutput:
-    """What a forward gives to the losses; `vqclip.train.grad_cache` keeps it between the two passes."""
+    """Output of a forward for the losses; `vqclip.train.grad_cache` keeps it between the two passes."""
 
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     """Name → ``(B, ...)`` of every sample, such as embeddings that are compared with those of other samples."""

@@ -133,7 +133,7 @@ class PixelTask(Task[PixelBatch]):
 
     @property
     def discriminators(self) -> nn.Module | None:
-        """Those of the losses."""
+        """Discriminators of the losses."""
         return self.pixel_losses if any(True for _ in self.pixel_losses.parameters()) else None
 
     def encode(self, images: Tensor) -> Tensor:
