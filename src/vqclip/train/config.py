@@ -39,6 +39,8 @@ from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.contrastive import ContrastiveTask, towers_draw
 
+__all__ = ["RunConfig", "ScheduleConfig", "TaskConfig", "TrainConfig"]
+
 logger = logging.getLogger(__name__)
 
 
