@@ -23,6 +23,7 @@ from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, ve
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
 from vqclip.tokenizer.fingerprint import fingerprint
 
 FAMILIES = {
@@ -106,6 +107,34 @@ def test_onnx_equals_the_tokenizer(onnx):
     model = built(LFQ)
     check(tokenizer, folder, batches(model, "text"))
     assert {path.name for path in folder.iterdir()} == {"decode.onnx", "embed.onnx", "encode.onnx", "export.json"}
+
+
+@pytest.mark.slow
+def test_images_from_onnx_equal_those_of_the_tokenizer(tmp_path):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    model = built(FSQ)
+    attach(model.image, ConvolutionalPixelsConfig(channels=8).build(3, 4, 16).eval())
+    folder = export_onnx(model.image, tmp_path / "onnx")
+    found = verify(folder, model.image, batches(model, "image"))
+    assert found.pixels < 1e-5
+    assert "pixels by" in str(found)
+    ids = model.image.encode(batches(model, "image")[1])
+    assert OnnxTokenizer(folder).decode_pixels(ids.numpy()).shape == (3, 3, 16, 16)
+    with torch.no_grad():
+        model.image.pixels.layers.position += 1
+    with pytest.raises(CheckpointError, match="made from the pixel decoder"):
+        verify(folder, model.image, batches(model, "image"))
+
+
+def test_a_tokenizer_without_a_decoder_gives_no_images(onnx):
+    tokenizer, folder = onnx
+    with pytest.raises(ConfigError, match="got files of a tokenizer without a pixel decoder"):
+        OnnxTokenizer(folder).decode_pixels(tokenizer.encode(CAPTIONS).numpy())
+    with pytest.raises(
+        ConfigError, match="part: got 'decode_pixels', expected one of encode, decode, embed, the parts"
+    ):
+        export_program(tokenizer, "decode_pixels")
 
 
 def test_what_export_json_says_is_so(onnx):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -19,6 +20,7 @@ from tests.tokenizer.test_hub import Hub
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
+from vqclip.pixels import TransformerPixelsConfig, attach
 
 transformers = pytest.importorskip("transformers", reason="pip install 'vqclip[transformers]'")
 
@@ -109,6 +111,18 @@ def test_saved_folders_are_read_by_the_auto_classes_and_by_vqclip(folder, images
     assert [value.shape for value in random.state_dict().values()] == [
         value.shape for value in loaded.state_dict().values()
     ]
+
+
+@pytest.mark.parametrize("name", ["VqclipImageTokenizer", "VqclipModel"])
+def test_a_pixel_decoder_is_kept(model, images, tmp_path, name):
+    whole = copy.deepcopy(model)
+    attach(whole.image, TransformerPixelsConfig(width=16, depth=1).build(whole.image.quantizer.dim, 4, 16))
+    whole.save_pretrained(tmp_path / "one")
+    getattr(ours, name).from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
+    again = ours.VqclipImageTokenizer.from_pretrained(tmp_path / "two")
+    ids = whole.image.encode(images)
+    assert again.decode_pixels(ids).equal(whole.image.decode_pixels(ids))
+    assert not hasattr(again.config, "pixels")
 
 
 def test_a_folder_from_before_model_types_is_read(folder, tmp_path):

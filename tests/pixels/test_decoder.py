@@ -58,8 +58,8 @@ def test_tokens_at_other_places_give_another_image(config):
     assert (patches[:, 1:] - patches[:, :1]).abs().amax(dim=(0, 2, 3)).min() > 1e-3
 
 
-def test_a_decoder_compiles_to_one_graph(config):
-    decoder = config.build(3, 4, 16)
+def test_a_decoder_compiles_to_one_graph():
+    decoder = CONFIGS["transformer"].build(3, 4, 16)
     run = torch.compile(decoder, fullgraph=True, backend="eager")
     vectors = torch.randn(2, 4, 3)
     assert run(vectors).equal(decoder(vectors))
@@ -71,7 +71,7 @@ def test_pixels_are_float32_under_autocast(config):
     with torch.autocast("cpu", torch.bfloat16):
         images = decoder(vectors)
     assert images.dtype == torch.float32
-    assert 0 < (images - decoder(vectors)).abs().max() < 0.02
+    assert 0 < (images - decoder(vectors)).abs().mean() < 0.01
     assert decoder.double()(vectors).dtype == torch.float64
 
 
@@ -95,7 +95,7 @@ def test_tokens_must_be_a_grid_of_the_image(config, tokens, size):
         ({"kind": "transformer", "width": 30, "heads": 4}, "got width 30 and heads 4; expected heads that divide"),
         ({"kind": "transformer", "width": 2**20}, "less than or equal to 65536"),
         ({"kind": "convolutional", "channels": 12}, "expected channels that are multiples of channels_per_group"),
-        ({"kind": "convolutional", "blocks": 2**20}, "less than or equal to 1024"),
+        ({"kind": "convolutional", "blocks": 2**20}, "less than or equal to 32"),
         ({"kind": "convolutional", "chanels": 8}, "Extra inputs"),
         ({"kind": "diffusion"}, "'diffusion' found using 'kind'"),
     ],

@@ -13,6 +13,7 @@ import vqclip
 from tests.models import tiny_model
 from vqclip.errors import CheckpointError
 from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
 from vqclip.tokenizer.hub import push_folder
 
 ADDRESS = "https://hub/somebody/model/commit/1"
@@ -49,10 +50,14 @@ def hub(monkeypatch):
 @pytest.mark.parametrize("part", ["image", "text", "both"])
 def test_what_is_pushed_can_be_loaded(hub, tmp_path, part):
     model = tiny_model().build()
+    decoder = []
+    if part == "both":
+        attach(model.image, ConvolutionalPixelsConfig(channels=8).build(3, 4, 16))
+        decoder = ["pixels.safetensors"]
     saved = model if part == "both" else getattr(model, part)
     assert saved.push_to_hub("somebody/model", private=True) == ADDRESS
     processor = [] if part == "text" else ["preprocessor_config.json"]
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors", *processor]
+    assert sorted(hub.files) == sorted(["README.md", "config.json", "model.safetensors", *decoder, *processor])
     assert hub.calls[0] == ("repo", "somebody/model", {"private": True, "exist_ok": True})
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import vqclip
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
-from vqclip.errors import ConfigError, ShapeError, VqclipError
+from vqclip import dist
+from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
 from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.folder import load_weights
 
 
 @pytest.fixture(params=CONFIGS)
@@ -87,11 +91,50 @@ def test_batches_of_any_size_give_the_same_images(folders):
         torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
 
 
+def decode_on_rank(folder, ids):
+    tokenizer = vqclip.load_tokenizer(folder, "image", encode=False)
+    return tokenizer.decode_pixels(ids[dist.rank() :: dist.world_size()])
+
+
+def test_two_processes_give_the_same_images_as_one(folders, ranks):
+    model, _, folder = folders
+    ids = torch.randint(0, 64, (9, 4, 3))
+    whole = model.image.decode_pixels(ids)
+    for rank, part in enumerate(ranks(2, decode_on_rank, folder, ids)):
+        torch.testing.assert_close(part, whole[rank::2], rtol=0, atol=BATCH_TOLERANCE)
+
+
+def test_weights_of_a_model_with_a_decoder_are_loaded_into_one_with_a_decoder(folders):
+    """As when a run resumes; its model folder is the same as an exported one."""
+    model, without, folder = folders
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(1)
+    load_weights(folder, other)
+    assert all(other.state_dict()[name].equal(value) for name, value in model.state_dict().items())
+    assert any(name.startswith("image.pixels.") for name in model.state_dict())
+    with pytest.raises(CheckpointError, match="missing image.pixels"):
+        load_weights(without, other)
+
+
+def test_a_decoder_keeps_its_type(folders, tmp_path):
+    model = copy.deepcopy(folders[0])
+    model.image.pixels.double()
+    model.save_pretrained(tmp_path / "wide")
+    again = vqclip.load_tokenizer(tmp_path / "wide", "image", encode=False)
+    assert {each.dtype for each in again.pixels.parameters()} == {torch.float64}
+    assert again.pool.position.dtype == torch.float32
+    ids = torch.zeros(1, 4, 3, dtype=torch.int64)
+    assert again.decode_pixels(ids).dtype == torch.float32
+    assert again.decode_pixels(ids).equal(model.image.decode_pixels(ids))
+
+
 def test_pixels_of_vectors_have_gradients_and_are_not_clamped(folders):
     tokenizer = folders[0].image
     vectors = tokenizer.quantizer.decode(torch.zeros(2, 4, 3, dtype=torch.int64)).requires_grad_()
     with torch.no_grad():
-        tokenizer.pixels.layers.out[2].bias.fill_(3.0)
+        list(tokenizer.pixels.parameters())[-1].fill_(3.0)  # the bias of the colours
     made = tokenizer.pixels_of(vectors)
     made.square().sum().backward()
     assert vectors.grad.abs().sum() > 0

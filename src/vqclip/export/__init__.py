@@ -1,7 +1,7 @@
 """Use a tokenizer without this library: as a `torch.export` program, or as ONNX files for onnxruntime.
 
     program = export_program(tokenizer, "embed")       # torch.export.ExportedProgram, any batch size
-    export_onnx(tokenizer, "onnx")                     # encode.onnx, decode.onnx, embed.onnx, export.json
+    export_onnx(tokenizer, "onnx")                     # encode.onnx, decode.onnx, embed.onnx, decode_pixels.onnx, ...
     runtime = OnnxTokenizer("onnx")                    # numpy in, numpy out; needs onnxruntime
     verify("onnx", tokenizer, batches)                 # rate of equal ids, and largest difference of embeddings
 
@@ -12,7 +12,7 @@ After `vqclip.tokenizer`, which it exports; before `vqclip.cli`.
 """
 
 from vqclip.export.agreement import Agreement, verify, verify_program
-from vqclip.export.program import PARTS, Part, export_program
+from vqclip.export.program import PARTS, Part, export_program, parts_of
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import export_onnx
 
@@ -23,6 +23,7 @@ __all__ = [
     "Part",
     "export_onnx",
     "export_program",
+    "parts_of",
     "verify",
     "verify_program",
 ]

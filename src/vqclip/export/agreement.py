@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, DataError, NonFiniteError
-from vqclip.export.program import PARTS, AnyTokenizer, Part, export_program
+from vqclip.export.program import AnyTokenizer, Part, export_program, parts_of
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint
 
 __all__ = ["Agreement", "verify", "verify_program"]
 
@@ -44,6 +44,8 @@ class Agreement:
     """Largest absolute difference of `decode`, from equal ids."""
     embeddings: float
     """Largest absolute difference of `embed`, from equal ids."""
+    pixels: float | None = None
+    """Largest absolute difference of `decode_pixels`, of values in 0..1, from equal ids; None without a decoder."""
 
     @property
     def rate(self) -> float:
@@ -51,11 +53,12 @@ class Agreement:
         return 1 - self.differing_ids / max(1, self.ids)
 
     def __str__(self) -> str:
+        pixels = "" if self.pixels is None else f", pixels by {self.pixels:.1e}"
         return (
             f"{self.ids - self.differing_ids:,} of {self.ids:,} ids equal ({100 * self.rate:.5f} %), "
             f"{self.differing_samples:,} of {self.samples:,} samples with another id; the tokenizer itself with "
             f"batches of half the size: {self.between_batches:,} other ids; from equal ids: vectors differ by at most "
-            f"{self.vectors:.1e}, embeddings by {self.embeddings:.1e}"
+            f"{self.vectors:.1e}, embeddings by {self.embeddings:.1e}{pixels}"
         )
 
 
@@ -73,29 +76,34 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         NonFiniteError: a vector or an embedding of either is NaN or infinite.
     """
     runtime = OnnxTokenizer(folder)
-    ours = fingerprint(tokenizer)
-    if runtime.info.get("tokenizer_sha256") != ours:
-        raise CheckpointError(
-            f"{Path(folder) / INFO_FILE}: made from the tokenizer {runtime.info.get('tokenizer_sha256')}, expected "
-            f"{ours}, the given one; export it again"
-        )
+    for name, key, ours in (
+        ("tokenizer", "tokenizer_sha256", fingerprint(tokenizer)),
+        ("pixel decoder", "pixels_sha256", pixels_fingerprint(tokenizer)),
+    ):
+        if runtime.info.get(key) != ours:
+            raise CheckpointError(
+                f"{Path(folder) / INFO_FILE}: made from the {name} {runtime.info.get(key)}, expected {ours}, the given "
+                "one; export it again"
+            )
 
     def method(part: Part) -> Method:
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, batches, {part: method(part) for part in PARTS})
+    return _compare(tokenizer, batches, {part: method(part) for part in runtime.parts})
 
 
 def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
     """Compare the programs of `export_program` with the original tokenizer; see `verify`."""
-    return _compare(tokenizer, batches, {part: export_program(tokenizer, part).module() for part in PARTS})
+    return _compare(
+        tokenizer, batches, {part: export_program(tokenizer, part).module() for part in parts_of(tokenizer)}
+    )
 
 
 @torch.no_grad()
 def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
     samples = ids = differing_ids = differing_samples = between = 0
-    vectors = embeddings = 0.0
+    vectors = embeddings = pixels = 0.0
     for batch in batches:
         if not len(batch):
             continue
@@ -109,9 +117,14 @@ def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[
         between += int((halves != ours).sum())
         vectors = max(vectors, _distance("decode", other["decode"](ours), tokenizer.decode(ours)))
         embeddings = max(embeddings, _distance("embed", other["embed"](ours), tokenizer.embed(ours)))
+        if "decode_pixels" in other:
+            pixels = max(
+                pixels, _distance("decode_pixels", other["decode_pixels"](ours), tokenizer.decode_pixels(ours))
+            )
     if not samples:
         raise DataError("verify: got no inputs, expected at least one batch with a sample")
-    return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings)
+    made = pixels if "decode_pixels" in other else None
+    return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings, made)
 
 
 def _distance(part: Part, theirs: Tensor, ours: Tensor) -> float:

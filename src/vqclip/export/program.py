@@ -5,7 +5,7 @@ Shapes: B samples, N tokens, C codebooks.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,19 @@ from torch.export import Dim, ExportedProgram
 from vqclip.errors import ConfigError
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program"]
+__all__ = ["PARTS", "AnyTokenizer", "Part", "example_inputs", "export_program", "parts_of"]
 
 AnyTokenizer = ImageTokenizer | TextTokenizer
-Part = Literal["encode", "decode", "embed"]
+Part = Literal["encode", "decode", "embed", "decode_pixels"]
 """Exported methods of a tokenizer.
 
 - encode: outputs of `preprocess` → ids.
 - decode: ids → vectors.
 - embed: ids → joint embedding.
+- decode_pixels: ids → images; only of a tokenizer with a pixel decoder.
 """
-PARTS: tuple[Part, ...] = get_args(Part)
-"""All parts, in the order of export."""
+PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
+"""Parts of every tokenizer, in the order of export."""
 
 _EXAMPLES = 3
 """Batch size of example inputs; not 1, which a graph could take for a constant."""
@@ -46,6 +47,11 @@ class _Method(nn.Module):
         return method(inputs)
 
 
+def parts_of(tokenizer: AnyTokenizer) -> tuple[Part, ...]:
+    """Return the parts of a tokenizer, in the order of export."""
+    return PARTS if tokenizer.pixels is None else (*PARTS, "decode_pixels")
+
+
 def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     """Export a part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
 
@@ -64,8 +70,8 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     Raises:
         ConfigError: an unknown part, or a tokenizer without codes.
     """
-    if part not in PARTS:
-        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(PARTS)}")
+    if part not in (parts := parts_of(tokenizer)):
+        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(parts)}, the parts of this tokenizer")
     if not tokenizer.codebook_sizes:
         raise ConfigError(
             f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
@@ -85,7 +91,7 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
 def example_inputs(tokenizer: AnyTokenizer, part: Part, count: int = _EXAMPLES) -> Tensor:
     """Return inputs of a part: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or id 0."""
     device = tokenizer.device
-    if part in ("decode", "embed"):
+    if part != "encode":
         shape = (count, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
         return torch.zeros(shape, dtype=torch.int64, device=device)
     if isinstance(tokenizer, ImageTokenizer):

@@ -27,6 +27,7 @@ class OnnxTokenizer:
     Attributes:
         info: content of ``export.json`` without format and versions.
         precision: ``"fp32"`` or ``"fp64"``: precision of the graphs.
+        parts: the parts that the folder has; see `Part`.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -45,10 +46,11 @@ class OnnxTokenizer:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads: got {threads}, expected at least 1")
-        self._inputs = {part: _input(folder, self.info, part) for part in PARTS}
+        self.parts = _parts(folder, self.info)
+        self._inputs = {part: _input(folder, self.info, part) for part in self.parts}
         self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
         self._sessions: dict[Part, Any] = {}
-        for part in PARTS:
+        for part in self.parts:
             path = folder / f"{part}.onnx"
             verify_file(path, _file_digest(folder, self.info, part), INFO_FILE)
             try:
@@ -86,6 +88,20 @@ class OnnxTokenizer:
         """
         return self._run("embed", ids)
 
+    def decode_pixels(self, ids: np.ndarray) -> np.ndarray:
+        """Decode ids ``(B, N, C)`` int64 to images ``(B, 3, H, W)`` float32 in 0..1.
+
+        Raises:
+            ConfigError: the tokenizer had no pixel decoder when it was exported.
+            ShapeError, BackendError: see `decode`.
+        """
+        if "decode_pixels" not in self.parts:
+            raise ConfigError(
+                f"decode_pixels: got files of a tokenizer without a pixel decoder: {', '.join(self.parts)}; export "
+                "one with a decoder"
+            )
+        return self._run("decode_pixels", ids)
+
     def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
         name, shape, dtype = self._inputs[part]
         wanted = f"({', '.join(map(str, ('B', *shape)))}) {dtype}"
@@ -95,7 +111,7 @@ class OnnxTokenizer:
             raise ShapeError(f"{name} of {part}: got shape {value.shape} and dtype {value.dtype}, expected {wanted}")
         if not len(value):
             raise ShapeError(f"{name} of {part}: got no sample, expected {wanted} with B from 1")
-        if part in ("decode", "embed"):
+        if part != "encode":
             self._require_ids(name, part, value)
         try:
             (output,) = self._sessions[part].run(None, {name: value})
@@ -129,6 +145,15 @@ def _read_info(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); vqclip.export.export_onnx writes it"
         ) from error
+
+
+def _parts(folder: Path, info: dict[str, Any]) -> tuple[Part, ...]:
+    found = info.get("parts")
+    if not isinstance(found, dict) or set(found) not in ({*PARTS}, {*PARTS, "decode_pixels"}):
+        raise CheckpointError(
+            f"{folder / INFO_FILE}: describes other parts than {', '.join(PARTS)} and decode_pixels; export it again"
+        )
+    return (*PARTS, "decode_pixels") if "decode_pixels" in found else PARTS
 
 
 def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[int, ...], str]:

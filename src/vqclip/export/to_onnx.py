@@ -13,12 +13,12 @@ from torch.export import ExportedProgram
 from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
-from vqclip.export.program import PARTS, AnyTokenizer, Part, example_inputs, export_program
+from vqclip.export.program import AnyTokenizer, Part, example_inputs, export_program, parts_of
 from vqclip.io.atomic import replace_folder, require_replaceable
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.tokenizer import ImageTokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 
 __all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
@@ -28,15 +28,20 @@ VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64"}
 _OPSET = 18
 """The first opset with bitwise operators, which binary codes need."""
-OUTPUTS: dict[Part, str] = {"encode": "ids", "decode": "vectors", "embed": "joint_embedding"}
+OUTPUTS: dict[Part, str] = {
+    "encode": "ids",
+    "decode": "vectors",
+    "embed": "joint_embedding",
+    "decode_pixels": "pixels",
+}
 """Names of the outputs; none equals an operator's name (such as embedding), which nodes inside a graph have."""
 
 
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
-    Inputs are those of `export_program`. An existing export is replaced atomically
-    (`vqclip.io.atomic.replace_folder`).
+    A tokenizer with a pixel decoder has ``decode_pixels.onnx`` as well. Inputs are those of `export_program`. An
+    existing export is replaced atomically (`vqclip.io.atomic.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.
@@ -60,7 +65,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
             "tokenizer.float().cpu()"
         )
     precision = _PRECISIONS[weights.dtype]
-    programs = {part: export_program(tokenizer, part) for part in PARTS}
+    programs = {part: export_program(tokenizer, part) for part in parts_of(tokenizer)}
 
     def fill(aside: Path) -> None:
         for part, program in programs.items():
@@ -142,6 +147,7 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
         "opset": _OPSET,
         "modality": tokenizer.modality,
         "tokenizer_sha256": fingerprint(tokenizer),
+        "pixels_sha256": pixels_fingerprint(tokenizer),
         "codebook_sizes": list(tokenizer.codebook_sizes),
         "num_tokens": tokenizer.num_tokens,
         "embed_dim": tokenizer.embed_dim,

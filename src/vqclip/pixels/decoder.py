@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import Block, heads_divide_width
 from vqclip.pixels.detail import Detail, DetailConfig
@@ -188,18 +188,24 @@ class _Convolutional(nn.Module):
     def __init__(self, config: ConvolutionalPixelsConfig, dim: int, num_tokens: int, pixels: int):
         super().__init__()
         self.side = math.isqrt(num_tokens)
-        factors = prime_factors(pixels)
-        widths = [min(config.max_channels, config.channels << left) for left in range(len(factors), -1, -1)]
+        factors = prime_factors(pixels) or [1]
+        widths = [config.channels]
+        for factor in reversed(factors[:-1]):
+            widths.insert(0, min(config.max_channels, factor * widths[0]))
         self.position = nn.Parameter(torch.randn(num_tokens, dim) * 0.02)
         self.into = nn.Conv2d(dim, widths[0], 3, padding=1)
         layers: list[nn.Module] = []
         for factor, before, after in zip(factors, widths, widths[1:], strict=False):
             layers += [_Residual(before, config.channels_per_group) for _ in range(config.blocks)]
             layers += [nn.Conv2d(before, factor**2 * after, 3, padding=1), nn.PixelShuffle(factor)]
-        self.stages = nn.Sequential(*layers)
         last = widths[-1]
+        layers += [_Residual(last, config.channels_per_group) for _ in range(config.blocks)]
+        self.stages = nn.Sequential(*layers)
         self.out = nn.Sequential(
-            nn.GroupNorm(last // config.channels_per_group, last), nn.SiLU(), nn.Conv2d(last, 3, 3, padding=1)
+            nn.GroupNorm(last // config.channels_per_group, last),
+            nn.SiLU(),
+            nn.Conv2d(last, 3 * factors[-1] ** 2, 3, padding=1),
+            nn.PixelShuffle(factors[-1]),
         )
 
     def forward(self, vectors: Tensor) -> Tensor:
@@ -241,7 +247,7 @@ class TransformerPixelsConfig(_LayersConfig):
     """Width of the blocks."""
     heads: int = Field(4, ge=1)
     """Attention heads; must divide `width`."""
-    depth: int = Field(4, ge=1, le=MAX_LAYERS)
+    depth: int = Field(4, ge=1, le=128)
     """Number of blocks."""
     channels: int = Field(16, ge=1, le=MAX_WIDTH)
     """Channels of the convolutions at the end."""
@@ -263,10 +269,11 @@ class ConvolutionalPixelsConfig(_LayersConfig):
     kind: Literal["convolutional"] = "convolutional"
     """Convolutions."""
     channels: int = Field(32, ge=2, le=MAX_WIDTH)
-    """Channels of the last stage; each stage before has twice as many."""
-    max_channels: int = Field(192, ge=2, le=MAX_WIDTH)
+    """Channels of the last stage, from which the colours are computed; a stage that doubles the
+    height has twice as many as the next one."""
+    max_channels: int = Field(256, ge=2, le=MAX_WIDTH)
     """Most channels of a stage."""
-    blocks: int = Field(1, ge=0, le=MAX_LAYERS)
+    blocks: int = Field(1, ge=0, le=32)
     """Residual blocks of each stage."""
     channels_per_group: int = Field(8, ge=2)
     """Number of channels that are normalised together; must divide `channels` and `max_channels`."""

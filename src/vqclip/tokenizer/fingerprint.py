@@ -14,8 +14,9 @@ from vqclip.tokenizer.stored import merged_state
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import Tokenizer
+    from vqclip.tokenizer.decoder import TokenizerDecoder
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "pixels_fingerprint"]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -29,6 +30,15 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     add_tensors(digest, {name: _narrow(tensor) for name, tensor in state if not name.startswith("pixels.")})
     for name, content in sorted(tokenizer.files().items()):
         digest.update(f"\n{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def pixels_fingerprint(tokenizer: TokenizerDecoder) -> str | None:
+    """Return the SHA-256 of the configuration and weights of a tokenizer's pixel decoder; None without one."""
+    if tokenizer.pixels is None:
+        return None
+    digest = hashlib.sha256(json.dumps(tokenizer.pixels_section(), sort_keys=True).encode())
+    add_tensors(digest, {name: _narrow(tensor) for name, tensor in tokenizer.pixels.state_dict().items()})
     return digest.hexdigest()
 
 

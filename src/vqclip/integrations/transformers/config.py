@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from vqclip.tokenizer.folder import VERSIONS
 
-_NOT_KEPT = (*VERSIONS, "weights", "files", "frozen", "adapters", "sha256")
+_NOT_KEPT = (*VERSIONS, "weights", "files", "pixels", "frozen", "adapters", "sha256")
 """Keys of ``config.json`` that describe the files of a folder, not the model."""
 
 
