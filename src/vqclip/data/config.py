@@ -113,6 +113,7 @@ class DataConfig(Config):
             needs = find_needs(data.samples.sources, data.order, batch_size, dist.rank(), data.nodes)
         if needs is not None:
             needs.warn_of_small_cache()
+            needs.warn_of_shared_chunks()
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
                 f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "

@@ -297,6 +297,13 @@ class GlobalOrder:
         windows = self.kind.windows(self.seed, source, self.sizes[source], 0)
         return windows.most_rows * int(NodeLayout(nodes).lanes_of(rank, windows.lanes).sum())
 
+    def shared_lanes(self, source: int, nodes: Sequence[int]) -> tuple[int, int]:
+        """Return the lanes of a window of a source, and how many all nodes together need. Windowed order only."""
+        assert isinstance(self.kind, WindowedOrder)
+        lanes, layout = self.kind.windows(self.seed, source, self.sizes[source], 0).lanes, NodeLayout(nodes)
+        firsts = np.unique(layout.of_rank, return_index=True)[1].tolist()
+        return lanes, sum(int(layout.lanes_of(rank, lanes).sum()) for rank in firsts)
+
     def _nodes(self, layout: NodeLayout, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
         assert isinstance(self.kind, WindowedOrder)
         lane, lanes = np.empty_like(source), []

@@ -14,9 +14,9 @@ from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.errors import DataError
 from vqclip.runlog.bar import ProgressBar
 
-__all__ = ["TarConfig", "describe_on_ray"]
+__all__ = ["ShardsConfig", "describe_on_ray"]
 
-TarConfig: TypeAlias = CaptionShardsConfig | ClassShardsConfig
+ShardsConfig: TypeAlias = CaptionShardsConfig | ClassShardsConfig
 """Configuration of a source whose shards can be opened one by one."""
 
 
@@ -24,7 +24,7 @@ TarConfig: TypeAlias = CaptionShardsConfig | ClassShardsConfig
 class _DescribeJob:
     """Index the shards."""
 
-    data: TarConfig
+    data: ShardsConfig
     shards: Sequence[Shard]
 
     def open(self) -> Callable[[int], dict[str, Any]]:
@@ -37,7 +37,7 @@ class _DescribeJob:
 
 
 def describe_on_ray(
-    cluster: RayCluster, data: TarConfig, shards: Sequence[Shard]
+    cluster: RayCluster, data: ShardsConfig, shards: Sequence[Shard]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Index the shards on Ray; return `ShardedSource.shards` and `Source.fingerprint` of the whole data set.
 

@@ -64,7 +64,8 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if available, else cpu."""
     timeout_s: float = Field(600.0, gt=0, le=604_800)
-    """Longest wait for another rank, in seconds, at most a week; then the job ends with an error."""
+    """Longest wait for another rank, in seconds, at most a week; then the job ends with an error. It includes the
+    time in which rank 0 fetches a checkpoint of a run at a URL."""
     step_timeout_s: float | None = Field(300.0, gt=0, le=604_800)
     """Longest time between two steps in seconds, waiting for data included. Then the job ends, and every rank writes
     its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,

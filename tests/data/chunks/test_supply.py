@@ -109,3 +109,12 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
     assert all(parts)
     assert len(set.union(*parts)) == sum(map(len, parts))
     assert set.union(*parts) <= {next(plan).chunk for _ in range(24)}
+
+
+@pytest.mark.parametrize(("nodes", "told"), [((0, 0), ""), ((0, 1, 2), "1 lanes of chunks for 3 nodes")])
+def test_a_window_too_small_for_the_nodes_is_warned_of(
+    caplog: pytest.LogCaptureFixture, nodes: Sequence[int], told: str
+) -> None:
+    needs_of(Reader(cache_room=24), nodes=nodes).warn_of_shared_chunks()
+    assert bool(caplog.messages) == bool(told)
+    assert told in caplog.text

@@ -6,6 +6,7 @@ import pytest
 
 from tests.train.run_store.store import URL, mirror_of, save, steps
 from vqclip.cli.main import main
+from vqclip.errors import StorageError
 
 
 @pytest.fixture
@@ -59,3 +60,20 @@ def test_mistakes(run, store, capsys):
         "got 's3://b/runs/x', expected a path on this machine; a run at a URL is copied to one by `vqclip copy-run"
         in error
     )
+
+
+def test_objects_that_are_folders_too_are_named(run, store, tmp_path, capsys):
+    """An object store may have `a` and `a/b`, a disk may not."""
+    store.pipe_file("/bucket/runs/tiny/logs", b"", timeout=1)
+    store.store["/bucket/runs/tiny/logs/deep/x"] = store.store["/bucket/runs/tiny/logs"]
+    assert main(["copy-run", URL, str(run)]) == 2
+    told = f"{URL}/logs: is an object, and a folder of {URL}/logs/deep/x too, which no disk can hold; remove or rename"
+    assert told in capsys.readouterr().err
+    assert not run.exists()
+    with mirror_of(tmp_path / "other") as mirror, pytest.raises(StorageError, match="is an object, and a folder of"):
+        mirror.open()
+
+
+def test_a_folder_that_cannot_be_written_is_named(run, store, capsys):
+    assert main(["copy-run", URL, "/proc/x"]) == 2
+    assert "/proc/x: cannot be written (No such file or directory); expected a new folder" in capsys.readouterr().err

@@ -28,14 +28,16 @@ def upload(folder, *numbers, keep_last=9):
             mirror.upload_checkpoint(save(folder, number), keep_last, keep_none)
 
 
-def test_another_machine_finds_what_was_uploaded(tmp_path, store):
+def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
     upload(tmp_path / "a", 2, 4, 6, keep_last=2)
     assert not any("step-00000002" in name for name in store.names())
     with mirror_of(tmp_path / "b") as mirror:
         mirror.open()
         assert (tmp_path / "b" / "metrics.jsonl").read_text() == "6\n"
         assert [path.name for path in mirror.checkpoints()] == ["step-00000004", "step-00000006"]
-        checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+        with caplog.at_level("INFO"):
+            checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+        assert " GB); all ranks wait, within run.timeout_s" in caplog.text
         assert steps(tmp_path / "b") == ["step-00000006"]  # the other one is fetched when it is needed
         # Retention counts those at the URL, not the few in the copy.
         mirror.upload_checkpoint(save(tmp_path / "b", 8), 2, keep_none)
@@ -45,7 +47,10 @@ def test_another_machine_finds_what_was_uploaded(tmp_path, store):
 def test_a_checkpoint_is_there_with_its_manifest_alone(tmp_path, store):
     upload(tmp_path / "a", 2)
     store.failing["put_file"] = [None, None, *[PermissionError("read only")] * 9]
-    with pytest.raises(CheckpointError, match=r"step-00000004: the checkpoint could not be uploaded .*it is in .*a/ch"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000004: the checkpoint could not be uploaded .*run\.remote\.tries=3.*it is in .*a/ch",
+    ):
         upload(tmp_path / "a", 4)
     store.failing.clear()
     with mirror_of(tmp_path / "b") as mirror:

@@ -83,6 +83,20 @@ class NodeNeeds:
                     window / 2**30,
                 )
 
+    def warn_of_shared_chunks(self) -> None:
+        """Log a warning if windows have too few lanes for the nodes, so that several nodes fetch the same chunks."""
+        for source in self.readers:
+            lanes, fetched = self._order.shared_lanes(source, self._nodes)
+            if fetched > 1.1 * lanes:
+                logger.warning(
+                    "data.sources[%d]: a window has %d lanes of chunks for %d nodes, so that a chunk is fetched by "
+                    "%.1f nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip data plan",
+                    source,
+                    lanes,
+                    len(set(self._nodes)),
+                    fetched / lanes,
+                )
+
     @property
     def _cache_room(self) -> int:
         return min(reader.cache_room for reader in self.readers.values())

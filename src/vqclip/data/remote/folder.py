@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from vqclip.data.remote import TransferConfig, display_url, local_path, protocol_of
@@ -51,17 +51,19 @@ class RemoteFolder:
     Args:
         url: of an object store.
         options: retries and time limits of each call.
+        section: key of the options in a configuration, for messages.
     """
 
-    def __init__(self, url: str, options: TransferConfig):
-        self.url, self.options = url, options
+    def __init__(self, url: str, options: TransferConfig, section: str = "remote"):
+        self.url, self.options, self._section = url, options, section
 
     def __str__(self) -> str:
         return display_url(self.url)
 
     def with_limits(self, tries: int, total_s: float) -> RemoteFolder:
         """Return the same folder with other limits for each call."""
-        return RemoteFolder(self.url, self.options.model_copy(update={"tries": tries, "total_s": total_s}))
+        options = self.options.model_copy(update={"tries": tries, "total_s": total_s})
+        return RemoteFolder(self.url, options, self._section)
 
     def list(self, below: str = "") -> dict[str, int]:
         """Return the names of all files below a name, with their sizes in bytes."""
@@ -76,6 +78,21 @@ class RemoteFolder:
             return {}
 
         return self._call(below, "listed", find)
+
+    def require_tree(self, names: Iterable[str]) -> None:
+        """Check that files with these names can be copied to a disk.
+
+        Raises:
+            StorageError: one of them is also the name of a folder of another one.
+        """
+        files = set(names)
+        for name in sorted(files):
+            folder = next((each.as_posix() for each in PurePosixPath(name).parents if each.as_posix() in files), None)
+            if folder is not None:
+                raise StorageError(
+                    f"{self._show(folder)}: is an object, and a folder of {self._show(name)} too, which no disk can "
+                    "hold; remove or rename one of them"
+                )
 
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if there is none.
@@ -157,7 +174,7 @@ class RemoteFolder:
                         f"there is no such {'bucket' if done == 'written' else 'file'}", again=False
                     ) from None
 
-        return retry(once, url, self.options, deadline, done)
+        return retry(once, url, self.options, deadline, done, self._section)
 
     def _path(self, name: str) -> str:
         return f"{self.url.partition('://')[2]}/{name}"

@@ -40,7 +40,14 @@ class FetchError(Exception):
         self.again, self.after_s = again, after_s
 
 
-def retry(action: Callable[[], T], url: str, options: TransferConfig, deadline: Deadline, done: str = "fetched") -> T:
+def retry(
+    action: Callable[[], T],
+    url: str,
+    options: TransferConfig,
+    deadline: Deadline,
+    done: str = "fetched",
+    section: str = "remote",
+) -> T:
     """Call `action` until it does not raise `FetchError`, and return its result.
 
     Args:
@@ -49,6 +56,7 @@ def retry(action: Callable[[], T], url: str, options: TransferConfig, deadline: 
         options: number of tries.
         deadline: ends the pauses too.
         done: what is done to the URL, for messages.
+        section: key of the options in a configuration, for messages.
 
     Raises:
         StorageError: the last failure; names URL, tries, time and the options that limit them. Its `kind` is "gone" if
@@ -68,8 +76,8 @@ def retry(action: Callable[[], T], url: str, options: TransferConfig, deadline: 
         _sleep(pause)
     why = "" if last.again else "; this is not tried again"
     raise StorageError(
-        f"{display_url(url)}: cannot be {done}: {last}{why}. Tries: {number} of remote.tries={options.tries}, in "
-        f"{deadline.spent:.1f} s of remote.total_s={deadline.total_s:g}",
+        f"{display_url(url)}: cannot be {done}: {last}{why}. Tries: {number} of {section}.tries={options.tries}, "
+        f"in {deadline.spent:.1f} s of {section}.total_s={deadline.total_s:g}",
         "storage" if last.again else "gone",
     )
 

@@ -28,7 +28,7 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
         The folder.
 
     Raises:
-        ConfigError: no URL of an object store, or the folder exists.
+        ConfigError: no URL of an object store, or the folder exists or cannot be written.
         CheckpointError: there is no run, or no intact checkpoint.
         StorageError: it cannot be fetched.
     """
@@ -41,6 +41,8 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
     if not any(name == "run.json" or name.startswith(f"{CHECKPOINTS}/") for name in names):
         below = "there are files, but no run.json" if names else "nothing is below this name"
         raise CheckpointError(f"{remote}: no run there: {below}. Are the names of bucket, folder and run right?")
+
+    remote.require_tree(names)
 
     def fill(aside: Path) -> None:
         for name in sorted(names):
@@ -57,5 +59,10 @@ def copy_run(url: str, folder: Path, all_checkpoints: bool = False) -> Path:
                 remote.download(name, path / name.removeprefix(base))
         checkpoint.verify(path)
 
-    replace_folder(folder, fill)
+    try:
+        replace_folder(folder, fill)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); expected a new folder on a disk with room"
+        ) from None
     return folder

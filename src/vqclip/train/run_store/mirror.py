@@ -56,7 +56,7 @@ class RunMirror:
 
     def __init__(self, url: str, folder: Path, options: TransferConfig):
         self.url, self._folder = url, folder
-        self._remote = RemoteFolder(url, options)
+        self._remote = RemoteFolder(url, options, "run.remote")
         self._lease: Lease | None = None
         self._uploaded: dict[str, tuple[int, int] | None] = {}
         """Size and time of each file as it is at the URL; None where they are not known."""
@@ -112,7 +112,8 @@ class RunMirror:
                 f"{self._remote}/{base}: has {sum(files.values())} bytes, and {free} are free in {path.parent}; set "
                 "VQCLIP_CACHE to a folder with more room"
             )
-        logger.info("fetching %s/%s (%.3g GB)", self._remote, base, sum(files.values()) / 1e9)
+        size = sum(files.values()) / 1e9
+        logger.info("fetching %s/%s (%.3g GB); all ranks wait, within run.timeout_s", self._remote, base, size)
 
         def fill(aside: Path) -> None:
             for name in files:
@@ -218,7 +219,9 @@ class RunMirror:
         for path in self._folder.iterdir():
             if path.name not in _OWN:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in self._remote.list():
+        names = self._remote.list()
+        self._remote.require_tree(names)
+        for name in names:
             if name.split("/")[0] not in (LEASES, *_LEFT_OUT):
                 self._remote.download(name, self._folder / name)
                 self._uploaded[name] = _state(self._folder / name)
