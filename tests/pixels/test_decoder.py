@@ -10,6 +10,7 @@ from tests.models import FSQ, tiny_model
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.pixels import (
     ConvolutionalPixelsConfig,
+    DetailConfig,
     PixelDecoderConfig,
     PixelsConfig,
     TransformerPixelsConfig,
@@ -39,6 +40,16 @@ def test_images_have_their_size_for_any_grid(config, tokens, size):
     assert (decoder.dim, decoder.num_tokens, decoder.image_size) == (3, tokens, size)
     images.sum().backward()
     assert [name for name, weight in decoder.named_parameters() if weight.grad is None] == []
+
+
+def test_a_rank_without_samples_has_gradients_of_zero(config):
+    """DDP waits for the gradients of every rank."""
+    detail = DetailConfig(quantizer=FSQ, stages=2, channels=8, max_channels=16)
+    for chosen in (None, detail):
+        decoder = PixelsConfig(decoder=config, image_size=16, detail=chosen).build(3, 4)
+        images, places = torch.zeros(0, 3, 16, 16, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64)
+        decoder.reconstruct(torch.zeros(0, 4, 3), images, places, 0)[0].sum().backward()
+        assert [name for name, weight in decoder.named_parameters() if weight.grad is None] == []
 
 
 def test_an_image_depends_on_its_batch_by_rounding_alone(config):

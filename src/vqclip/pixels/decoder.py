@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ class PixelDecoder(nn.Module):
                 "tokenizer.quantizer.decode(ids) gives them"
             )
         if vectors.shape[0] == 0:  # not every layer of torch has a backward without samples
-            return self(vectors.new_zeros(1, *vectors.shape[1:]))[:0]
+            one = [None if each is None else F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (vectors, detail)]
+            return self(*one)[:0]
         if self.detail is not None:
             vectors = torch.cat((vectors, self._detail(vectors, self.detail.dim, detail)), dim=-1)
         elif detail is not None:

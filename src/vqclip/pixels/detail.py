@@ -46,6 +46,8 @@ class _Convolutions(nn.Sequential):
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, H, W)`` uint8 or 0..1 → ``(B, N, dim)``."""
+        if images.shape[0] == 0:  # not every layer of torch takes no samples
+            return self(images.new_zeros(1, *images.shape[1:]))[:0]
         return super().forward(images).transpose(1, 2)
 
 
