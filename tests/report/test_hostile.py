@@ -32,6 +32,7 @@ from vqclip.evaluation.details import (
     Reconstruction,
     ShownImage,
 )
+from vqclip.evaluation.pixel_results import PixelResult, PixelRow
 from vqclip.evaluation.stored import StoredEvaluation
 from vqclip.report import write_comparison, write_report
 from vqclip.report.images import image_uri
@@ -100,6 +101,23 @@ def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> No
     (folder / "report" / "00-x.json").write_text(StoredEvaluation(step=step, result=result).model_dump_json())
 
 
+def store_pixels(folder: Path) -> None:
+    """Store an evaluation of decoded images as training does, with hostile texts and numbers."""
+    figures = {"psnr": 20.0, "psnr_of_mse": 19.0, "ssim": 0.5}
+    rows = [
+        PixelRow("codes", 3072.0, None, figures, {}),
+        PixelRow("codes, 1 of 2 stages", 1536.0, None, figures | {"psnr": 15.0}, {}),
+        PixelRow("WebP", 3000.0, 0.5, figures, {}),
+        PixelRow(EVIL, 1e308, 1e308, {EVIL: 1.0, "psnr": -1e308, "ssim": 1e308}, {}),
+        PixelRow("mean image", None, None, {}, {}),
+    ]
+    pixels = PixelResult(reference=EVIL, image_size=10**9, preprocessing=EVIL, rows=rows)
+    rates = dict.fromkeys(("continuous", "quantized", "codes_only"), figures | {"id_agreement": 0.25})
+    result = Result(EVIL, "pixels", rates, {}, 9, None, 9, {}, [EVIL], details(), pixels=pixels)
+    (folder / "report").mkdir(exist_ok=True)
+    (folder / "report" / "01-x.json").write_text(StoredEvaluation(step=400, result=result).model_dump_json())
+
+
 def require_harmless(text: str) -> Page:
     """Parse a page; no hostile text has become an element, an attribute or an address."""
     page = Page(text)
@@ -140,6 +158,7 @@ def hostile_run(folder: Path) -> Path:
     event = {"event": "nonfinite", "reason": EVIL, "applied": EVIL}
     write_lines(folder / "events.jsonl", [{"step": 3, **event}, {"step": 4, "event": {EVIL: EVIL}, "reason": None}])
     store(folder, details())
+    store_pixels(folder)
     return folder
 
 
@@ -150,6 +169,8 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert page.text.count("<script>x0x()</script>") > 20
     assert "{{ 7 * 7 }}" in page.text  # no template in a text is run
     assert page.elements.count("img") >= 8
+    assert "stored as bits an image PSNR, dB SSIM codes 3,072 20 0.5" in page.text
+    assert "Images decoded from their ids" in page.text
     compared = write_comparison([folder, make_run(tmp_path / "other")], tmp_path / "both.html").read_text()
     assert require_harmless(compared).text.count("x0x()") > 4
 

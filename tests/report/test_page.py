@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.report.making import Page, make_run
+from tests.report.making import Page, make_run, write_lines
 from vqclip.cli.report import main
 from vqclip.errors import ConfigError
 from vqclip.evaluation.details import Bits, BitsPoint, Details
@@ -135,3 +135,17 @@ def test_accuracy_against_bits_of_several_runs_says_of_how_many_images(tmp_path)
 
     assert note(prefixes) == "On 96 images, evenly spread over the set: rates differ from those of the whole set."
     assert note(prefixes, alone).endswith("The point of a run that has one alone is of the whole set.")
+
+
+def test_quality_of_images_is_not_in_percent(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if any(name.startswith("eval/") for name in line):
+            line |= {f"eval/decoded/codes_only/{name}": rate for name, rate in (("psnr", 21.5), ("ssim", 0.8))}
+    write_lines(folder / "metrics.jsonl", lines)
+    found = Page(write_report(folder).read_text())
+    labels = [value or "" for name, value in found.attributes if name == "aria-label"]
+    assert "decoded (codes only): from 21.5 to 21.5 dB" in labels
+    assert "decoded (codes only): from 0.8 to 0.8 SSIM" in labels
+    assert "PSNR (dB) 21" not in found.text  # no row among the rates

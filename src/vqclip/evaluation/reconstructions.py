@@ -23,6 +23,7 @@ from vqclip.evaluation.bits import prefix_bits, prefix_label
 from vqclip.evaluation.details import DIFFERENCE_GAIN, DecodedImage, Reconstruction, ShownImage
 from vqclip.evaluation.thumbnails import ImageReader, exact_thumbnail
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
+from vqclip.pixels.metrics.codecs import best_within, compress
 from vqclip.quantizers import Prefix
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer
@@ -88,26 +89,35 @@ def show_reconstructions(
         ids: ``(m, N, C)`` of any integer type, or with detail ids ``(m, N, C + Cd)``.
         images: m images of the set of ``reader``, described.
         reader: reader with `pixel_transform`; its thumbnails are at most as large as the images.
-        large: whether to make images of the differences.
+        large: whether to make images of the differences, and to compare with WebP at the bytes of all ids.
     """
+    prefixes = decoded_prefixes(tokenizer)
     for image, one in zip(images, ids, strict=True):
         original = reader.pixels(image.index)
         if original is not None:  # otherwise the file has changed since
-            decoded = [
-                _describe(each, each.decode(tokenizer, one[None])[0], original, reader.side, large)
-                for each in decoded_prefixes(tokenizer)
-            ]
+            decoded = [(each.label, each.bits, each.decode(tokenizer, one[None])[0]) for each in prefixes]
+            if large:
+                decoded.append(_compress(original, int(prefixes[-1].bits // 8)))
+            described = [_describe(*each, original, reader.side, large) for each in decoded]
             shown = image.model_copy(update={"thumbnail": exact_thumbnail(original, reader.side)})
-            yield Reconstruction(image=shown, decoded=tuple(decoded))
+            yield Reconstruction(image=shown, decoded=tuple(described))
 
 
-def _describe(prefix: DecodedPrefix, pixels: Tensor, original: Tensor, side: int, large: bool) -> DecodedImage:
+def _compress(original: Tensor, budget: int) -> tuple[str, float, Tensor]:
+    """Return label, bits and pixels of the best WebP file of at most ``budget`` bytes, or of the smallest one."""
+    found = best_within(compress(original, "webp", budget), original, budget)
+    return "WebP" if found.bytes <= budget else "WebP, smallest file", 8.0 * found.bytes, found.pixels
+
+
+def _describe(
+    label: str, bits: float, pixels: Tensor, original: Tensor, side: int, with_difference: bool
+) -> DecodedImage:
     return DecodedImage(
-        label=prefix.label,
-        bits=prefix.bits,
+        label=label,
+        bits=bits,
         figures={name: float(value) for name, value in compare_images(pixels[None], original[None]).items()},
         image=exact_thumbnail(pixels, side),
-        difference=exact_thumbnail(_difference(pixels, original), side) if large else None,
+        difference=exact_thumbnail(_difference(pixels, original), side) if with_difference else None,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from vqclip.errors import VqclipError
 from vqclip.evaluation import MODES, Details, read_evaluation, stored_files
+from vqclip.evaluation.pixel_results import PixelRow
+from vqclip.evaluation.pixels import QUALITY
 from vqclip.evaluation.stored import FOLDER
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
@@ -39,6 +41,10 @@ class Task:
     """Modality → use of its codebooks."""
     notes: list[str] = field(default_factory=list)
     details: Details | None = None
+    pixel_rows: list[PixelRow] = field(default_factory=list)
+    """Ways to store an image, with their figures; empty for tasks of other kinds than `pixels`."""
+    pixels_about: str = ""
+    """Set of originals, size, crop and resampling of these."""
 
     @property
     def rows(self) -> list[FigureRow]:
@@ -127,6 +133,9 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
         task = _read_task(stored.result.to_json())
         if task is not None:
             task.details = stored.result.details
+            if (pixels := stored.result.pixels) is not None:
+                task.pixel_rows = pixels.rows[:MAX_FIGURES]
+                task.pixels_about = f"{pixels.reference}, {pixels.image_size} pixels: {pixels.preprocessing}"
             task.intervals = {mode: dict(each) for mode, each in task.details.intervals.items()} if task.details else {}
             found.append((stored.step, task))
     return found
@@ -137,7 +146,12 @@ def _read_metrics(values: Mapping[str, float], known: Mapping[str, Task]) -> lis
     tasks: dict[str, Task] = {}
     for key, rate in values.items():
         name, mode, figure = ["", "", *key.rsplit("/", 2)][-3:]
-        if mode not in MODES or not math.isfinite(rate) or (name not in tasks and len(tasks) >= MAX_TASKS):
+        if (
+            mode not in MODES
+            or figure in QUALITY
+            or not math.isfinite(rate)
+            or (name not in tasks and len(tasks) >= MAX_TASKS)
+        ):
             continue
         if name not in tasks:
             tasks[name] = replace(known.get(name, Task(name)), rates={}, intervals={}, usage={}, notes=[], details=None)
@@ -174,5 +188,5 @@ def _rates(body: Any) -> dict[str, float]:
     return {
         str(name): float(value)
         for name, value in items
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1 and name not in QUALITY
     }

@@ -90,6 +90,7 @@ def render_run(run: RunFiles) -> str:
     verdict = judge(run, [row for task in tasks for row in task.rows])
     charts = {
         "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
+        "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixel_rows],
         "training": run_charts.training_charts(run),
         "evaluations": run_charts.evaluation_charts(run),
         "codebooks": run_charts.codebook_charts(run),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from vqclip.evaluation import MODES
+from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, rate_chart
 from vqclip.report.curves import Curves
@@ -18,6 +19,8 @@ FEW_CODEBOOKS = 4
 """Codebooks up to which each has a curve; more are a heat map."""
 MAX_ROWS = 256
 """Codebooks in a heat map: the first ones."""
+_UNITS = {"psnr": "dB", "psnr_of_mse": "dB", "ssim": "SSIM"}
+"""Units of figures that are no rates."""
 
 
 def training_charts(run: RunFiles) -> list[Chart]:
@@ -86,9 +89,28 @@ def evaluation_charts(run: RunFiles) -> list[Chart]:
         series = found.get((name, mode), {})
         if max((len(each) for each in series.values()), default=0) < 2:
             continue
-        lines = [Curve(figure_title(figure), *map(list, zip(*pairs, strict=True))) for figure, pairs in series.items()]
-        charts.append(line_chart(f"{name} ({MODE_TITLES[mode]})", lines, unit=PERCENT, marks=True, floor=0.0))
+        by_unit: dict[str, list[Curve]] = {}
+        for figure, pairs in series.items():
+            curve = Curve(figure_title(figure), *map(list, zip(*pairs, strict=True)))
+            by_unit.setdefault(_UNITS.get(figure, PERCENT), []).append(curve)
+        charts += [
+            line_chart(
+                f"{name} ({MODE_TITLES[mode]})", lines, unit=unit, marks=True, floor=0.0 if unit == PERCENT else None
+            )
+            for unit, lines in by_unit.items()
+        ]
     return [chart for chart in charts if chart is not None]
+
+
+def pixel_chart(task: Task) -> Chart | None:
+    """Return the PSNR of decoded ids and of codecs against bits; None for other tasks."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in task.pixel_rows:
+        if row.bits_per_image and "psnr" in row.figures:
+            kind = "ids" if row.method.startswith(CODES) else row.method
+            found.setdefault(kind, []).append((row.bits_per_image, row.figures["psnr"]))
+    curves = [Curve(kind, *map(list, zip(*sorted(points), strict=True))) for kind, points in found.items()]
+    return line_chart(f"{task.name}: PSNR against bits", curves, unit="dB", x_label="bits an image", marks=True)
 
 
 def figure_chart(task: Task) -> Chart | None:
