@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -264,6 +265,31 @@ def test_a_model_without_a_decoder_is_refused(folder):
     prepare([classes(folder)], with_decoder())
     with pytest.raises(ValidationError, match=r"codecs[\s\S]*'png'"):
         classes(folder, codecs=("png",))
+
+
+def distances_of(folder):
+    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
+    network = {"kind": "tokenizer", "folder": str(folder / "model")}
+    distances = [{"kind": "perceptual", "network": network}, {"kind": "frechet", "network": network}]
+    [result] = evaluate(CLIP.from_pretrained(folder / "model"), [classes(folder, distances=distances, limit=2)])
+    return result
+
+
+def test_distances_in_the_features_of_networks(ranks, folder):
+    result = distances_of(folder)
+    [(name, distance)] = result.pixels.distances.items()
+    assert re.fullmatch(r"Fréchet distance \(tokenizer [0-9a-f]{8}\)", name)
+    assert 0 < rows_of(result)["codes"].figures["perceptual"] < 2
+    assert f"{name}: " in (text := format_results([result]))
+    assert "perceptual distance" in text
+    # On three ranks one has no image.
+    for other in ranks(3, distances_of, folder):
+        assert other.pixels.distances == {name: pytest.approx(distance, rel=1e-3)}
+    with pytest.raises(ValidationError, match="each of lpips and perceptual at most once"):
+        classes(folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}}] * 2)
+    missing = classes(folder, distances=[{"kind": "frechet", "network": {"kind": "tokenizer", "folder": "x"}}])
+    with pytest.raises(ConfigError, match=r"evaluation\[0\].distances\[0\]: network.folder: "):
+        prepare([missing], with_decoder())
 
 
 def test_a_decoder_of_nan_is_named(folder):

@@ -14,6 +14,7 @@ from torch import Tensor
 from vqclip.data import EvalBatch
 from vqclip.evaluation.codes import load_ids, save_ids
 from vqclip.evaluation.encode import MODES, Mode
+from vqclip.evaluation.pixel_distances import Distances
 from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes
 from vqclip.pixels.metrics import compare_images, to_uint8
 from vqclip.pixels.metrics.codecs import Codec, best_within, compress
@@ -39,6 +40,7 @@ class Methods:
         mean: ``(3, S, S)`` uint8, mean of all images.
         prefixes: whether to decode prefixes of the ids too.
         codecs: codecs to compare with.
+        distances: distances in the features of networks.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class Methods:
         mean: Tensor,
         prefixes: bool,
         codecs: Sequence[Codec],
+        distances: Distances,
     ):
         self._tokenizer, self._ids, self._detail_file = tokenizer, ids, detail_file
-        self._inputs, self._mean, self._codecs = inputs, mean, codecs
+        self._inputs, self._mean, self._codecs, self._distances = inputs, mean, codecs, distances
         found = decoded_prefixes(tokenizer) if ids is not None else []
         self._decoded = {_title(each, found[-1]): each for each in (found if prefixes else found[-1:])}
         self.budget = int(found[-1].bits // 8) if found else 0
@@ -82,12 +85,13 @@ class Methods:
         columns: list[tuple[str, str]] = []
         values: list[Tensor] = []
         for method, images, sizes in self._decode(batch.images, inputs.images):
-            found = compare_images(images, batch.images)
+            found = compare_images(images, batch.images) | self._distances.of_images(images, batch.images)
             if sizes is not None:
                 found["bytes"] = torch.tensor(sizes, dtype=torch.float64)
             columns += [(method, metric) for metric in found]
             values += found.values()
         self.columns = columns
+        self._distances.add(self.reconstructions, batch.images)
         return torch.stack(values, dim=1).tolist()
 
     def _decode(self, real: Tensor, inputs: Tensor) -> Decoded:

@@ -26,6 +26,7 @@ from vqclip.evaluation.intervals import mean_value_intervals
 from vqclip.evaluation.labelled import encode_labelled
 from vqclip.evaluation.meaning import Meaning, meaning_of_captions, meaning_of_classes
 from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.pixel_distances import DistanceConfigs, Distances
 from vqclip.evaluation.pixel_methods import QUANTIZED, Methods
 from vqclip.evaluation.pixel_results import PixelResult, PixelRow
 from vqclip.evaluation.reconstructions import pixel_transform
@@ -56,12 +57,15 @@ class PixelQualityConfig(ImagesConfig):
     """Whether to decode the first residual stages and the first codebooks alone, too."""
     codecs: tuple[Codec, ...] = ("webp", "jpeg")
     """Codecs to compare with, at most at the bytes of the codes; each takes about 30 ms for an image of 64 pixels."""
+    distances: DistanceConfigs = ()
+    """Distances in the features of frozen networks, such as LPIPS of each image and the Fréchet distance of all of
+    them, with weights from files."""
     meaning: bool = True
     """Whether to evaluate zero-shot accuracy or R@1 of the reconstructions, beside those of the originals."""
 
     def require(self, model: nn.Module) -> None:
-        """Raise ConfigError if a model has no pixel decoder."""
-        require_pixel_decoder(model.image)  # type: ignore[arg-type]
+        """Raise ConfigError if a model has no pixel decoder, or a network of the distances cannot be loaded."""
+        self._load_distances(require_pixel_decoder(model.image))  # type: ignore[arg-type]
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Store, decode and compare every image, and encode the reconstructions again.
@@ -74,7 +78,8 @@ class PixelQualityConfig(ImagesConfig):
         images, meaning = self._encode_originals(model, encoder, name)
         if not images.annotations:
             raise DataError(f"{self.name}: got no image that can be used")
-        methods = self._methods(tokenizer, images, encoder, name)
+        distances = self._load_distances(tokenizer)
+        methods = self._methods(tokenizer, images, encoder, name, distances)
         made = encode_images(
             self, images.source, tokenizer, encoder, f"{name}-reconstructed", methods.measure,
             transform=pixel_transform(tokenizer),
@@ -105,6 +110,7 @@ class PixelQualityConfig(ImagesConfig):
                 image_size=_size(tokenizer),
                 preprocessing=_preprocessing(tokenizer),
                 rows=[row for row in rows if row.method != QUANTIZED],
+                distances=distances.finish(encoder.partition),
             ),
         )
 
@@ -124,7 +130,9 @@ class PixelQualityConfig(ImagesConfig):
             return captioned, None
         return captioned, meaning_of_captions(captioned, text, encoder, self.batch_size, f"{name}-text")
 
-    def _methods(self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder, name: str) -> Methods:
+    def _methods(
+        self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder, name: str, distances: Distances
+    ) -> Methods:
         stored = images.encoded.file
         ids = None if stored is None else load_ids(stored, tokenizer.codebook_sizes)
         inputs = None
@@ -132,7 +140,10 @@ class PixelQualityConfig(ImagesConfig):
             inputs = iter(self.read(images.source, tokenizer.transform, encoder.partition))
         mean = self._mean_image(tokenizer, images.source, encoder.partition)
         detail_file = encoder.folder / f"{name}-detail-{encoder.partition.rank}.safetensors"
-        return Methods(tokenizer, ids, detail_file, inputs, mean, self.prefixes, self.codecs)
+        return Methods(tokenizer, ids, detail_file, inputs, mean, self.prefixes, self.codecs, distances)
+
+    def _load_distances(self, tokenizer: ImageTokenizer) -> Distances:
+        return Distances(self.distances, _size(tokenizer), tokenizer.device)
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""

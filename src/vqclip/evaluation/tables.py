@@ -19,6 +19,7 @@ _PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "ssim": ("SSIM", "{:.3f}".format),
     "ms_ssim": ("MS-SSIM", "{:.3f}".format),
     "mae": ("mean abs. error", "{:.4f}".format),
+    "perceptual": ("perceptual distance", "{:.4f}".format),
     "lpips": ("LPIPS", "{:.4f}".format),
 }
 """Figure → its title, and how it is written."""
