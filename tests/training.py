@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tests.models import FSQ, tiny_model
 from vqclip.runlog.metrics import read_metrics
-from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.step import TrainStep
+from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 20
 
@@ -48,7 +48,7 @@ def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **chan
 def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     """Train in this process (a rank, or alone) and tell what happened."""
     os.environ["VQCLIP_CACHE"] = cache
-    config = TrainConfig.model_validate(tree)
+    config = load_task_config(tree)
     seen: list[list[int]] = []
     step = TrainStep.__call__
 

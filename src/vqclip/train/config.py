@@ -182,6 +182,11 @@ class TaskConfig(Config):
                     )
         return values
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights that are trained."""
+        return torch.float64 if self.train.precision == "fp64" else torch.float32
+
     def build_task(self, device: torch.device, dtype: torch.dtype) -> Task[Any]:
         """Build the task with the weights of the first step, which are drawn from torch's generator. A collective.
 

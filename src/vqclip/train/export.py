@@ -8,17 +8,21 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from vqclip import checkpoint
-from vqclip.errors import CheckpointError, ConfigError, printable
+from vqclip.errors import CheckpointError, ConfigError, VqclipError, printable
 from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.metrics import read_metrics
 from vqclip.tokenizer.card import card
-from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, load_weights
 from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
 from vqclip.train.summary import RunSummary, model_card
 from vqclip.train.tasks.base import Task
+from vqclip.train.tasks.kinds import load_task_config
 
 if TYPE_CHECKING:
     from vqclip.train.config import TaskConfig
@@ -54,7 +58,7 @@ def recorded_speed(folder: Path) -> tuple[dict[str, float], int] | None:
         return None
 
 
-def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CLIP, bool]:
+def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[Any, bool]:
     """Load the model of one checkpoint in evaluation mode, after verifying its checksums.
 
     Args:
@@ -63,17 +67,37 @@ def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[CL
             elsewhere; ``current``: those of the step alone.
 
     Returns:
-        The model, and whether the checkpoint has moving averages.
+        The model, and whether the checkpoint has moving averages. It is a `CLIP`; without ``text`` for a pixel decoder
+        of a tokenizer of images alone.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     saved = checkpoint.load(path)
-    model = CLIP.from_pretrained(saved.model_folder)
-    averages = read_averages(saved, model)
+    if (saved.model_folder / CONFIG_FILE).is_file():
+        whole: nn.Module = CLIP.from_pretrained(saved.model_folder)
+        trained = whole
+    else:
+        task = _load_task(saved)
+        whole, trained = task.evaluated, task.model
+    averages = read_averages(saved, trained)
     if weights == "averaged":
-        use_averages(model, averages)
-    return model, bool(averages)
+        use_averages(trained, averages)
+    return whole, bool(averages)
+
+
+def _load_task(saved: checkpoint.Checkpoint) -> Task[Any]:
+    """Load a checkpoint that holds only a part of the model, by the configuration of its run."""
+    file = saved.path.parents[1] / "config.yaml"
+    try:
+        config = load_task_config(file)
+        task = config.build_task(torch.device("cpu"), config.dtype)
+    except VqclipError as error:
+        raise CheckpointError(f"{saved.path}: cannot be used without its run's configuration: {error}") from error
+    task.require_own(saved.model_folder)
+    load_weights(saved.model_folder, task.model)
+    task.evaluated.eval()
+    return task
 
 
 def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weights: Weights = "averaged") -> Path:
@@ -120,4 +144,8 @@ def _recorded_figures(run: Path, step: int, of_current: bool) -> str:
         name.removeprefix(PREFIX): rate for line in lines for name, rate in line.items() if name.startswith(PREFIX)
     }
     chosen = {name: rate for name, rate in rates.items() if name.startswith(CURRENT) == of_current}
-    return "\n".join(f"- {PREFIX}{name.removeprefix(CURRENT)}: {rate:.1%}" for name, rate in chosen.items())
+    return "\n".join(f"- {PREFIX}{name.removeprefix(CURRENT)}: {_show(rate)}" for name, rate in chosen.items())
+
+
+def _show(figure: float) -> str:
+    return f"{figure:.1%}" if abs(figure) <= 1 else f"{figure:.2f}"  # a rate, or dB

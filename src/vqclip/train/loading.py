@@ -9,7 +9,7 @@ from vqclip import checkpoint
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
-from vqclip.tokenizer.folder import CONFIG_FILE
+from vqclip.tokenizer.folder import CONFIG_FILE, WEIGHTS_FILE
 from vqclip.tokenizer.hub import find_folder
 from vqclip.train.ema import Weights
 from vqclip.train.export import load_checkpoint_model
@@ -87,7 +87,7 @@ def _find_checkpoint(path: Path) -> Path | None:
     path = path.resolve()
     if path.name == "model" and path.parent in checkpoint.checkpoints(path.parent.parent):
         return path.parent
-    return path if (path / "model" / CONFIG_FILE).is_file() else None
+    return path if (path / "model" / WEIGHTS_FILE).is_file() else None
 
 
 def _exported_weights(folder: Path) -> str:

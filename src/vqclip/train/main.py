@@ -190,7 +190,7 @@ def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, l
 def build_task(config: TaskConfig, device: torch.device) -> Task[Any]:
     """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
-    return config.build_task(device, torch.float64 if config.train.precision == "fp64" else torch.float32)
+    return config.build_task(device, config.dtype)
 
 
 def build_data(config: TaskConfig, task: Task[Any]) -> TrainData:

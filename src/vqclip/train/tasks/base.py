@@ -203,6 +203,9 @@ class Task(ABC, Generic[SamplesT]):
             extra: of `FrozenWeights.section`.
         """
 
+    def require_own(self, folder: Path) -> None:
+        """Raise CheckpointError unless a checkpoint's part of the model belongs to this task's other parts."""
+
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the tokenizer to a folder, which is empty."""

@@ -9,7 +9,6 @@ number of processes, nor on `train.precision`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from vqclip.data import Batch
 from vqclip.data.features.settings import TORCH_DTYPES
 from vqclip.data.loader import Tokenize
-from vqclip.errors import ConfigError
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, full_precision
 from vqclip.pixels import (
@@ -54,6 +54,8 @@ __all__ = ["PixelTask", "PixelTrainConfig"]
 
 IDS = "ids"
 """Name of the stored ids of images among the features of a batch."""
+_DESCRIPTION = "pixels.json"
+"""File of a checkpoint with the tokenizer's fingerprint and the decoder's configuration."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def _error_sums(made: Tensor, images: Tensor) -> dict[str, Tensor]:
         "colour": real.mean(dim=(2, 3)).sum(dim=0),
         "power": real.square().mean(dim=(1, 2, 3)).sum(),
     }
+
+
+class _Described(Strict):
+    tokenizer: str
+    pixels: PixelsConfig
 
 
 class PixelTask(Task[PixelBatch]):
@@ -238,12 +245,22 @@ class PixelTask(Task[PixelBatch]):
     def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
         """Write the decoder, and what it belongs to."""
         write_weights(folder, state)
-        described = {"tokenizer": self.digest, "pixels": self.decoder.config.model_dump(mode="json")}
-        (folder / "pixels.json").write_text(json.dumps(described, indent=2))
+        described = _Described(tokenizer=self.digest, pixels=self.decoder.config)
+        write_plain(folder / _DESCRIPTION, described.model_dump(mode="json"))
+
+    def require_own(self, folder: Path) -> None:
+        """Compare the tokenizer of a checkpoint with this one."""
+        found = read_plain(folder / _DESCRIPTION, _Described).tokenizer
+        if found != self.digest:
+            raise CheckpointError(
+                f"{folder}: was trained for the tokenizer {found[:16]}..., and the folder in config.yaml now contains "
+                f"{self.digest[:16]}...; restore the tokenizer"
+            )
 
     def export(self, folder: Path) -> None:
         """Write the tokenizer's folder, with the decoder."""
-        (self.whole if isinstance(self.whole, CLIP) else self.image).save_pretrained(folder)
+        assert isinstance(self.whole, CLIP | _ImageModel)
+        self.whole.save_pretrained(folder)
 
 
 def _ignore_captions(captions: list[str]) -> tuple[Tensor, Sequence[int]]:
@@ -345,6 +362,10 @@ class _ImageModel(nn.Module):
     def __init__(self, image: ImageTokenizer):
         super().__init__()
         self.image = image
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the image tokenizer; see `CLIP.save_pretrained`."""
+        self.image.save_pretrained(folder)
 
 
 def _load_frozen(name: str) -> nn.Module:

@@ -1,0 +1,270 @@
+"""`task: pixels`: a pixel decoder for a frozen, exported tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data.making import caption_shards
+from tests.models import FSQ, IDENTITY, PRODUCT, tiny_model
+from tests.train.test_resume import start, wait_for
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip import load_tokenizer
+from vqclip.cli.main import main
+from vqclip.errors import CheckpointError, ConfigError, OtherRunError
+from vqclip.model import CLIP
+from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.train import run as train
+from vqclip.train.loading import load_model
+from vqclip.train.step import TrainStep
+from vqclip.train.tasks.kinds import load_task_config
+
+STEPS = 6
+ADVERSARIAL = {
+    "kind": "adversarial",
+    "start_step": 2,
+    "discriminator": {"kind": "patch", "channels": 16, "layers": 1},
+}
+LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
+DETAIL = {
+    "quantizer": {"kind": "vq", "dim": 4, "codebook_size": 8},
+    "stages": 2,
+    "channels": 8,
+    "max_channels": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tokenizer") / "both"
+    tiny_model(PRODUCT, FSQ).build().eval().save_pretrained(folder)
+    return folder
+
+
+def pixel_tree(folder, shards, tokenizer, **changes):
+    tree = run_tree(folder, shards)
+    for key in ("model", "loss"):
+        del tree[key]
+    tree |= {"task": "pixels", "tokenizer": str(tokenizer), "losses": LOSSES}
+    tree["decoder"] = {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3}
+    tree["train"] |= {"steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 9, "ema": {"decay": 0.5}}
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            tree[section] = tree[section] | {key: value}
+        else:
+            tree[section] = value
+    return tree
+
+
+def saved(folder, step=STEPS):
+    """Every tensor of a checkpoint: the decoder, discriminators, averages and the optimizer's state."""
+    path = folder / "tiny" / "checkpoints" / f"step-{step:08d}"
+    files = ("model/model.safetensors", "state.safetensors", "optimizer.safetensors")
+    return {f"{name}/{key}": each for name in files for key, each in load_file(path / name).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards, tokenizer):
+    """A run that nothing interrupts, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    tree = pixel_tree(folder, shards, tokenizer, train__precision="fp32", detail=DETAIL)
+    run(tree, str(folder / "cache"))
+    return folder, tree
+
+
+def test_the_export_is_the_tokenizer_with_a_decoder(whole, tokenizer):
+    folder, _ = whole
+    before, after = (load_tokenizer(path, "image") for path in (tokenizer, folder / "tiny" / "tokenizer"))
+    assert fingerprint(after) == fingerprint(before)
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    assert after.encode(images).equal(before.encode(images))
+    assert after.decode_pixels(after.encode_pixels(images)).shape == (3, 3, 16, 16)
+    assert before.pixels is None
+    averages = {
+        name.removeprefix("ema/"): each
+        for name, each in load_file(folder / "tiny" / "checkpoints" / "step-00000006" / "state.safetensors").items()
+        if name.startswith("ema/")
+    }
+    exported = load_file(folder / "tiny" / "tokenizer" / "pixels.safetensors")
+    assert averages
+    assert all(exported[name].equal(each) for name, each in averages.items())
+    assert (
+        load_file(folder / "tiny" / "tokenizer" / "model.safetensors").keys()
+        == CLIP.from_pretrained(tokenizer).state_dict().keys()
+    )
+
+
+def test_checkpoints_hold_the_decoder_alone(whole):
+    folder, _ = whole
+    assert all(name.startswith("image.pixels.") for name in weights(folder, STEPS))
+    assert any("discriminators/" in name for name in saved(folder))
+    described = json.loads((folder / "tiny" / "checkpoints" / "step-00000006" / "model" / "pixels.json").read_text())
+    assert described.keys() == {"tokenizer", "pixels"}
+
+
+def test_metrics_are_those_of_images(whole):
+    folder, _ = whole
+    first, *_, last = [line for line in metrics(folder) if "pixels/psnr" in line]
+    assert last["pixels/mse"] < first["pixels/mse"]
+    assert last["pixels/psnr"] == pytest.approx(-10 * torch.tensor(last["pixels/mse"]).log10().item(), abs=1e-4)
+    assert last["pixels/variance"] > 0
+    assert {"loss/l1", "loss/l2", "loss/adversarial", "loss/adversarial/discriminator", "detail/usage"} <= last.keys()
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
+    folder, tree = whole
+    forward = TrainStep._forward
+
+    def dying(self, local, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return forward(self, local, step)
+
+    tree = tree | {"run": tree["run"] | {"folder": str(tmp_path)}}
+    with mock.patch.object(TrainStep, "_forward", dying), pytest.raises(KeyboardInterrupt):
+        run(tree, str(folder / "cache"))
+    assert len(run(tree, str(folder / "cache"))["sample_ids"]) == STEPS - 2
+    assert all_equal(saved(tmp_path), saved(folder))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, whole):
+    folder, tree = whole
+    tree = tree | {"run": tree["run"] | {"folder": str(tmp_path / "killed")}}
+    longer = {"train": tree["train"] | {"steps": 40}}
+    process = start(tree | longer, str(folder / "cache"))
+    wait_for((tmp_path / "killed" / "tiny" / "checkpoints" / "step-00000010").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    run(tree | longer, str(folder / "cache"))
+    once = tree | longer | {"run": tree["run"] | {"folder": str(tmp_path / "once")}}
+    run(once, str(folder / "cache"))
+    assert all_equal(saved(tmp_path / "killed", 40), saved(tmp_path / "once", 40))
+
+
+def results(folder, tree, cache):
+    run(tree, cache)
+    return folder
+
+
+def assert_same_trajectory(one, other):
+    assert largest_difference(saved(one), saved(other)) < 1e-9
+    for line, also in zip(metrics(one), metrics(other), strict=True):
+        for name in ("loss/total", "grad_norm", "pixels/mse"):
+            assert line[name] == pytest.approx(also[name], rel=1e-9)
+
+
+def test_micro_batches_give_the_same_trajectory(tmp_path, shards, tokenizer):
+    for number in (1, 3):
+        tree = pixel_tree(tmp_path / f"{number}", shards, tokenizer, train__micro_batches=number, detail=DETAIL)
+        run(tree, str(tmp_path / "cache"))
+    assert_same_trajectory(tmp_path / "1", tmp_path / "3")
+
+
+@pytest.mark.parametrize(("processes", "micro_batches"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, processes, micro_batches):
+    cache = str(tmp_path / "cache")
+    run(pixel_tree(tmp_path / "one", shards, tokenizer, detail=DETAIL), cache)
+    tree = pixel_tree(tmp_path / "more", shards, tokenizer, detail=DETAIL, train__micro_batches=micro_batches)
+    ranks(processes, run, tree, cache)
+    assert_same_trajectory(tmp_path / "one", tmp_path / "more")
+
+
+def test_stored_ids_train_the_same_bits(tmp_path, shards, tokenizer):
+    """Two views of each image; the tokenizer is not run in a step."""
+    encode, cache = CLIP.from_pretrained(tokenizer).image.encode.__func__, {"folder": str(tmp_path / "features")}
+    for name, stored in (("computed", None), ("stored", cache)):
+        tree = pixel_tree(
+            tmp_path / name, shards, tokenizer, data__views=2, data__feature_cache=stored, train__precision="fp32"
+        )
+        calls = []
+        with mock.patch(
+            "vqclip.tokenizer.ImageTokenizer.encode",
+            lambda self, images, seen=calls: (seen.append(1), encode(self, images))[1],
+        ):
+            run(tree, str(tmp_path / "cache"))
+        assert len(calls) == (STEPS if stored is None else 4)  # 30 samples x 2 views in chunks of 16
+    assert all_equal(saved(tmp_path / "computed"), saved(tmp_path / "stored"))
+
+
+def test_a_changed_tokenizer_is_another_run(tmp_path, shards, tokenizer):
+    changed = tmp_path / "changed"
+    model = CLIP.from_pretrained(tokenizer)
+    model.save_pretrained(changed)
+    tree = pixel_tree(tmp_path, shards, changed, train__steps=4)
+    run(tree, str(tmp_path / "cache"))
+    next(model.image.project_in.parameters()).data += 1
+    model.save_pretrained(changed)
+    with pytest.raises(OtherRunError, match="tokenizer: '.*' in the checkpoint"):
+        run(tree | {"train": tree["train"] | {"steps": 6}, "run": tree["run"] | {"resume_allow": ["train.steps"]}}, "")
+
+
+def test_a_tokenizer_of_images_alone(tmp_path, shards, tokenizer):
+    load_tokenizer(tokenizer, "image").save_pretrained(tmp_path / "image")
+    tree = pixel_tree(tmp_path, shards, tmp_path / "image", train__steps=4)
+    result = train(load_task_config(tree))
+    assert load_tokenizer(result.tokenizer, "image").pixels is not None
+    tree["evaluation"] = [{"kind": "retrieval", "data": {"kind": "shards", "path": str(shards)}}]
+    with pytest.raises(ConfigError, match="evaluation: got kind retrieval, and .* has no text tokenizer"):
+        train(load_task_config(tree))
+
+
+REFUSED = {
+    "a key of the other task": ({"model": {}}, "got model, which belongs to task: contrastive"),
+    "an unknown task": ({"task": "video"}, "task: got 'video'; expected one of contrastive, pixels"),
+    "no tokenizer": ({"tokenizer": "no/such/folder"}, "no/such/folder"),
+    "a run's folder": ({"tokenizer": "RUN"}, "a run's folder; name its tokenizer"),
+    "no losses": ({"losses": []}, "losses: got no term"),
+    "a loss of the other task": ({"losses": [{"kind": "contrastive"}]}, r"losses\[0\].kind: got 'contrastive'"),
+    "a cache without views": ({"data__feature_cache": {}}, "data.views: got null"),
+    "a cache of texts": (
+        {"data__feature_cache": {"modalities": ["text"]}, "data__views": 1},
+        r"data.feature_cache.modalities: got \['text'\]; expected \[image\]",
+    ),
+    "a bottleneck": ({"train__bottleneck": {"open_steps": 1, "close_steps": 0}}, "train.bottleneck: got a schedule"),
+    "no codes": ({"tokenizer": "IDENTITY"}, "has no codes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_named(name, tmp_path, shards, tokenizer, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    change, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    if change.get("tokenizer") == "IDENTITY":
+        tiny_model(IDENTITY, FSQ).build().save_pretrained(tmp_path / "identity")
+        change = {"tokenizer": str(tmp_path / "identity")}
+    if change.get("tokenizer") == "RUN":
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "tokenizer").symlink_to(tokenizer)
+        change = {"tokenizer": str(tmp_path / "base")}
+    tree = pixel_tree(tmp_path, shards, change.pop("tokenizer", tokenizer), **change)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        train(tree)
+
+
+def test_keys_of_pixels_are_refused_in_a_contrastive_run(tmp_path, shards, tokenizer):
+    with pytest.raises(ConfigError, match="got tokenizer, which belongs to task: pixels, with task: contrastive"):
+        load_task_config(run_tree(tmp_path, shards) | {"tokenizer": str(tokenizer)})
+
+
+def test_a_checkpoint_is_exported(whole, tmp_path, capsys):
+    folder, _ = whole
+    assert main(["export-tokenizer", str(folder / "tiny"), "--step", "4", "--out", str(tmp_path / "out")]) == 0
+    assert load_tokenizer(tmp_path / "out", "image").pixels is not None
+    assert load_model(str(folder / "tiny")).model.image.pixels is not None
+    newest = load_model(str(folder / "tiny" / "checkpoints" / "step-00000004"), "current")
+    pixels = {name: each for name, each in newest.model.state_dict().items() if name.startswith("image.pixels.")}
+    assert all_equal(pixels, weights(folder, 4))
