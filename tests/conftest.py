@@ -42,11 +42,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 _LONGEST = (
-    "test_world_size.py",
-    "test_repeated_runs.py",
+    "quantizers/test_contract.py",
+    "quantizers/test_training.py",
+    "train/test_main.py",
+    "train/test_feature_cache.py",
+    "train/test_grad_cache.py",
     "train/test_resume.py",
-    "docs/test_docs.py",
-    "test_grad_cache.py",
+    "train/test_frozen_weights.py",
+    "export/test_export.py",
 )
 """Files that take longest begin first, so that two processes end at about the same time."""
 
