@@ -104,6 +104,7 @@ def test_sizes_follow_the_tokenizer():
     for tokens, size in ((1, 8), (9, 21), (16, 64)):
         detail = DetailConfig(quantizer=FSQ, stages=2, channels=8, max_channels=16).build(tokens, size)
         assert detail.encode(torch.zeros(2, 3, size, size)).shape == (2, tokens, 2)
+        assert detail.encode(torch.zeros(0, 3, size, size)).shape == (0, tokens, 2)
         assert (detail.dim, detail.stages, detail.codebook_sizes) == (4, 2, (12, 12))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -28,6 +29,17 @@ from vqclip.towers.pixels import Normalize
 __all__ = ["Detail", "DetailConfig"]
 
 
+class _Fold(nn.Module):
+    """``(B, C, H f, W f)`` → ``(B, C f², H, W)``; unlike `nn.PixelUnshuffle` also for B = 0."""
+
+    def __init__(self, factor: int):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rearrange(x, "b c (h p) (w q) -> b (c p q) h w", p=self.factor, q=self.factor)
+
+
 class _Convolutions(nn.Sequential):
     """Pixels → features of the tokens: stages of a 3×3 convolution, each of which folds the grid first.
 
@@ -39,7 +51,7 @@ class _Convolutions(nn.Sequential):
         before = 3
         for number, factor in enumerate(reversed(prime_factors(pixels_per_token(num_tokens, image_size)))):
             after = min(config.max_channels, config.channels << number)
-            layers += [nn.PixelUnshuffle(factor), nn.Conv2d(factor**2 * before, after, 3, padding=1)]
+            layers += [_Fold(factor), nn.Conv2d(factor**2 * before, after, 3, padding=1)]
             layers += [nn.GroupNorm(after // config.channels_per_group, after), nn.SiLU()]
             before = after
         super().__init__(*layers, nn.Conv2d(before, dim, 1), nn.Flatten(2))
