@@ -168,7 +168,7 @@ class DetailConfig(Config):
     dropout: float = Field(0.5, ge=0, le=1)
     """Share of the training samples that have fewer than all stages, each number from 0 (semantic ids alone) equally
     often. With 0, images can be decoded from all stages only."""
-    channels: int = Field(32, ge=2, le=MAX_WIDTH)
+    channels: int = Field(16, ge=2, le=MAX_WIDTH)
     """Channels after the first convolution; each further one has twice as many."""
     max_channels: int = Field(128, ge=2, le=MAX_WIDTH)
     """Most channels of a convolution."""
