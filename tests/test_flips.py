@@ -18,6 +18,7 @@ from tests.models import FSQ, VQ, tiny_model
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError
 from vqclip.model import CLIP
+from vqclip.pixels import TransformerPixelsConfig, attach
 from vqclip.tokenizer.folder import CARD_FILE, PROCESSOR_FILE
 
 SEED = 0
@@ -38,7 +39,9 @@ def a_checkpoint(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
 
 
 def a_tokenizer(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
-    tiny_model(VQ, FSQ).build().save_pretrained(folder)
+    model = tiny_model(VQ, FSQ).build()
+    attach(model.image, TransformerPixelsConfig(width=8, heads=1, depth=1, channels=1).build(6, 4, 16))
+    model.save_pretrained(folder)
     (folder / "README.md").write_text("# a card\n")
     return folder, [
         lambda path: vqclip.load_tokenizer(path, modality="image"),
@@ -61,7 +64,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path, made: Callable, flips: int)
     folder, loaders = made(tmp_path)
     unread = () if made is a_checkpoint else (CARD_FILE, PROCESSOR_FILE)  # neither is read here
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in unread)
-    assert len(files) == (7 if made is a_checkpoint else 2)
+    assert len(files) == (7 if made is a_checkpoint else 3)
     met = set()
     for number in range(flips):
         draw = random.Random(f"{SEED}-{number}")

@@ -11,6 +11,8 @@ from tests.data.making import caption_shards, class_folder, pixels
 from tests.docs.blocks import ROOT
 from tests.training import run_tree
 from vqclip.cli.train import main
+from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
 
 
 def make_place(folder: Path) -> Path:
@@ -21,6 +23,7 @@ def make_place(folder: Path) -> Path:
     - ``images/<class>/*.png``: two classes of two images. ``photos/*.png`` with captions beside them: ten pairs.
       ``held-out``: four more.
     - ``runs/base``: a finished run of a tiny model, two steps on those shards, with an evaluation.
+    - ``runs/pixels/tokenizer``: its tokenizers with an untrained pixel decoder.
     """
     for name in ("configs", "scripts", "benchmarks", "examples"):
         (folder / name).symlink_to(ROOT / name)
@@ -51,6 +54,11 @@ def make_place(folder: Path) -> Path:
     config.write_text(json.dumps(tree))
     assert main(["--config", str(config)]) == 0
     config.unlink()
+    model = CLIP.from_pretrained(folder / "runs" / "base" / "tokenizer")
+    tokenizer = model.image
+    decoder = ConvolutionalPixelsConfig(channels=8).build(tokenizer.quantizer.dim, tokenizer.num_tokens, 16)
+    attach(tokenizer, decoder)
+    model.save_pretrained(folder / "runs" / "pixels" / "tokenizer")
     return folder
 
 
