@@ -16,7 +16,7 @@ from tests.pixels.losses.test_contract import L1, PATCH, TIMM, TOKENIZER, build,
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import save_tensors
 from vqclip.pixels.losses import PixelLossesConfig
-from vqclip.pixels.losses.networks import FeatureNetwork, build_network
+from vqclip.pixels.losses.networks import FeatureNetwork, TokenizerNetworkConfig, build_network
 from vqclip.towers.image import TimmTowerConfig
 
 HEADS = PATCH | {"discriminator": {"kind": "features", "network": TOKENIZER, "width": 8}}
@@ -55,6 +55,12 @@ def test_value_by_hand():
     torch.testing.assert_close(losses.terms(losses(made, real, 0), 0)[0]["perceptual"], expected)
 
 
+def test_features_of_a_folder_in_half_precision_are_computed_in_fp32():
+    vqclip.load_tokenizer("tokenizer", "image").bfloat16().save_pretrained("half")
+    network = build_network(TokenizerNetworkConfig(folder="half"), None)
+    assert [each.dtype for each in network(torch.rand(1, 3, 16, 16))] == [torch.float32] * 2
+
+
 def test_networks_are_constants():
     losses = build([L1, {"kind": "perceptual", "network": TIMM}, HEADS])
     judge = losses.adversaries["adversarial"].discriminator
@@ -86,6 +92,7 @@ def test_identity_names_weights_not_their_place():
         (TOKENIZER | {"folder": "nowhere"}, None, r"losses\[0\].*network\.folder: nowhere"),
         (TIMM | {"checkpoint": "nothing.safetensors"}, None, r"losses\[0\].*network\.checkpoint: nothing"),
         (TIMM | {"checkpoint": None}, None, r"losses\[0\].*network: got random weights"),
+        (TIMM | {"train": {"last": 1}}, None, r"losses\[0\].*network\.train: got parts that train"),
         (TIMM | {"name": "vit_tony"}, None, r"losses\[0\].*network\.name: timm has no model 'vit_tony'"),
         (TIMM, [3], r"losses\[0\].*layers: got 3; this network has 3 blocks, backbone.model.blocks.0 to"),
         (TIMM, [-4], r"layers: got -4"),

@@ -76,7 +76,7 @@ class FeatureNetwork(nn.Module):
         for name in names:
             tower.get_submodule(name).register_forward_hook(self._catch)
         make_constant(tower)
-        self.eval()
+        self.float().eval()  # folders may contain half precision
         self.widths = self._measure(names)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -133,6 +133,8 @@ def build_network(config: Any, layers: Sequence[int] | None) -> FeatureNetwork:
                     "tower: got random weights, whose features say little about images; set pretrained or a "
                     "file of weights, or kind: tokenizer"
                 )
+            if config.train not in ("all", "none"):
+                raise ConfigError("tower.train: got parts that train; expected none: this network is frozen")
             config = config.model_copy(update={"train": "none"})
         tower = config.build()
         if bad := nonfinite_names(tower.state_dict()):
