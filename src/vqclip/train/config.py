@@ -23,7 +23,7 @@ from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.io.cache import cache_folder
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
-from vqclip.pixels.losses import PixelLosses
+from vqclip.pixels.losses import PixelLosses, require_starts
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.towers.training import FromStep
@@ -341,6 +341,7 @@ class TrainConfig(TaskConfig):
                     f"{key}.{name}: got {got}; expected at most {most} in a run of {self.train.steps} "
                     f"steps of {self.train.batch_size} samples"
                 )
+        require_starts(pixels.losses, self.train.steps, f"{key}.losses")
         if "image" in self.cached_modalities:
             raise ValueError(
                 f"{key}: got a pixel decoder with data.feature_cache, whose stored image features replace the images "

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from torch.func import functional_call
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
+from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
 
 SIZE = 16
 L1 = {"kind": "l1"}
@@ -130,6 +130,10 @@ def test_terms_begin_at_their_step():
     assert [sorted(losses(*images(2), step)) for step in (2, 3)] == [["count", "l1"], ["count", "l1", "l2"]]
     with pytest.raises(ConfigError, match="losses: got no term that compares images"):
         build([{"kind": "l1", "start_step": 1}])
+    configs = losses.configs.values()
+    require_starts([*configs], 4)
+    with pytest.raises(ValueError, match=r"losses\[1\].start_step: got 3; expected fewer than the 3 steps"):
+        require_starts([*configs], 3)
 
 
 def test_images_must_pair_up():

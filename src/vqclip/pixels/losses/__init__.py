@@ -11,7 +11,7 @@ from vqclip.pixels.losses.adversarial import AdversarialConfig
 from vqclip.pixels.losses.distances import L1Config, L2Config
 from vqclip.pixels.losses.lpips import LPIPSConfig
 from vqclip.pixels.losses.perceptual import PerceptualConfig
-from vqclip.pixels.losses.total import PixelLosses
+from vqclip.pixels.losses.total import PixelLosses, require_starts
 
 PixelLossConfig = Annotated[
     L1Config | L2Config | PerceptualConfig | LPIPSConfig | AdversarialConfig, Field(discriminator="kind")
@@ -20,4 +20,4 @@ PixelLossConfig = Annotated[
 PixelLossesConfig = tuple[PixelLossConfig, ...]
 """Configuration of all terms."""
 
-__all__ = ["PixelLossConfig", "PixelLosses", "PixelLossesConfig"]
+__all__ = ["PixelLossConfig", "PixelLosses", "PixelLossesConfig", "require_starts"]

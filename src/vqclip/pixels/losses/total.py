@@ -24,7 +24,7 @@ from vqclip.pixels.losses.base import PixelTerm, PixelTermConfig
 from vqclip.pixels.losses.gradients import attach_gradient, gradient_of
 from vqclip.seeds import derive_seed
 
-__all__ = ["PixelLosses"]
+__all__ = ["PixelLosses", "require_starts"]
 
 _OTHERS = "squares"
 """Sum of the squared gradient of the weighted terms that are not adversarial, at the pixels."""
@@ -168,6 +168,24 @@ class PixelLosses(nn.Module):
 
     def _active(self, names: Iterable[str], step: int) -> list[str]:
         return [name for name in names if step >= self.configs[name].start_step]
+
+
+def require_starts(configs: Sequence[PixelTermConfig], steps: int, key: str = "losses") -> None:
+    """Check that every term begins within a run.
+
+    Args:
+        configs: `PixelLossesConfig`.
+        steps: number of steps of the run.
+        key: key path of ``configs``.
+
+    Raises:
+        ValueError: a term would never begin.
+    """
+    for number, config in enumerate(configs):
+        if config.start_step >= steps:
+            raise ValueError(
+                f"{key}[{number}].start_step: got {config.start_step}; expected fewer than the {steps} steps of the run"
+            )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from vqclip.pixels import (
     PixelsConfig,
     attach,
 )
-from vqclip.pixels.losses import PixelLosses, PixelLossesConfig
+from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
 from vqclip.pixels.losses.distances import L1Config
 from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
@@ -283,6 +283,7 @@ class PixelTrainConfig(TaskConfig):
 
     @model_validator(mode="after")
     def _no_setting_is_without_effect(self) -> PixelTrainConfig:
+        require_starts(self.losses, self.train.steps)
         if self.train.bottleneck is not None:
             raise ValueError(
                 "train.bottleneck: got a schedule with task: pixels, whose tokenizer is frozen; expected null"
