@@ -166,7 +166,7 @@ assert distributed is None or not distributed.is_available() or not distributed.
         ),
         ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
         (
-            "import vqclip; vqclip.load_tokenizer",
+            "import vqclip.runlog.metrics; vqclip.load_tokenizer",
             ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics", "matplotlib", "jinja2"],
         ),
     ],

@@ -367,7 +367,7 @@ def _within(mode, function, args):
 
 def test_a_step_with_the_loss_compiles_to_one_graph():
     torch._dynamo.reset()
-    model, step = model_and_step(PRODUCT)
+    model, step = model_and_step(FSQ)
     batch = batch_number(0, model)
 
     def loss_of(images, tokens):
