@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import dataclasses
 import io
 import json
@@ -250,7 +251,10 @@ def test_results_name_what_they_depend_on_and_survive_files(folder):
     paths = write_evaluations(folder, 7, results)
     assert read_evaluation(paths[0]).result == results[0]
     write_csv(folder / "figures.csv", results)
-    assert ",codes_only,psnr," in (folder / "figures.csv").read_text()
+    with (folder / "figures.csv").open() as file:
+        rows = {(row["name"], row["mode"], row["figure"]): row for row in csv.DictReader(file)}
+    assert float(rows["pixels", "codes_only", "psnr"]["rate"]) == results[0].figures["codes_only"]["psnr"]
+    assert float(rows["pixels", "JPEG", "bits_per_image"]["rate"]) == rows_of(results[0])["JPEG"].bits_per_image
     text = format_results(results)
     assert text.count("stored as") == 2
     assert "files of at most 6 bytes, headers included: JPEG 0 %, JPEG, reduced size 0 % of the images" in text

@@ -18,6 +18,7 @@ from vqclip.evaluation.pixel_distances import Distances
 from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes
 from vqclip.pixels.metrics import compare_images, to_uint8
 from vqclip.pixels.metrics.codecs import Codec, best_within, compress
+from vqclip.process import progress
 from vqclip.tokenizer import ImageTokenizer
 
 CODES, BYPASSED, QUANTIZED = "codes", "quantizer bypassed", "quantized"
@@ -130,7 +131,10 @@ class Methods:
             yield QUANTIZED, to_uint8(tokenizer.pixels_of(tokenizer.quantizer(x, mask).vectors, further)), None
 
     def _compress(self, real: Tensor, codec: Codec) -> Decoded:
-        sizes = [compress(image, codec, self.budget) for image in real.cpu()]
+        sizes = []
+        for image in real.cpu():
+            progress.heartbeat()  # a large image takes about a second
+            sizes.append(compress(image, codec, self.budget))
         best = [best_within(found, image, self.budget) for found, image in zip(sizes, real.cpu(), strict=True)]
         for method, files in ((TITLES[codec], [each[0] for each in sizes]), (f"{TITLES[codec]}, reduced size", best)):
             yield method, torch.stack([file.pixels for file in files]), [file.bytes for file in files]

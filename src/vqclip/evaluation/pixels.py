@@ -34,6 +34,7 @@ from vqclip.evaluation.results import Result, fill_modes
 from vqclip.model import CLIP
 from vqclip.pixels.metrics import MS_SSIM_SIZE, SSIM_SIZE, mean_figures, psnr
 from vqclip.pixels.metrics.codecs import Codec
+from vqclip.process import progress
 from vqclip.tokenizer import ImageTokenizer
 
 QUALITY = ("psnr", "psnr_of_mse", "ssim")
@@ -151,6 +152,7 @@ class PixelQualityConfig(ImagesConfig):
         total, count = torch.zeros(1, 3, size, size, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         with partition.raise_on_all_ranks():
             for batch in self.read(source, pixel_transform(tokenizer), partition):
+                progress.heartbeat()
                 if len(batch):
                     total += batch.images.long().sum(dim=0)
                     count += len(batch)

@@ -90,19 +90,28 @@ def write_json(path: Path, results: Sequence[Result], about: Mapping[str, str] =
 
 
 def write_csv(path: Path, results: Sequence[Result], about: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write results as CSV: a row for each result, mode and figure, with the keys of ``about`` as further columns."""
+    """Write results as CSV: a row for each result, mode and figure, with the keys of ``about`` as further columns.
+
+    Of reconstructed images there is also a row for each way to store an image, as the mode, and figure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     heads = ("name", "kind", "mode", "figure", "rate", "chance", "images", "classes", "captions", *about)
     rows = [
         (result.name, result.kind, mode, figure, rate, result.chance.get(figure, ""), result.samples)
         + ("" if result.classes is None else result.classes, result.captions, *about.values())
         for result in results
-        for mode, figures in result.figures.items()
+        for mode, figures in (*result.figures.items(), *_stored_images(result))
         for figure, rate in (figures or {}).items()
     ]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([heads, *mask_credentials(rows)])
     write_text(path, text.getvalue())
+
+
+def _stored_images(result: Result) -> list[tuple[str, dict[str, float]]]:
+    rows = [] if result.pixels is None else result.pixels.rows
+    bits = [{} if row.bits_per_image is None else {"bits_per_image": row.bits_per_image} for row in rows]
+    return [(row.method, size | row.figures) for row, size in zip(rows, bits, strict=True)]
 
 
 def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:
