@@ -86,9 +86,9 @@ def _pixel_table(result: Result, pixels: PixelResult) -> str:
     rows = []
     for row in pixels.rows:
         bits = "-" if row.bits_per_image is None else f"{row.bits_per_image:.0f}"
-        more = " (too large)" if row.within is not None and row.within < 1 else ""
+        fits = "" if row.within in (None, 1) else f" ({100 * row.within:.0f} % fit)" if row.within else " (too large)"
         cells = [_PIXEL_FIGURES[key][1](row.figures[key]) if key in row.figures else "-" for key in columns]
-        rows.append((row.method + more, bits, *cells))
+        rows.append((row.method + fits, bits, *cells))
     about = (
         f"{result.name}: {result.samples} images of {pixels.reference}, {pixels.image_size} px: {pixels.preprocessing}"
     )
