@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from vqclip.evaluation import Result, format_results, write_json
+from vqclip.evaluation import Result, format_figure, format_results, write_json
 from vqclip.evaluation.codes import code_usage
 
 
@@ -75,3 +75,10 @@ def test_class_names_cannot_steer_a_terminal_or_leave_their_line():
     assert text.replace("\n", "").isprintable()
     assert text.splitlines()[-1] == r"\x1b[2Jx: names: \u202egod\n```\n<script>, a\x85b"
     assert not any(line.startswith("```") for line in text.splitlines())
+
+
+def test_figures_have_their_units():
+    assert format_figure("eval/unseen/codes_only/top1", 0.975) == "97.5%"
+    assert format_figure("unseen/codes_only/psnr", 21.698) == "21.70 dB"
+    assert format_figure("psnr_of_mse", 0.5) == "0.50 dB"
+    assert format_figure("ssim", 0.9123) == "0.912"

@@ -26,7 +26,7 @@ from vqclip.evaluation.suite import (
     scalar_names,
     try_all,
 )
-from vqclip.evaluation.tables import format_line, format_results, main_figures
+from vqclip.evaluation.tables import format_figure, format_line, format_results, main_figures
 from vqclip.evaluation.winoground import WinogroundConfig, WinogroundData
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
@@ -54,6 +54,7 @@ __all__ = [
     "WinogroundData",
     "ZeroShotConfig",
     "evaluate",
+    "format_figure",
     "format_line",
     "format_results",
     "load_ids",

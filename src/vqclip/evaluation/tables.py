@@ -45,7 +45,7 @@ def format_line(result: Result) -> str:
     mode, figures = main_figures(result)
     title = f"{result.name} ({_MODE_TITLES[MODES.index(mode)]})"
     if result.pixels is not None:
-        shown = [f"{figure_title(key)} {_PIXEL_FIGURES[key][1](value)}" for key, value in figures.items()]
+        shown = [f"{key.upper()} {format_figure(key, value)}" for key, value in figures.items()]
         return printable(f"{title}: {', '.join(shown)}", one_line=True)
     chances = [f"chance {percent(result.chance[key])} %" for key in figures]
     shown = [f"{figure_title(key)} {percent(rate)} %" for key, rate in figures.items()]
@@ -136,6 +136,19 @@ def _code_cells(usage: CodeUsage) -> tuple[str, ...]:
     perplexity = f"{sum(usage.perplexity) / many:.1f}" + (f" (mean of {many})" if many > 1 else "")
     bits = f"{usage.bits_used_per_token:.2f} of {usage.bits_per_token:.2f}"
     return str(usage.samples), str(usage.tokens), codes, perplexity, bits, f"{usage.bits_per_sample:.0f}"
+
+
+def format_figure(name: str, value: float) -> str:
+    """Return a figure with its unit: ``97.5%``, ``21.70 dB`` for PSNR, ``0.912`` for SSIM.
+
+    Args:
+        name: name of the figure; names of task and mode may be before it, such as ``pixels/codes_only/psnr``.
+        value: rates are in 0..1.
+    """
+    figure = name.rpartition("/")[2]
+    if figure not in _PIXEL_FIGURES:
+        return f"{value:.1%}"
+    return _PIXEL_FIGURES[figure][1](value) + (" dB" if figure.startswith("psnr") else "")
 
 
 def percent(rate: float) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError, VqclipError, printable
+from vqclip.evaluation import format_figure
 from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP
 from vqclip.runlog.best import PREFIX
@@ -144,8 +145,6 @@ def _recorded_figures(run: Path, step: int, of_current: bool) -> str:
         name.removeprefix(PREFIX): rate for line in lines for name, rate in line.items() if name.startswith(PREFIX)
     }
     chosen = {name: rate for name, rate in rates.items() if name.startswith(CURRENT) == of_current}
-    return "\n".join(f"- {PREFIX}{name.removeprefix(CURRENT)}: {_show(rate)}" for name, rate in chosen.items())
-
-
-def _show(figure: float) -> str:
-    return f"{figure:.1%}" if abs(figure) <= 1 else f"{figure:.2f}"  # a rate, or dB
+    return "\n".join(
+        f"- {PREFIX}{name.removeprefix(CURRENT)}: {format_figure(name, value)}" for name, value in chosen.items()
+    )

@@ -13,7 +13,7 @@ import vqclip
 from vqclip.config import to_yaml
 from vqclip.data import Coverage, mask_credentials
 from vqclip.errors import printable
-from vqclip.evaluation import Result, format_results
+from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
 from vqclip.tokenizer.card import card
 from vqclip.towers import CaptionLengths
@@ -142,7 +142,8 @@ def describe(summary: RunSummary) -> str:
         *([f"  health      {summary.health['verdict']}"] if summary.health else []),
     ]
     if summary.best:
-        found = "{figure} was best after step {step}: {value:.1%}".format(**summary.best)
+        best = summary.best
+        found = f"{best['figure']} was best after step {best['step']}: {format_figure(best['figure'], best['value'])}"
         lines.append(f"  best        {found}; exported and measured here: step {summary.step}")
     if summary.results:
         lines += ["", format_results(summary.results)]
