@@ -147,7 +147,7 @@ def at_once(step, share, number):
     rows = [slice(begin, begin + each) for begin in range(0, G, each)]
     parts = [step._run_model(share.part(some), number, k) for k, some in enumerate(rows)]
     rows = {side: torch.cat([part.rows[side] for part in parts]) for side in ("image", "text")}
-    stats = {side: functools.reduce(operator.add, [part.stats[side] for part in parts]) for side in rows}
+    stats = {side: functools.reduce(operator.add, [part.stats[side] for part in parts]) for side in parts[0].stats}
     return TaskOutput(rows, stats, step.task.shared())
 
 
