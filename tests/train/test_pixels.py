@@ -148,16 +148,11 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, whole):
     process = start(tree | longer, str(folder / "cache"))
     wait_for((tmp_path / "killed" / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.join(timeout=30)
     run(tree | longer, str(folder / "cache"))
     once = tree | longer | {"run": tree["run"] | {"folder": str(tmp_path / "once")}}
     run(once, str(folder / "cache"))
     assert all_equal(saved(tmp_path / "killed", 40), saved(tmp_path / "once", 40))
-
-
-def results(folder, tree, cache):
-    run(tree, cache)
-    return folder
 
 
 def assert_same_trajectory(one, other):
@@ -167,14 +162,10 @@ def assert_same_trajectory(one, other):
             assert line[name] == pytest.approx(also[name], rel=1e-9)
 
 
-def test_micro_batches_give_the_same_trajectory(tmp_path, shards, tokenizer):
-    for number in (1, 3):
-        tree = pixel_tree(tmp_path / f"{number}", shards, tokenizer, train__micro_batches=number, detail=DETAIL)
-        run(tree, str(tmp_path / "cache"))
-    assert_same_trajectory(tmp_path / "1", tmp_path / "3")
-
-
-@pytest.mark.parametrize(("processes", "micro_batches"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("processes", "micro_batches"),
+    [(2, 2), *[pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (2, 1), (3, 1), (3, 2))]],
+)
 def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, processes, micro_batches):
     cache = str(tmp_path / "cache")
     run(pixel_tree(tmp_path / "one", shards, tokenizer, detail=DETAIL), cache)
