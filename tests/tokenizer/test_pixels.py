@@ -11,11 +11,12 @@ import vqclip
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
 from vqclip import dist
-from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
+from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import load_weights
+from vqclip.tokenizer.saving import write_tokenizer_files
 
 
 @pytest.fixture(params=CONFIGS)
@@ -116,6 +117,18 @@ def test_weights_of_a_model_with_a_decoder_are_loaded_into_one_with_a_decoder(fo
     assert any(name.startswith("image.pixels.") for name in model.state_dict())
     with pytest.raises(CheckpointError, match="missing image.pixels"):
         load_weights(without, other)
+
+
+def test_nothing_is_written_for_a_decoder_with_nan(folders, tmp_path):
+    model = copy.deepcopy(folders[0])
+    with torch.no_grad():
+        model.image.pixels.layers.position[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"NaN or infinity: image.pixels.layers.position"):
+        model.save_pretrained(tmp_path / "nan")
+    assert not (tmp_path / "nan").exists()
+    with pytest.raises(NonFiniteError):
+        write_tokenizer_files(tmp_path / "nan", model.section(), model.state_dict())
+    assert not (tmp_path / "nan").exists()
 
 
 def test_a_decoder_keeps_its_type(folders, tmp_path):

@@ -88,11 +88,12 @@ def write_tokenizer_files(
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
+    _require_finite(folder, state)
     decoder = {name: tensor for name, tensor in state.items() if name.startswith(PIXELS_PREFIX)}
     assert bool(decoder) == ("pixels" in config)
-    write_weights(folder, {name: tensor for name, tensor in state.items() if name not in decoder})
+    _write_tensors(folder / WEIGHTS_FILE, {name: tensor for name, tensor in state.items() if name not in decoder})
     if decoder:
-        digest = write_weights(folder, decoder, PIXELS_FILE)
+        digest = _write_tensors(folder / PIXELS_FILE, decoder)
         config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
     for name, content in files.items():
         assert name in EXTRA_FILES, name
@@ -100,17 +101,25 @@ def write_tokenizer_files(
     write_config(folder, config, tuple(files))
 
 
-def write_weights(folder: Path, state: dict[str, Tensor], name: str = WEIGHTS_FILE) -> FileDigest:
-    """Write ``state`` to a file in ``folder``, which is made if missing, and return the file's digest; not atomic.
+def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
+    """Write ``state`` to ``folder``, which is made if missing, and return the digest of the file; not atomic.
 
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
+    _require_finite(folder, state)
+    return _write_tensors(folder / WEIGHTS_FILE, state)
+
+
+def _require_finite(folder: Path, state: dict[str, Tensor]) -> None:
     if bad := nonfinite_names(state):
         raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(_make_storable(state), folder / name)
-    return digest_file(folder / name)
+
+
+def _write_tensors(path: Path, state: dict[str, Tensor]) -> FileDigest:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(_make_storable(state), path)
+    return digest_file(path)
 
 
 def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
