@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
 import torch
 
 from tests.models import FSQ as FSQ_3
 from tests.models import RESIDUAL_FSQ, tiny_model
+from tests.tokenizer.test_pixels_folder import honest
 from vqclip import load_tokenizer
-from vqclip.errors import ConfigError, ShapeError, VqclipError
+from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.pixels import PixelsConfig, attach
 from vqclip.pixels.detail import DetailConfig
 from vqclip.tokenizer.fingerprint import fingerprint
@@ -19,6 +21,7 @@ QUANTIZERS = {
     "product": {"kind": "product", "codebooks": 2, "layer": FSQ},
     "residual vq": {"kind": "residual", "depth": 2, "layer": {"kind": "vq", "dim": 3, "codebook_size": 8}},
     "lfq": {"kind": "lfq", "bits": 3},
+    "vq": {"kind": "vq", "dim": 3, "codebook_size": 8},
     "residual fsq": {"kind": "residual", "depth": 2, "layer": FSQ | {"layout": "uniform"}},
 }
 STAGES = 3
@@ -184,3 +187,37 @@ def test_a_decoder_without_detail_says_so():
         tokenizer.decode_pixels(torch.cat((ids, ids), dim=-1))
     with pytest.raises(ShapeError, match="got vectors for a decoder without detail codebooks"):
         tokenizer.pixels_of(torch.zeros(1, 4, 3), torch.zeros(1, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stages": 2}, r"detail\.quantizer\.layer\.codebook: got shape \(3, 8, 3\), expected \(2, 8, 3\)"),
+        ({"stages": 2**16}, r"detail\.branch\.\d+\.weight: got shape .*, expected \(196608, 8, 1, 1\)"),
+        ({"stages": 2**20}, "pixels.detail.stages: got 1048576; Input should be less than or equal to 65536"),
+        (
+            {"channels": 2**15, "max_channels": 2**16},
+            r"branch\.2\.weight: got shape \(8, 12, 3, 3\), expected \(32768, 12",
+        ),
+        (
+            {"quantizer": {"kind": "identity", "dim": 3}},
+            "pixels: detail.quantizer: got kind 'identity', which has no",
+        ),
+        ({"quantizer": QUANTIZERS["residual fsq"]}, r"unexpected image\.pixels\.detail\.quantizer\.layer\.codebook"),
+        ({"speed": 1}, r"pixels\.detail\.speed: got 1; Extra inputs"),
+    ],
+)
+def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(vq_folder, tmp_path, values, message):
+    shutil.copytree(vq_folder, tmp_path / "folder")
+    honest(tmp_path / "folder", lambda config: config["pixels"]["detail"].update(values))
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(tmp_path / "folder", "image", encode=False)
+
+
+@pytest.fixture(scope="module")
+def vq_folder(tmp_path_factory):
+    torch.manual_seed(0)
+    image = tiny_model(FSQ_3).build().image
+    attach(image, decoder("vq").build(3, 4))
+    image.save_pretrained(folder := tmp_path_factory.mktemp("tokenizer") / "image")
+    return folder

@@ -190,8 +190,7 @@ class DetailConfig(Config):
         Raises:
             ConfigError: the tokens are no square grid, or do not divide the image, or the quantizer has no codes.
         """
-        with torch.device("cpu"):  # it reads numbers, which a device for shapes alone lacks
-            quantizer = Product(self.quantizer.build(), self.stages)
+        quantizer = Product(self.quantizer.build(), self.stages)
         if not quantizer.codebook_sizes:
             raise ConfigError(
                 f"detail.quantizer: got kind {self.quantizer.kind!r}, which has no codes; expected another"

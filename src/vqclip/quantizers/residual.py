@@ -196,6 +196,8 @@ def _check_refinement(layer: Quantizer, depth: int) -> None:
             f"Residual: the codes of this {type(layer).__name__} cannot be refined; expected FSQ with the layout "
             "uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
         )
+    if isinstance(ratio, Tensor) and ratio.is_meta:  # built for the shapes of its weights alone
+        return
     largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
     if largest**depth > FINEST:
         useful = int(math.log(FINEST) / math.log(largest))
