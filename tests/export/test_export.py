@@ -23,7 +23,7 @@ from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, ve
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
-from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach
 from vqclip.tokenizer.fingerprint import fingerprint
 
 FAMILIES = {
@@ -125,6 +125,35 @@ def test_images_from_onnx_equal_those_of_the_tokenizer(tmp_path):
         model.image.pixels.layers.position += 1
     with pytest.raises(CheckpointError, match="made from the pixel decoder"):
         verify(folder, model.image, batches(model, "image"))
+
+
+def with_detail():
+    image = built(FSQ).image
+    detail = DetailConfig(quantizer={"kind": "fsq", "levels": [4, 3]}, stages=2, channels=8, max_channels=8)
+    config = PixelsConfig(decoder=ConvolutionalPixelsConfig(channels=8), image_size=16, detail=detail)
+    attach(image, config.build(3, 4).eval())
+    return image
+
+
+@pytest.mark.slow
+def test_a_program_decodes_detail_ids_or_leaves_them_out():
+    image = with_detail()
+    ids = image.encode_pixels(torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8))
+    run = export_program(image, "decode_pixels").module()
+    for stages in (0, 1, 2):
+        left_out = torch.where(torch.arange(3) <= stages, ids, -1)
+        torch.testing.assert_close(run(left_out), image.decode_pixels(ids, detail=stages), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_images_from_onnx_have_their_detail(tmp_path):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    image = with_detail()
+    folder = export_onnx(image, tmp_path / "onnx")
+    images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    assert verify(folder, image, [images]).pixels < 1e-5
+    assert OnnxTokenizer(folder).decode_pixels(image.encode_pixels(images).numpy()).shape == (5, 3, 16, 16)
 
 
 def test_a_tokenizer_without_a_decoder_gives_no_images(onnx):

@@ -19,6 +19,7 @@ from vqclip.errors import CheckpointError, DataError, NonFiniteError
 from vqclip.export.program import AnyTokenizer, Part, export_program, parts_of
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
+from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint
 
 __all__ = ["Agreement", "verify", "verify_program"]
@@ -118,8 +119,10 @@ def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[
         vectors = max(vectors, _distance("decode", other["decode"](ours), tokenizer.decode(ours)))
         embeddings = max(embeddings, _distance("embed", other["embed"](ours), tokenizer.embed(ours)))
         if "decode_pixels" in other:
+            assert isinstance(tokenizer, ImageTokenizer)
+            every = tokenizer.encode_pixels(batch)
             pixels = max(
-                pixels, _distance("decode_pixels", other["decode_pixels"](ours), tokenizer.decode_pixels(ours))
+                pixels, _distance("decode_pixels", other["decode_pixels"](every), tokenizer.decode_pixels(every))
             )
     if not samples:
         raise DataError("verify: got no inputs, expected at least one batch with a sample")

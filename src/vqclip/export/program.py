@@ -23,7 +23,8 @@ Part = Literal["encode", "decode", "embed", "decode_pixels"]
 - encode: outputs of `preprocess` → ids.
 - decode: ids → vectors.
 - embed: ids → joint embedding.
-- decode_pixels: ids → images; only of a tokenizer with a pixel decoder.
+- decode_pixels: ids, with detail ids if there are any (-1 for left-out ones) → images; only of a tokenizer with a pixel
+  decoder.
 """
 PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
 """Parts of every tokenizer, in the order of export."""
@@ -92,8 +93,10 @@ def example_inputs(tokenizer: AnyTokenizer, part: Part, count: int = _EXAMPLES) 
     """Return inputs of a part: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or id 0."""
     device = tokenizer.device
     if part != "encode":
-        shape = (count, tokenizer.num_tokens, len(tokenizer.codebook_sizes))
-        return torch.zeros(shape, dtype=torch.int64, device=device)
+        codebooks = len(tokenizer.codebook_sizes)
+        if part == "decode_pixels" and tokenizer.pixels is not None and tokenizer.pixels.detail is not None:
+            codebooks += len(tokenizer.pixels.detail.codebook_sizes)
+        return torch.zeros(count, tokenizer.num_tokens, codebooks, dtype=torch.int64, device=device)
     if isinstance(tokenizer, ImageTokenizer):
         size = tokenizer.tower.image_size
         return torch.zeros(count, 3, size, size, dtype=torch.uint8, device=device)

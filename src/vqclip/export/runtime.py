@@ -91,6 +91,8 @@ class OnnxTokenizer:
     def decode_pixels(self, ids: np.ndarray) -> np.ndarray:
         """Decode ids ``(B, N, C)`` int64 to images ``(B, 3, H, W)`` float32 in 0..1.
 
+        Of a decoder with detail codebooks: ``(B, N, C + Cd)``, -1 for ids that are left out.
+
         Raises:
             ConfigError: the tokenizer had no pixel decoder when it was exported.
             ShapeError, BackendError: see `decode`.
