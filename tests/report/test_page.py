@@ -139,6 +139,7 @@ def test_accuracy_against_bits_of_several_runs_says_of_how_many_images(tmp_path)
 
 def test_quality_of_images_is_not_in_percent(tmp_path):
     folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text("{task: pixels, tokenizer: runs/base/tokenizer, decoder: {kind: transformer}}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if any(name.startswith("eval/") for name in line):
@@ -148,4 +149,5 @@ def test_quality_of_images_is_not_in_percent(tmp_path):
     labels = [value or "" for name, value in found.attributes if name == "aria-label"]
     assert "decoded (codes only): from 21.5 to 21.5 dB" in labels
     assert "decoded (codes only): from 0.8 to 0.8 SSIM" in labels
+    assert "transformer pixel decoder for the ids of runs/base/tokenizer" in found.text
     assert "PSNR (dB) 21" not in found.text  # no row among the rates

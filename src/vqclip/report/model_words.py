@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from vqclip.data import mask_credentials
 from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
 
 
@@ -38,7 +39,10 @@ def describe_quantizer(quantizer: Any) -> str:
 
 
 def describe_model(run: RunFiles) -> str:
-    """Return towers, quantizers and the cost in bits, in one line."""
+    """Return towers, quantizers and the cost in bits, in one line; of a pixel task the decoder and its tokenizer."""
+    if text_at(run.config, "task") == "pixels":
+        kind, tokenizer = (text_at(run.config, each) for each in ("decoder.kind", "tokenizer"))
+        return f"{kind[:40] or 'unknown'} pixel decoder for the ids of {mask_credentials(tokenizer[:200])}"
     return " · ".join(_describe_tower(run, modality) for modality in ("image", "text") if value_at(run.config, "model"))
 
 
