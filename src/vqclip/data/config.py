@@ -111,7 +111,7 @@ class DataConfig(Config):
         )
         with dist.raise_on_all_ranks():
             needs = find_needs(data.samples.sources, data.order, batch_size, dist.rank(), data.nodes)
-        if needs is not None:
+        if needs is not None and dist.is_main():
             needs.warn_of_small_cache()
             needs.warn_of_shared_chunks()
         if batch_size > data.epoch_size:  # a sample would be its own negative

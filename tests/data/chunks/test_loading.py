@@ -160,7 +160,11 @@ def one_source(url: str, gib: float = 1.0) -> CaptionShardsConfig:
 
 
 def test_indexes_that_do_not_fit(
-    folder: Path, server: FaultyServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    server: FaultyServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = server.add(folder / "a", "/a")
     size = sum(len(data) for data in server.files.values()) / 2**30
@@ -181,6 +185,10 @@ def test_indexes_that_do_not_fit(
     assert "the cache has room for 1." in caplog.text
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, 31)])
     assert ids.bincount().tolist() == [10] * 31
+    assert "nodes" not in caplog.text
+    monkeypatch.setattr(dist, "nodes", lambda: (0, 1, 2))
+    open_data(folder, sources=(one_source(url, 0.9 * size),), order=order)
+    assert "lanes of chunks in a window: 1, and nodes: 3;" in caplog.text
 
 
 def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

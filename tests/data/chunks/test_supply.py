@@ -111,7 +111,9 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
     assert set.union(*parts) <= {next(plan).chunk for _ in range(24)}
 
 
-@pytest.mark.parametrize(("nodes", "told"), [((0, 0), ""), ((0, 1, 2), "1 lanes of chunks for 3 nodes")])
+@pytest.mark.parametrize(
+    ("nodes", "told"), [((0, 0), ""), ((0, 1, 2), "lanes of chunks in a window: 1, and nodes: 3;")]
+)
 def test_a_window_too_small_for_the_nodes_is_warned_of(
     caplog: pytest.LogCaptureFixture, nodes: Sequence[int], told: str
 ) -> None:

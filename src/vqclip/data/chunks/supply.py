@@ -89,8 +89,8 @@ class NodeNeeds:
             lanes, fetched = self._order.shared_lanes(source, self._nodes)
             if fetched > 1.1 * lanes:
                 logger.warning(
-                    "data.sources[%d]: a window has %d lanes of chunks for %d nodes, so that a chunk is fetched by "
-                    "%.1f nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip data plan",
+                    "data.sources[%d]: lanes of chunks in a window: %d, and nodes: %d; so a chunk is fetched by %.1f "
+                    "nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip data plan",
                     source,
                     lanes,
                     len(set(self._nodes)),
