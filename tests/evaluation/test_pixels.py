@@ -271,11 +271,11 @@ def test_a_model_without_a_decoder_is_refused(folder):
         classes(folder, codecs=("png",))
 
 
-def distances_of(folder):
+def distances_of(folder, limit=2):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     network = {"kind": "tokenizer", "folder": str(folder / "model")}
     distances = [{"kind": "perceptual", "network": network}, {"kind": "frechet", "network": network}]
-    [result] = evaluate(CLIP.from_pretrained(folder / "model"), [classes(folder, distances=distances, limit=2)])
+    [result] = evaluate(CLIP.from_pretrained(folder / "model"), [classes(folder, distances=distances, limit=limit)])
     return result
 
 
@@ -286,6 +286,9 @@ def test_distances_in_the_features_of_networks(ranks, folder):
     assert 0 < rows_of(result)["codes"].figures["perceptual"] < 2
     assert f"{name}: " in (text := format_results([result]))
     assert "perceptual distance" in text
+    alone = distances_of(folder, limit=1)
+    assert alone.pixels.distances == {}
+    assert f"no {name}: it needs two images" in alone.notes
     # On three ranks one has no image.
     for other in ranks(3, distances_of, folder):
         assert other.pixels.distances == {name: pytest.approx(distance, rel=1e-3)}

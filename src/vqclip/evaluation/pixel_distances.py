@@ -54,6 +54,8 @@ class Distances:
                     self._features[-1].network.to(device)
                 else:
                     self._terms[config.kind] = config.build(image_size).to(device)
+        self.notes: list[str] = []
+        """Remarks for the reader, after `finish`."""
         self._moments: list[tuple[Moments, Moments]] = []
 
     def of_images(self, made: Tensor, real: Tensor) -> dict[str, Tensor]:
@@ -85,6 +87,8 @@ class Distances:
             made, real = (Moments(*(partition.gather(part[None]).sum(dim=0) for part in one)) for one in pair)
             if made.images >= 2:
                 found[each.name] = frechet_distance(made, real)
+            else:
+                self.notes.append(f"no {each.name}: it needs two images")
         return found
 
     def _none(self, features: object) -> tuple[Moments, Moments]:

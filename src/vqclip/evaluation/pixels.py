@@ -95,6 +95,7 @@ class PixelQualityConfig(ImagesConfig):
         if meaning is not None:
             with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
                 intervals = _add_meaning(figures, meaning, {"original": images, "reconstructed": made})
+        between = distances.finish(encoder.partition)
         return Result(
             name=self.name,
             kind=self.kind,
@@ -103,15 +104,15 @@ class PixelQualityConfig(ImagesConfig):
             samples=len(images.annotations),
             classes=len(images.source.classnames) or None,
             captions=0 if meaning is None else meaning.texts,
-            usage={"image": images.encoded.usage},
-            notes=[*images.notes, *_notes(rows, tokenizer, methods)],
+            usage={"image": images.encoded.usage} | ({} if meaning is None else {"text": meaning.text.usage}),
+            notes=[*images.notes, *_notes(rows, tokenizer, methods), *distances.notes],
             details=_details(tokenizer, encoder, images, intervals),
             pixels=PixelResult(
                 reference=describe_data(self.data),
                 image_size=_size(tokenizer),
                 preprocessing=_preprocessing(tokenizer),
                 rows=[row for row in rows if row.method != QUANTIZED],
-                distances=distances.finish(encoder.partition),
+                distances=between,
             ),
         )
 

@@ -195,7 +195,7 @@ def _point(group: str, result: Result, figure: str, entries: Sequence[_Entry]) -
         high=high,
         rates=rates,
         chance=result.chance[figure],
-        main=figure in main_figures(result)[1],
+        main=result.pixels is not None or figure in main_figures(result)[1],
     )
 
 
