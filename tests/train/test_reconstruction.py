@@ -283,6 +283,14 @@ def test_settings_that_do_not_fit_are_refused():
     assert "expected modalities: [text] there" in refused(model=tree, data__feature_cache={}, data__views=1)
 
 
+def test_a_run_without_pixels_has_the_identity_of_former_versions():
+    config = TrainConfig.model_validate(run_tree("runs", "shards"))
+    found = config.identity({"sources": []}, towers_draw=False)
+    assert not [name for name in found if "pixels" in name]
+    assert "pixels" not in found["model"]["image"]
+    assert "pixels" not in tiny_model().build().section()["image"]
+
+
 def test_a_loss_from_step_0_is_needed(tmp_path, shards):
     tree = tree_of(tmp_path, shards, model=model_tree(losses=[{"kind": "l1", "start_step": 1}]))
     with pytest.raises(ConfigError, match=r"model\.image\.pixels\.losses: got no term"):
