@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import vqclip
 from tests.pixels.losses.test_contract import L1, PATCH, TIMM, TOKENIZER, build, images
+from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import save_tensors
 from vqclip.pixels.losses import PixelLossesConfig
@@ -119,3 +120,22 @@ def test_weights_that_are_not_finite():
 def test_unknown_keys_are_refused():
     with pytest.raises(ValidationError, match="Extra inputs"):
         TypeAdapter(PixelLossesConfig).validate_python([{"kind": "l1", "wieght": 2.0}])
+
+
+def error_of_folders(folders):
+    try:
+        build([{"kind": "perceptual", "network": TOKENIZER | {"folder": folders[dist.rank()]}}])
+    except ConfigError as error:
+        return str(error)
+
+
+def test_every_rank_hears_of_another_ranks_weights(ranks, networks):
+    good, other = f"{networks}/tokenizer", f"{networks}/another"
+    tokenizer = vqclip.load_tokenizer(good, "image")
+    next(tokenizer.tower.parameters()).data *= 2
+    tokenizer.save_pretrained(other)
+    assert ranks(2, error_of_folders, [good, good]) == [None, None]
+    for message in ranks(2, error_of_folders, [good, other]):
+        assert message == "losses: rank 1 loaded other weights than rank 0; expected equal files"
+    for message in ranks(2, error_of_folders, [good, "nowhere"]):
+        assert "nowhere" in message
