@@ -18,7 +18,8 @@ ids = tokenizer.encode(images)  # (B, N, C) int64; for modality="text" a list of
 embedding = tokenizer.embed(ids)  # (B, E) unit-norm, in the joint space of images and texts
 ```
 
-`tokenizer.decode(ids)` returns the vectors `(B, N, D)` for a downstream model.
+`tokenizer.decode(ids)` returns the vectors `(B, N, D)` for a downstream model. With a pixel decoder in the folder
+(`pixels.safetensors`), `tokenizer.to_pil(tokenizer.decode_pixels(ids))` returns images.
 `load_tokenizer(folder, modality="image", encode=False)` decodes and embeds stored ids without the tower and its
 library.
 """
