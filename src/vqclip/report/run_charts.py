@@ -20,7 +20,7 @@ FEW_CODEBOOKS = 4
 MAX_ROWS = 256
 """Codebooks in a heat map: the first ones."""
 _UNITS = {"psnr": "dB", "psnr_of_mse": "dB", "ssim": "SSIM"}
-"""Units of figures that are no rates."""
+"""Units of figures other than rates."""
 
 
 def training_charts(run: RunFiles) -> list[Chart]:
