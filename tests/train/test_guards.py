@@ -257,7 +257,7 @@ def test_codebooks_that_collapse_are_named_one_by_one():
 
 def test_a_warning_of_thousands_of_codebooks_can_be_resumed():
     watched = Watched(ProductConfig(layer=FSQConfig(levels=(8, 8, 8)), codebooks=3000).build(), steps=1)
-    (message,) = [each for seed in range(3) for each in watched.step(torch.ones(1024, 9000) + 0 * seed)]
+    (message,) = [each for seed in range(3) for each in watched.step(torch.ones(64, 9000) + 0 * seed)]
     assert "18, 19, and 2980 more of 3000" in message
     CollapseConfig(steps=1).build().load_state_dict(watched.watch.state_dict(), watched.watch.tensors())
 
