@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from vqclip.train.loading import load_model
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 6
 ADVERSARIAL = {
     "kind": "adversarial",
@@ -259,3 +261,21 @@ def test_a_checkpoint_is_exported(whole, tmp_path, capsys):
     newest = load_model(str(folder / "tiny" / "checkpoints" / "step-00000004"), "current")
     pixels = {name: each for name, each in newest.model.state_dict().items() if name.startswith("image.pixels.")}
     assert all_equal(pixels, weights(folder, 4))
+
+
+@pytest.mark.slow
+def test_the_configuration_that_we_ship_trains(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    base = load_task_config(CONFIGS / "base.yaml")
+    base.model.build().save_pretrained(tmp_path / "tokenizer")
+    data = {"kind": "scenes", "drawing": {"train": 40, "val": 8, "test": 16, "heldout": 8}}
+    changes = [
+        f"tokenizer={tmp_path / 'tokenizer'}",
+        f"run.folder={tmp_path}",
+        f"data.sources=[{json.dumps(data)}]",
+        f"evaluation[0].data={json.dumps(data | {'split': 'test'})}",
+        *("train.steps=3", "train.batch_size=8", "optim.warmup_steps=1"),
+    ]
+    result = train(load_task_config(CONFIGS / "pixels.yaml", changes))
+    assert result.results[0].kind == "pixels"
+    assert load_tokenizer(result.tokenizer, "image", encode=False).pixels is not None
