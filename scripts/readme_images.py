@@ -59,6 +59,8 @@ DECODED = 7
 """Images of a data set in `reconstructed`."""
 WIDTH = 800
 PIXELS_PER_UNIT = 1.5
+_COLOURS = 200
+"""Colours of an image, without that of the page."""
 MONOSPACE = {"family": "monospace", "fontsize": 13}
 
 
@@ -351,16 +353,20 @@ def draw_reconstructed(sets: Sequence[Decoded], theme: Theme) -> Figure:
 
 
 def save(figure: Figure, path: Path, theme: Theme, comment: str) -> None:
-    """Write a PNG of 256 colours whose background is transparent."""
+    """Write a PNG of 201 colours, one of which is transparent: that of the page."""
     figure.set_facecolor(theme.page)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    few = drawn.quantize(128, Image.Quantize.MEDIANCUT, kmeans=3)
+    few = drawn.quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3)
+    palette, indices = few.getpalette() or [], np.array(few)
+    page = (np.asarray(drawn) == np.asarray(drawn)[0, 0]).all(axis=2)  # similar colours inside of images stay
+    few = Image.fromarray(np.where(page, _COLOURS, indices).astype(np.uint8), "P")
+    few.putpalette([*palette[: 3 * _COLOURS], *drawn.getpixel((0, 0))])
     info = PngInfo()
     info.add_text("Comment", comment)
     path.parent.mkdir(parents=True, exist_ok=True)
-    few.save(path, optimize=True, transparency=few.getpixel((0, 0)), pnginfo=info)
+    few.save(path, optimize=True, transparency=_COLOURS, pnginfo=info)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
