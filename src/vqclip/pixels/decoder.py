@@ -86,11 +86,15 @@ class PixelDecoder(nn.Module):
         if vectors.shape[0] == 0:  # not every layer of torch has a backward without samples
             one = [None if each is None else F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (vectors, detail)]
             return self(*one)[:0]
+        further: Tensor | None = None
         if self.detail is not None:
-            vectors = torch.cat((vectors, self._detail(vectors, self.detail.dim, detail)), dim=-1)
+            further = self._detail(vectors, self.detail.dim, detail)
+            vectors = torch.cat((vectors, further), dim=-1)
         elif detail is not None:
             raise ShapeError("detail: got vectors for a decoder without detail codebooks; expected None")
         pixels = self.layers(vectors.to(next(self.layers.parameters()).dtype))
+        if self.detail is not None and further is not None:
+            pixels = pixels + self.detail.add(further)
         # Around 0, half precision has more digits than around 0.5.
         return pixels.to(torch.promote_types(pixels.dtype, torch.float32)) + 0.5
 

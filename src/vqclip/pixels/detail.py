@@ -1,6 +1,6 @@
 """Detail codebooks: what an image's semantic ids leave out, for the pixel decoder alone.
 
-    images → convolutions → (B, N, D) → stage 0 | stage 1 | ...     each stage has channels and codebooks of its own
+    images → patches and convolutions → stage 0 | stage 1 | ...     each stage has channels and codebooks of its own
     ids    (B, N, C + stages · Cs), the semantic ones first
 
 The frozen tokenizer is not touched: its ids and embeddings are the same to the bit, and those who want these alone take
@@ -9,6 +9,8 @@ dropout", Rippel et al. 2014, https://arxiv.org/abs/1402.0915), so that any numb
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -40,27 +42,28 @@ class _Fold(nn.Module):
         return rearrange(x, "b c (h p) (w q) -> b (c p q) h w", p=self.factor, q=self.factor)
 
 
-class _Convolutions(nn.Sequential):
-    """Pixels → features of the tokens: stages of a 3×3 convolution, each of which folds the grid first.
+class _Branch(nn.Module):
+    """Pixels → features of the tokens: a linear map of each token's pixels, plus convolutions.
 
-    The mirror image of the convolutional decoder; no layer joins the samples of a batch.
+    Each stage of a 3×3 convolution folds the grid first, the mirror image of the convolutional decoder. The linear map
+    learns at once, while convolutions need many steps. No layer joins the samples of a batch.
     """
 
-    def __init__(self, config: DetailConfig, dim: int, num_tokens: int, image_size: int):
-        layers: list[nn.Module] = [Normalize(image_size)]
-        before = 3
-        for number, factor in enumerate(reversed(prime_factors(pixels_per_token(num_tokens, image_size)))):
+    def __init__(self, config: DetailConfig, dim: int, pixels: int, image_size: int):
+        super().__init__()
+        self.normalize, layers, before = Normalize(image_size), list[nn.Module](), 3
+        for number, factor in enumerate(reversed(prime_factors(pixels))):
             after = min(config.max_channels, config.channels << number)
             layers += [_Fold(factor), nn.Conv2d(factor**2 * before, after, 3, padding=1)]
             layers += [nn.GroupNorm(after // config.channels_per_group, after), nn.SiLU()]
             before = after
-        super().__init__(*layers, nn.Conv2d(before, dim, 1), nn.Flatten(2))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(before, dim, 1))
+        self.patches = nn.Sequential(_Fold(pixels), nn.Conv2d(3 * pixels**2, dim, 1))
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, H, W)`` uint8 or 0..1 → ``(B, N, dim)``."""
-        if images.shape[0] == 0:  # not every layer of torch takes no samples
-            return self(images.new_zeros(1, *images.shape[1:]))[:0]
-        return super().forward(images).transpose(1, 2)
+        x = self.normalize(images)
+        return (self.layers(x) + self.patches(x)).flatten(2).transpose(1, 2)
 
 
 class Detail(nn.Module):
@@ -70,11 +73,14 @@ class Detail(nn.Module):
         branch: images ``(B, 3, H, W)`` uint8 or 0..1 → ``(B, N, quantizer.dim)``.
         quantizer: one part for each stage.
         dropout: see `DetailConfig`.
+        pixels: height and width in pixels of a token's part of the image.
     """
 
-    def __init__(self, branch: nn.Module, quantizer: Product, dropout: float):
+    def __init__(self, branch: nn.Module, quantizer: Product, dropout: float, pixels: int):
         super().__init__()
-        self.branch, self.quantizer, self.dropout = branch, quantizer, dropout
+        self.branch, self.quantizer, self.dropout, self.pixels = branch, quantizer, dropout, pixels
+        self.patches = nn.Linear(quantizer.dim, 3 * pixels**2, bias=False)
+        nn.init.zeros_(self.patches.weight)  # begins as a decoder without it
 
     @property
     def stages(self) -> int:
@@ -135,11 +141,20 @@ class Detail(nn.Module):
             ids, columns = ids[..., :needed], needed
         return self.quantizer.decode(F.pad(ids, (0, most - columns), value=-1))
 
+    def add(self, vectors: Tensor) -> Tensor:
+        """Map vectors ``(B, N, dim)`` to what they add to the image, ``(B, 3, H, W)``: a linear map for each token.
+
+        Trained with a random number of stages, linear maps find principal components in order (Rippel et al. 2014).
+        """
+        side = math.isqrt(vectors.shape[1])
+        x = self.patches(vectors.to(self.patches.weight.dtype))
+        return rearrange(x, "b (h w) (c p q) -> b c (h p) (w q)", h=side, c=3, p=self.pixels)
+
     def draw_stages(self, places: Tensor, step: int) -> Tensor:
         """Draw the number of stages of each sample of a training step, the same on any number of ranks.
 
-        A share `dropout` of the samples has fewer than all, each number from 0 equally often. Keyed by (key of the
-        quantizer, step, place).
+        A share `dropout` of the samples has none, the others have 1 to all, each number equally often. Keyed by (key of
+        the quantizer, step, place).
 
         Args:
             places: ``(B,)`` int64, positions of the samples in the global batch.
@@ -148,10 +163,12 @@ class Detail(nn.Module):
         Returns:
             ``(B,)`` int64.
         """
+        if self.dropout == 0:
+            return torch.full_like(places, self.stages)
         key = derive_seed(self.quantizer.key, "detail stages", step)
         number = random_integers(torch.tensor(key, device=places.device), places)
         low = number & (2**30 - 1)
-        return torch.where(low < self.dropout * 2**30, (number >> 30) % self.stages, self.stages)
+        return torch.where(low < self.dropout * 2**30, 0, 1 + (number >> 30) % self.stages)
 
     def _keep(self, vectors: Tensor, stages: Tensor) -> Tensor:
         stage_of = torch.arange(self.dim, device=vectors.device) // (self.dim // self.stages)
@@ -165,9 +182,9 @@ class DetailConfig(Config):
     """The quantizer of one stage; its width times `stages` is the width of the detail vectors."""
     stages: int = Field(4, ge=1, le=MAX_CODEBOOKS)
     """Number of stages, the most important first."""
-    dropout: float = Field(0.5, ge=0, le=1)
-    """Share of the training samples that have fewer than all stages, each number from 0 (semantic ids alone) equally
-    often. With 0, images can be decoded from all stages only."""
+    dropout: float = Field(0.5, ge=0, lt=1)
+    """Share of the training samples without any stage, from semantic ids alone. The others have 1 to all stages, each
+    number equally often. With 0, every sample has all, and images can be decoded from all stages only."""
     channels: int = Field(16, ge=2, le=MAX_WIDTH)
     """Channels after the first convolution; each further one has twice as many."""
     max_channels: int = Field(128, ge=2, le=MAX_WIDTH)
@@ -195,4 +212,5 @@ class DetailConfig(Config):
             raise ConfigError(
                 f"detail.quantizer: got kind {self.quantizer.kind!r}, which has no codes; expected another"
             )
-        return Detail(_Convolutions(self, quantizer.dim, num_tokens, image_size), quantizer, self.dropout)
+        pixels = pixels_per_token(num_tokens, image_size)
+        return Detail(_Branch(self, quantizer.dim, pixels, image_size), quantizer, self.dropout, pixels)
