@@ -15,6 +15,7 @@ from tests.models import FSQ, IDENTITY, RESIDUAL_FSQ, tiny_model
 from tests.report.test_hostile import EVIL, require_harmless
 from tests.search.making import pictures
 from vqclip.cli.reconstruct import main
+from vqclip.evaluation.reconstructions import choose_images
 from vqclip.pixels import PixelsConfig, attach
 
 
@@ -69,6 +70,12 @@ def test_a_page_has_originals_decoded_images_and_differences(page, capsys):
             errors = np.abs(decoded.astype(float) - images[first]).mean(axis=2)
             assert np.abs(difference[..., 0] - np.minimum(255, 4 * errors)).max() <= 0.51
     assert "12 images, 72 bits an image, PSNR " in capsys.readouterr().out
+
+
+def test_the_worst_median_and_best_images_are_chosen():
+    psnr = torch.tensor([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0])
+    assert choose_images(psnr, 2) == {"Worst": [1, 5], "Median": [3, 0], "Best": [2, 6]}
+    assert choose_images(psnr, 3) == {"All images, worst first": [1, 5, 3, 0, 4, 6, 2]}
 
 
 def test_groups_are_sorted_by_psnr_and_the_table_has_the_mean(page):
