@@ -112,7 +112,7 @@ DAMAGES = {
         rewritten(lambda state: state.update({POSITION: torch.zeros(4, 16)}), "model.safetensors"),
         f"model.safetensors does not fit .*unexpected {POSITION}",
     ),
-    "width": (layers(width=2**16), r"position: got shape \(4, 16\), expected \(4, 65536\)"),
+    "width": (layers(width=2**10), r"position: got shape \(4, 16\), expected \(4, 1024\)"),
     "depth": (layers(depth=128), r"missing image.pixels.layers.blocks.1"),
     "channels": (layers(channels=2**16), r"patches.weight: got shape \(64, 16\), expected \(1048576, 16\)"),
     "kind": (
