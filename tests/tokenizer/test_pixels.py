@@ -10,13 +10,14 @@ import torch
 import vqclip
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
-from vqclip import dist
+from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import load_weights
 from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.train.export import export_checkpoint
 
 
 @pytest.fixture(params=CONFIGS)
@@ -183,3 +184,19 @@ def test_a_tokenizer_without_a_decoder_says_so(folders):
         VqclipError, match=r"this image tokenizer has no pixel decoder; expected a folder with pixels\."
     ):
         tokenizer.decode_pixels(torch.zeros(1, 4, 3, dtype=torch.int64))
+
+
+def test_a_checkpoint_is_exported_with_its_decoder(folders, tmp_path):
+    model, _, folder = folders
+    optimizer = checkpoint.pack_optimizer(torch.optim.SGD(model.named_parameters()))
+    checkpoint.save(
+        tmp_path / "run" / "checkpoints",
+        7,
+        write_model=model.save_pretrained,
+        optimizer=optimizer,
+        state={},
+        keep_last=1,
+    )
+    exported = export_checkpoint(tmp_path / "run", None)
+    for name in ("model.safetensors", "pixels.safetensors", "config.json"):
+        assert (exported / name).read_bytes() == (folder / name).read_bytes()
