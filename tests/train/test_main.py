@@ -42,6 +42,7 @@ from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
+from vqclip.train.tasks.kinds import TASKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +126,9 @@ def test_the_configuration_can_be_printed_and_described(tmp_path, shards, capsys
     printed = load_config(TrainConfig, tmp_path / "printed.yaml")
     assert (printed.optim.lr, printed.train.steps) == (1e-4, 7)
     assert main(["--json-schema"]) == 0
-    assert "optim" in json.loads(capsys.readouterr().out)["properties"]
+    schema = json.loads(capsys.readouterr().out)
+    tasks = [schema["$defs"][each["$ref"].rpartition("/")[2]] for each in schema["anyOf"]]
+    assert [{"optim", "train"} <= task["properties"].keys() for task in tasks] == [True] * len(TASKS)
 
 
 def test_no_option_can_be_taken_for_one_of_torchruns():
