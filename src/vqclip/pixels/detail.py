@@ -150,6 +150,7 @@ class Detail(nn.Module):
         x = self.patches(vectors.to(self.patches.weight.dtype))
         return rearrange(x, "b (h w) (c p q) -> b c (h p) (w q)", h=side, c=3, p=self.pixels)
 
+    @torch.compiler.disable  # or the number of the step would compile each step again
     def draw_stages(self, places: Tensor, step: int) -> Tensor:
         """Draw the number of stages of each sample of a training step, the same on any number of ranks.
 
