@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 from tests.fuzz.mutate import mutated
-from vqclip.config import load_config, to_yaml
+from vqclip.config import to_yaml
 from vqclip.errors import ConfigError
-from vqclip.train.config import TrainConfig
+from vqclip.train.tasks.kinds import load_task_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORDS = (
@@ -55,7 +55,17 @@ WORDS = (
         b"1e-400",
     ),
     *(b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\0", b"\x1b[2J", "\u202e".encode(), "\u2028".encode(), b'"\\ud800"'),
-    *(b"kind: fsq", b"kind: residual", b"layer: ", b"levels: [8, 5]", b"depth: ", b"[" * 70, b"{a: " * 70, b"- " * 70),
+    *(
+        b"kind: fsq",
+        b"task: pixels",
+        b"kind: residual",
+        b"layer: ",
+        b"levels: [8, 5]",
+        b"depth: ",
+        b"[" * 70,
+        b"{a: " * 70,
+        b"- " * 70,
+    ),
 )
 OVERRIDES = (
     "data.sources[0].path=x",
@@ -69,13 +79,16 @@ OVERRIDES = (
     "model.image.tower.args.depth=3",
     "loss.kind=sigmoid",
     "guards.spikes=null",
+    "task=pixels",
+    "losses[0].kind=l2",
+    "detail.quantizer={kind: fsq, levels: [8]}",
 )
 
 
 def seeds() -> list[bytes]:
     """The project's own configurations, and those written out in full."""
     files = sorted(CONFIGS.glob("*.yaml"))
-    full = [to_yaml(load_config(TrainConfig, file)).encode() for file in files[:2]]
+    full = [to_yaml(load_task_config(file)).encode() for file in files[:2]]
     return [_packed(text, []) for text in (*(file.read_bytes() for file in files), *full)]
 
 
@@ -104,12 +117,12 @@ def check(data: bytes, folder: Path) -> str:
     path = folder / "case.yaml"
     path.write_bytes(body["yaml"].encode("latin-1"))
     try:
-        config = load_config(TrainConfig, path, body["overrides"])
+        config = load_task_config(path, body["overrides"])
     except ConfigError as error:
         message = str(error)
         assert message.replace("\n", "").isprintable(), ascii(message)
         assert len(message) < 1_000_000
         return "refused"
     path.write_text(to_yaml(config), encoding="utf-8")
-    assert load_config(TrainConfig, path) == config
+    assert load_task_config(path) == config
     return "read"
