@@ -65,7 +65,7 @@ def test_a_page_has_originals_decoded_images_and_differences(page, capsys):
         ids = page.tokenizer.encode(original)
         for stage in range(stages):
             decoded, difference = images[first + 1 + 2 * stage], images[first + 2 + 2 * stage]
-            expected = page.tokenizer.decode_pixels(ids, depth=stage + 1)
+            expected = page.tokenizer.decode_pixels(ids, stages=stage + 1)
             assert np.abs(decoded - (255 * expected[0]).round().byte().permute(1, 2, 0).numpy().astype(int)).max() <= 1
             errors = np.abs(decoded.astype(float) - images[first]).mean(axis=2)
             assert np.abs(difference[..., 0] - np.minimum(255, 4 * errors)).max() <= 0.51

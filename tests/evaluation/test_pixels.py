@@ -112,7 +112,7 @@ def test_prefixes_and_means(folder):
     model, real = with_decoder(), originals()
     [result] = evaluate(model, [classes(folder, name="stages")])
     found = rows_of(result)
-    one = model.image.decode_pixels(model.image.encode(real), depth=1)
+    one = model.image.decode_pixels(model.image.encode(real), stages=1)
     row = found["codes, 1 of 2 stages, 2 of 2 codebooks"]
     assert (row.bits_per_image, row.figures["psnr"]) == (
         24,

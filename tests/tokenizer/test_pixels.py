@@ -76,12 +76,12 @@ def test_a_tokenizer_saves_the_decoder_that_it_was_loaded_with(folders, tmp_path
 def test_stages_and_codebooks_of_the_ids_can_be_left_out(folders):
     tokenizer = folders[0].image
     ids = tokenizer.encode(images())
-    one = tokenizer.decode_pixels(ids, depth=1)
+    one = tokenizer.decode_pixels(ids, stages=1)
     assert one.equal(tokenizer.decode_pixels(tokenizer.truncate(ids, stages=1)))
     assert not one.equal(tokenizer.decode_pixels(ids))
-    assert tokenizer.decode_pixels(ids, depth=3, codebooks=1).equal(tokenizer.decode_pixels(ids))
+    assert tokenizer.decode_pixels(ids, stages=3, codebooks=1).equal(tokenizer.decode_pixels(ids))
     with pytest.raises(ConfigError, match="stages: got 4, expected 1 to 3"):
-        tokenizer.decode_pixels(ids, depth=4)
+        tokenizer.decode_pixels(ids, stages=4)
 
 
 def test_batches_of_any_size_give_the_same_images(folders):

@@ -50,7 +50,7 @@ class DecodedPrefix(NamedTuple):
             NonFiniteError: a pixel is NaN or infinite.
         """
         ids = ids.to(tokenizer.device)
-        pixels = tokenizer.decode_pixels(ids, self.prefix.codebooks, self.prefix.stages, self.detail)
+        pixels = tokenizer.decode_pixels(ids, self.prefix.stages, self.prefix.codebooks, self.detail)
         return to_uint8(pixels).cpu()
 
 

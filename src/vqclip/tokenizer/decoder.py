@@ -174,7 +174,7 @@ class TokenizerDecoder(nn.Module):
 
     @torch.no_grad()
     def decode_pixels(
-        self, ids: Tensor, codebooks: int | None = None, depth: int | None = None, detail: int | None = None
+        self, ids: Tensor, stages: int | None = None, codebooks: int | None = None, detail: int | None = None
     ) -> Tensor:
         """Decode ids ``(B, N, C)`` to images ``(B, 3, H, W)`` float32 in 0..1, without gradients.
 
@@ -183,8 +183,8 @@ class TokenizerDecoder(nn.Module):
         Args:
             ids: of any integer type; -1 for an absent id. Detail ids may follow: ``(B, N, C + Cd)`` or fewer, as
                 `ImageTokenizer.encode_pixels` returns them; those that are left out add nothing.
+            stages: number of first residual stages to use; None: all. See `truncate`.
             codebooks: number of first codebooks to use; None: all.
-            depth: number of first residual stages to use; None: all. See `truncate`.
             detail: number of first detail stages to use; None: all that the ids have.
 
         Raises:
@@ -193,8 +193,8 @@ class TokenizerDecoder(nn.Module):
             ConfigError: more stages or codebooks than the quantizer or the ids have.
         """
         ids, further = self._require_pixels().split(require_ids(ids), len(self.codebook_sizes), detail)
-        if codebooks is not None or depth is not None:
-            ids = self.truncate(ids, depth, codebooks)
+        if stages is not None or codebooks is not None:
+            ids = self.truncate(ids, stages, codebooks)
         return self.pixels_of(self._lookup(ids), further).float().clamp(0, 1)
 
     def pixels_of(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:

@@ -119,9 +119,11 @@ class VqclipImageTokenizer(_TokenizerModel):
         """
         return self.tokenizer.to_vocabulary(self.tokenizer.encode(require_pixels(pixel_values)), offset)
 
-    def decode_pixels(self, codes: Tensor, codebooks: int | None = None, depth: int | None = None) -> Tensor:
+    def decode_pixels(
+        self, codes: Tensor, stages: int | None = None, codebooks: int | None = None, detail: int | None = None
+    ) -> Tensor:
         """Map codes ``(B, N, C)`` to images ``(B, 3, H, W)`` in 0..1; see `TokenizerDecoder.decode_pixels`."""
-        return self.tokenizer.decode_pixels(codes, codebooks, depth)
+        return self.tokenizer.decode_pixels(codes, stages, codebooks, detail)
 
     def forward(self, pixel_values: Tensor) -> VqclipImageTokenizerOutput:
         """Encode images, and embed their codes."""
