@@ -20,6 +20,12 @@ def test_a_term_without_weight_may_be_nan():
     assert weighted_total({"a": torch.tensor(1.0), "b": torch.tensor(float("nan"))}, {"a": 1.0, "b": 0.0}) == 1.0
 
 
+def test_a_weight_on_a_device_is_not_read():
+    """On `meta` reading one is an error, on a GPU a wait."""
+    value = torch.zeros((), device="meta")
+    assert weighted_total({"a": value, "b": value}, {"a": 1.0, "b": value}).device == value.device
+
+
 def test_terms_of_unlike_precision():
     terms = {"a": torch.tensor(1.0), "b": torch.tensor(1e-12, dtype=torch.float64)}
     total = weighted_total(terms, {"a": 1.0, "b": 1.0})

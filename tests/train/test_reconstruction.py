@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 
 import pytest
@@ -95,6 +96,20 @@ def test_equals_a_plain_reference():
     for weight in model.image.pixels.parameters():
         weight.grad *= 4
     assert_alike([{name: weight.grad for name, weight in task.model.named_parameters()}], [expected], 1e-10)
+
+
+def test_metrics_are_those_of_the_decoded_images():
+    """Of one image in 4 here, and none before the first step."""
+    task, step = build_step(clip_norm=None, one_in=4, start_step=1)
+    before = step(batch_number(0, task.model), 0)
+    assert "pixels/mse" not in task.metrics(before.stats, 0)
+    images = batch_number(1, task.model).images[3::4]
+    made = task.model.image.decode_pixels(task.model.image.encode(images))
+    found = task.metrics(step(batch_number(1, task.model), 1).stats, 1)
+    real = images.double() / 255
+    assert found["pixels/mse"] == pytest.approx((made.clamp(0, 1) - real).square().mean().item(), rel=1e-6)
+    assert found["pixels/psnr"] == pytest.approx(-10 * math.log10(found["pixels/mse"]))
+    assert found["pixels/variance"] == pytest.approx((real - real.mean(dim=(0, 2, 3), keepdim=True)).square().mean())
 
 
 def test_before_its_first_step_a_run_is_one_without_a_decoder():

@@ -16,7 +16,9 @@ def weighted_total(terms: Mapping[str, Tensor], weights: Mapping[str, float | Te
         weights: name → weight; the same names as ``terms``.
 
     Returns:
-        () in the widest dtype of the terms. A term of weight 0 is left out, with its gradient.
+        () in the widest dtype of the terms. A term is left out, with its gradient, if its weight is the number 0; a
+        weight on a device is not read.
     """
     assert terms.keys() == weights.keys(), f"terms {set(terms)} and weights {set(weights)}"
-    return torch.stack([weights[name] * term for name, term in terms.items() if weights[name] != 0]).sum()
+    present = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor) or weight != 0}
+    return torch.stack([present[name] * term for name, term in terms.items() if name in present]).sum()

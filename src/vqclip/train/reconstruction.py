@@ -13,6 +13,7 @@ Before its first step, the decoder is frozen and not run: the step computes what
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from vqclip.model import CLIP, CLIPOutput
 from vqclip.pixels.losses import PixelLosses
 from vqclip.pixels.training import PixelTrainingConfig
 from vqclip.quantizers import Stats
+from vqclip.train.pixel_sums import sums_of_decoded
 
 __all__ = ["ReconstructingCLIP"]
 
@@ -41,8 +43,8 @@ class ReconstructingCLIP(nn.Module):
         self.inner, self.decoder, self.losses = inner, model.image.pixels, losses
         self.config: PixelTrainingConfig = model.image.config.pixels
 
-    def forward(self, images: Tensor, *others: Any, places: Tensor, step: int) -> tuple[CLIPOutput, Stats]:
-        """Run the training path; return its output and the sums of the losses on pixels, empty before the first step.
+    def forward(self, images: Tensor, *others: Any, places: Tensor, step: int) -> tuple[CLIPOutput, dict[str, Stats]]:
+        """Run the training path; return its output and `sums_of_decoded`, empty before the first step.
 
         Args:
             images: ``(B, 3, H, W)`` uint8.
@@ -52,25 +54,25 @@ class ReconstructingCLIP(nn.Module):
         """
         out: CLIPOutput = self.inner(images, *others)
         if step < self.config.start_step:
-            return out, Stats()
+            return out, {}
         vectors = out.image.vectors
         assert vectors is not None
         vectors = vectors.detach().lerp(vectors, self.config.weight)  # scales the gradient alone
         if self.config.one_in > 1:
             rows = ((places + step) % self.config.one_in == 0).nonzero().squeeze(1)
-            vectors, images = vectors[rows], images[rows]
-        return out, Stats(self.losses(self.decoder(vectors), images, step))
+            vectors, images, places = vectors[rows], images[rows], places[rows]
+        return out, sums_of_decoded(self.decoder, self.losses, vectors, images, places, step)
 
-    def terms(self, sums: Stats, step: int) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
+    def terms(self, sums: Mapping[str, Stats], step: int) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
         """Return the unweighted terms over the global batch, and their weights, both as ``pixels/<term>``.
 
         Args:
-            sums: of all ranks.
+            sums: those of `forward`, of all ranks.
             step: number of the step, from 0.
         """
-        if not sums:
+        if "pixels" not in sums:
             return {}, {}
-        terms, weights = self.losses.terms(sums, step)
+        terms, weights = self.losses.terms(sums["pixels"], step)
         return (
             {f"pixels/{name}": term for name, term in terms.items()},
             {f"pixels/{name}": weight for name, weight in weights.items()},

@@ -26,6 +26,7 @@ from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.collapse import mean_cosine
 from vqclip.train.distillation import Distillation
 from vqclip.train.distillation.features import separate_sums
+from vqclip.train.pixel_sums import error_metrics
 from vqclip.train.rank_batch import RankBatch, make_rank_batch
 from vqclip.train.reconstruction import ReconstructingCLIP
 from vqclip.train.tasks.base import Task
@@ -94,11 +95,11 @@ class ContrastiveTask(Task[RankBatch]):
             known = (local.features.get("image"), local.features.get("text"))
             inputs = (local.images, local.tokens, *known, *further)
             if self.reconstruction is None:
-                out, pixels = network(*inputs), Stats()
+                out, pixels = network(*inputs), {}
             else:
                 out, pixels = network(*inputs, places=local.order.places, step=step)
         rows = {"image": out.image.embedding, "text": out.text.embedding}
-        stats = {"image": out.image.stats, "text": out.text.stats, "pixels": pixels}
+        stats = {"image": out.image.stats, "text": out.text.stats, **pixels}
         return TaskOutput(rows, stats, _temperature(out.scale, out.bias))
 
     def shared(self) -> dict[str, Tensor]:
@@ -109,10 +110,10 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
-        found = [out.stats[name] for name in ("image", "text", "pixels")]
-        image, text, pixels, embedded = sync([*found, Stats(totals)], local.order)
-        stats, followed = separate_sums({"image": image, "text": text})
-        return stats | {"embedded": embedded, "distillation": followed, "pixels": pixels}
+        *found, embedded = sync([*out.stats.values(), Stats(totals)], local.order)
+        sums = dict(zip(out.stats, found, strict=True))
+        stats, followed = separate_sums({name: sums.pop(name) for name in ("image", "text")})
+        return sums | stats | {"embedded": embedded, "distillation": followed}
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
@@ -127,7 +128,7 @@ class ContrastiveTask(Task[RankBatch]):
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
         if self.reconstruction is not None:
-            of_pixels = self.reconstruction.terms(sums["pixels"], step)
+            of_pixels = self.reconstruction.terms(sums, step)
             terms, weights = terms | of_pixels[0], weights | of_pixels[1]
         if self.distillation is None:
             return terms, weights
@@ -179,8 +180,9 @@ class ContrastiveTask(Task[RankBatch]):
         return {"temperature/scale": out.shared["scale"].detach()}
 
     def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
-        """Return the share of the bottleneck, the quantizers' metrics and the similarity of the embeddings."""
+        """Return the share of the bottleneck, the quantizers' metrics, the similarity of the embeddings, and errors."""
         found = {} if self.bottleneck is None else {"bottleneck/share": self.bottleneck.share(step)}
+        found |= error_metrics(sums["errors"]) if "errors" in sums else {}
         for modality, quantizer in self.quantizers().items():
             found |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(sums[modality]).items()}
             found[f"{modality}/embedding_cosine"] = mean_cosine(sums["embedded"], modality)

@@ -47,6 +47,7 @@ from vqclip.tokenizer.schema import Modality
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_makers import FeatureMaker
+from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.output import TaskOutput
 
@@ -87,22 +88,7 @@ class Reconstruction(nn.Module):
 
     def forward(self, batch: PixelBatch, step: int) -> dict[str, Stats]:
         """Return the sums of the losses, of the errors, and of the detail codebooks."""
-        images = batch.images
-        made, detail = self.decoder.reconstruct(batch.vectors, images, batch.order.places, step)
-        sums = {"losses": Stats(self.losses(made, images, step)), "errors": Stats(_error_sums(made, images))}
-        return sums | ({"detail": detail} if detail else {})
-
-
-@torch.no_grad()
-def _error_sums(made: Tensor, images: Tensor) -> dict[str, Tensor]:
-    """Return the sums over images of the squared error, and of what the variance of all pixels is made of."""
-    real = images.double() / 255
-    return {
-        "count": torch.full((), len(images), device=images.device),
-        "squares": (made.double().clamp(0, 1) - real).square().mean(dim=(1, 2, 3)).sum(),
-        "colour": real.mean(dim=(2, 3)).sum(dim=0),
-        "power": real.square().mean(dim=(1, 2, 3)).sum(),
-    }
+        return sums_of_decoded(self.decoder, self.losses, batch.vectors, batch.images, batch.order.places, step)
 
 
 class _Described(Strict):
@@ -169,7 +155,7 @@ class PixelTask(Task[PixelBatch]):
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[PixelBatch], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
         """Return the losses on pixels, and those of the detail codebooks."""
-        terms, weights = self.pixel_losses.terms(sums["losses"], step)
+        terms, weights = self.pixel_losses.terms(sums["pixels"], step)
         for name, quantizer in self.quantizers().items():
             for term, value in quantizer.losses(sums[name]).items():
                 terms[f"{name}/{term}"], weights[f"{name}/{term}"] = value, quantizer.loss_weights[term]
@@ -200,14 +186,8 @@ class PixelTask(Task[PixelBatch]):
         return {} if self.decoder.detail is None else {"detail": self.decoder.detail.quantizer}
 
     def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
-        """Return the squared error, its PSNR in dB, the variance of the images, and metrics of detail codebooks."""
-        errors = sums["errors"]
-        mse, colour, power = (errors[name] / errors["count"] for name in ("squares", "colour", "power"))
-        found = {
-            "pixels/mse": float(mse),
-            "pixels/psnr": float(-10 * mse.log10()),
-            "pixels/variance": float(power - colour.square().mean()),
-        }
+        """Return the metrics of the errors and of the detail codebooks."""
+        found = error_metrics(sums["errors"])
         for name, quantizer in self.quantizers().items():
             found |= {f"{name}/{key}": float(value) for key, value in quantizer.metrics(sums[name]).items()}
         return found
