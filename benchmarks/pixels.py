@@ -1,0 +1,267 @@
+"""Images from ids on real and drawn data: decoders trained after the tokenizer, together with it, and for pixels alone.
+
+Prints two tables, after about 60 trainings: 4 hours on two CPU cores.
+
+    python benchmarks/pixels.py --data ../shared/data
+    python benchmarks/pixels.py --sets scenes --families fsq --seeds 0 --jobs 4
+
+For each data set, family of quantizers and seed: a contrastive run alone; on its exported tokenizer a decoder, and a
+decoder with detail codebooks; a contrastive run with a decoder beside it (`model.image.pixels`), with one weight or
+several; and with a weight of 1,000, which leaves next to nothing of the contrastive gradient: an autoencoder of equal
+bits. Both modalities get the same quantizer; decoder and losses are those of `configs/pixels.yaml`.
+
+Each run is a process of its own with one thread, under the folder; one that is done is not run again (delete its folder
+after a change of code), so that the command can be stopped and repeated. Figures are means over the seeds, with the
+smallest and largest; PSNR in dB, on images that no run trained on. *Cost* is the accuracy of the contrastive run
+alone less that of the run with a decoder, paired by seed, with the 95 % interval of Student's t.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+FAMILIES = {
+    "fsq": "{kind: product, codebooks: 16, layer: {kind: fsq, levels: [8, 8, 8, 8]}}",
+    "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
+    "layer: {kind: vq, dim: 16, codebook_size: 1024}}}",
+}
+ALONE = 1000.0
+"""Weight of the losses on pixels where nothing else is to count."""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""0.975 quantile of Student's t for the mean of so many."""
+
+
+class DataSet(NamedTuple):
+    """A data set: its configuration, and the data to evaluate images on."""
+
+    config: str
+    steps: int
+    seen: str
+    unseen: str
+    accuracy: str
+    contrastive: tuple[str, ...] = ()
+
+
+def data_sets(data: Path) -> dict[str, DataSet]:
+    """Return the data sets by name; ``data`` has the folders of real images."""
+    eurosat, emoji = data / "cls_eurosat", data / "captions_noto_emoji"
+    return {
+        "scenes": DataSet(
+            "base", 1800, "{kind: scenes, split: train}", "{kind: scenes, split: test}", "top1"
+        ),
+        "eurosat": DataSet(
+            "eurosat",
+            1500,
+            f"{{kind: classes, path: {eurosat}, split: train}}",
+            f"{{kind: classes, path: {eurosat}, split: test}}",
+            "top1",
+        ),
+        "emoji": DataSet(
+            "captions",
+            1200,
+            f"{{kind: shards, path: {emoji / 'train'}}}",
+            f"{{kind: shards, path: {emoji / 'val'}}}",
+            "i2t_r1",
+        ),
+    }  # fmt: skip
+
+
+class Runs(NamedTuple):
+    """Runs of one benchmark."""
+
+    folder: Path
+    share: float
+    weights: Sequence[float]
+
+    def run(self, name: str, config: str, *overrides: str) -> dict[str, Any] | None:
+        """Return the summary of one training run; None, with a message, if it failed."""
+        done = self.folder / name / "summary.json"
+        if not done.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, "-m", "vqclip.train", "--config", f"configs/{config}.yaml"]
+            command += [f"run.folder={self.folder}", f"run.name={name}", *overrides]
+            with (self.folder / f"{name}.log").open("w") as log:
+                status = subprocess.run(
+                    command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    check=False,
+                )
+            if status.returncode or not done.exists():  # a run that was interrupted ends with 0
+                print(f"{name}: status {status.returncode}, see {log.name}", file=sys.stderr)
+                return None
+            print(f"{name}: done", file=sys.stderr)
+        return json.loads(done.read_text())
+
+    def contrastive(self, name: str, data: DataSet, family: str, seed: int, weight: float | None) -> Any:
+        """Train tokenizers by captions; with a decoder beside them if ``weight`` is a number."""
+        quantizer = FAMILIES[family]
+        which = "retrieval" if data.accuracy.endswith("r1") else "zero_shot"
+        evaluation = [f"{{kind: {which}, name: originals, data: {data.unseen}}}"]
+        beside = []
+        if weight is not None:
+            layers, losses = decoder()
+            beside.append(f"model.image.pixels={{decoder: {layers}, losses: {losses}, weight: {weight}, one_in: 4}}")
+            evaluation.append(f"{{kind: pixels, data: {data.unseen}, limit: 500}}")
+        return self.run(
+            name, data.config, f"run.seed={seed}", f"train.steps={round(data.steps * self.share)}",
+            f"data.sources=[{data.seen}]", f"evaluation=[{', '.join(evaluation)}]",
+            f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}", *beside,
+        )  # fmt: skip
+
+    def after(self, name: str, data: DataSet, tokenizer: str, seed: int, *more: str) -> Any:
+        """Train a decoder from the codes of an exported tokenizer."""
+        return self.run(
+            name, "pixels", f"run.seed={seed}", f"train.steps={round(1200 * self.share)}",
+            f"tokenizer={self.folder / tokenizer / 'tokenizer'}", f"data.sources=[{data.seen}]",
+            f"evaluation=[{{kind: pixels, data: {data.unseen}, limit: 500}}]", *more,
+        )  # fmt: skip
+
+    def chains(self, data: DataSet, start: str, family: str, seed: int) -> dict[str, Callable[[], Any]]:
+        """Return the runs that do not wait for one another."""
+
+        def frozen() -> dict[str, Any]:
+            found = {"contrastive": self.contrastive(f"{start}-contrastive", data, family, seed, None)}
+            if found["contrastive"] is not None:
+                detail = "detail={stages: 4}"
+                found["after"] = self.after(f"{start}-after", data, f"{start}-contrastive", seed)
+                found["detail"] = self.after(f"{start}-detail", data, f"{start}-contrastive", seed, detail)
+            return found
+
+        def beside(weight: float) -> dict[str, Any]:
+            name = f"together-{weight:g}"
+            return {name: self.contrastive(f"{start}-{name}", data, family, seed, weight)}
+
+        weights = [*self.weights, ALONE]
+        return {"frozen": frozen} | {f"{weight:g}": lambda weight=weight: beside(weight) for weight in weights}
+
+
+def decoder() -> tuple[str, str]:
+    """Return decoder and losses of configs/pixels.yaml, as overrides."""
+    settings = yaml.safe_load(Path("configs/pixels.yaml").read_text())
+    return json.dumps(settings["decoder"]), json.dumps(settings["losses"])
+
+
+def pixel_rows(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return method → row of a run's evaluation of pixels."""
+    result = next(each for each in summary["results"] if each["kind"] == "pixels")
+    return {row["method"]: row for row in result["pixels"]["rows"]}
+
+
+def means(found: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+    """Return mean, and smallest and largest if there are several."""
+    if not found:
+        return ""
+    values = [scale * each for each in found]
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def quality(start: str, runs: Sequence[dict[str, Any]], data: DataSet) -> Iterator[str]:
+    """Lines of the first table: what each way to store images gives back."""
+    by_seed = [pixel_rows(each) for each in runs]
+    results = [next(one for one in each["results"] if one["kind"] == "pixels") for each in runs]
+    for method in by_seed[0]:
+        rows = [each[method] for each in by_seed if method in each]
+        bits = rows[0]["bits_per_image"]
+        cells = [start, method, "" if bits is None else f"{bits:,.0f}"]
+        cells += [
+            means([row["figures"]["psnr"] for row in rows]),
+            means([row["figures"]["ssim"] for row in rows], 1, 3),
+        ]
+        figures = [one["figures"]["codes_only"] for one in results] if method == "codes" else []
+        cells += [
+            means([one[f"{which}_{data.accuracy}"] for one in figures], 100) for which in ("original", "reconstructed")
+        ]
+        cells.append(means([one["id_agreement"] for one in figures], 100))
+        yield f"| {' | '.join(cells)} |"
+
+
+def cost(name: str, alone: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], best: float, data: DataSet) -> str:
+    """Line of the second table: accuracy that a decoder beside the tokenizers costs."""
+    accuracy = [
+        [100 * each["results"][0]["figures"]["codes_only"][data.accuracy] for each in some] for some in (alone, runs)
+    ]
+    lost = [before - with_decoder for before, with_decoder in zip(*accuracy, strict=True)]
+    psnr = [pixel_rows(each)["codes"]["figures"]["psnr"] for each in runs]
+    mean, count = statistics.fmean(lost), len(lost)
+    interval = ""
+    if count in STUDENT:
+        half = STUDENT[count] * statistics.stdev(lost) / math.sqrt(count)
+        interval = f" ({mean - half:.1f} to {mean + half:.1f})"
+    below = best - statistics.fmean(psnr)
+    return f"| {name} | {means(accuracy[1])} | {mean:.1f}{interval} | {means(psnr)} | {below:.1f} |"
+
+
+def main() -> None:
+    """Run what is missing, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of cls_eurosat and captions_noto_emoji")
+    parser.add_argument("--sets", nargs="+", default=["scenes", "eurosat", "emoji"])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--weights", nargs="*", type=float, default=[1.0], help="of the losses on pixels, together")
+    parser.add_argument("--share", type=float, default=1.0, help="of the steps of each configuration")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
+    options = parser.parse_args()
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
+    sets, runs = data_sets(options.data.resolve()), Runs(options.folder.resolve(), options.share, options.weights)
+    pool = ThreadPoolExecutor(options.jobs)
+    keys = [(s, name, family) for s in options.seeds for name in options.sets for family in options.families]
+    jobs = {  # seed by seed, so that a part of it can be looked at
+        key: [
+            pool.submit(job)
+            for job in runs.chains(sets[key[1]], f"{key[1]}-{key[2]}-{key[0]}", key[2], key[0]).values()
+        ]
+        for key in keys
+    }
+    try:
+        found = {key: {k: v for job in some for k, v in job.result().items()} for key, some in jobs.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+    print_tables(options, sets, found)
+    sys.exit(any(None in each.values() for each in found.values()))
+
+
+def print_tables(options: argparse.Namespace, sets: dict[str, DataSet], found: dict[Any, dict[str, Any]]) -> None:
+    """Print both tables for the seeds all of whose runs succeeded."""
+    lines = [
+        "| run | images as | bits an image | PSNR | SSIM | originals | reconstructed | ids |",
+        "|---|" + "---|" * 7,
+    ]
+    costs = ["| run | accuracy | cost | PSNR | dB below pixels alone |", "|---|" + "---|" * 4]
+    for name in options.sets:
+        for family in options.families:
+            whole = [f for s in options.seeds if None not in (f := found[s, name, family]).values()]
+            if not whole:
+                continue
+            start, ways = f"{name}, {family}", [way for way in whole[0] if way != "contrastive"]
+            best = statistics.fmean(
+                pixel_rows(each[f"together-{ALONE:g}"])["codes"]["figures"]["psnr"] for each in whole
+            )
+            for way in ways:
+                lines += quality(f"{start}, {way}", [each[way] for each in whole], sets[name])
+            alone = [each["contrastive"] for each in whole]
+            together = [way for way in ways if way.startswith("together")]
+            costs += [
+                cost(f"{start}, {way}", alone, [each[way] for each in whole], best, sets[name]) for way in together
+            ]
+    print("\n".join([*lines, "", *costs]))
+
+
+if __name__ == "__main__":
+    main()
