@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.data.making import write_tar
+from tests.data.making import count_calls, write_tar
 from tests.fuzz import shards
 from vqclip.data.tar import Member, TarWalk
 from vqclip.errors import DataError
@@ -70,10 +69,11 @@ def test_sizes_that_python_reads_and_tar_does_not(tmp_path: Path, size: bytes) -
     assert ("has no valid size" in message) == (not size.startswith(b" "))
 
 
-def test_headers_take_microseconds(tmp_path: Path) -> None:
+def test_headers_take_few_calls(tmp_path: Path) -> None:
     """Measured: 2.3 us a member; 20 us one by one."""
     data = write_tar(tmp_path / "a.tar", {f"{n:05d}.jpg": b"x" for n in range(5000)}).read_bytes()
-    start = time.process_time()
-    members, _ = outcome(data, len(data))
-    assert len(members) == 5000
-    assert time.process_time() - start < 5000 * 12e-6
+
+    def read() -> None:
+        assert len(outcome(data, len(data))[0]) == 5000
+
+    assert count_calls(read) < 8 * 5000

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from tests.data import serving
 from tests.data.chunks.test_index_file import tiny
+from tests.data.making import count_calls
 from tests.data.serving import FaultyServer
 from vqclip.data.chunks import location
 from vqclip.data.chunks.index_file import open_index
@@ -117,19 +116,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, server: FaultyServer, mo
 
 
 def test_names_of_many_urls_take_few_calls() -> None:
-    """130,000 URLs are named before the first step: at most 8 calls of Python functions for each."""
-    calls = 0
+    """130,000 URLs are named before the first step: at most 15 calls of Python functions for each."""
 
-    def count(_: FrameType, event: str, __: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
+    def name() -> None:
         shards = find_shards(["http://127.0.0.1:9/data/{0000..3999}.tar"])
         assert data_folder(shards) == "http://127.0.0.1:9/data"
         assert (cached_index(shards).suffix, index_name(shards)[-6:]) == (".chunks", ".index")
-    finally:
-        sys.setprofile(None)
-    print("CALLS", calls)
-    assert calls < 8 * 4000
+
+    assert count_calls(name) < 15 * 4000
