@@ -37,6 +37,8 @@ FAMILIES = {
     "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
     "layer: {kind: vq, dim: 16, codebook_size: 1024}}}",
 }
+DECODER_STEPS = 720
+"""Steps of a decoder whose tokenizer is frozen."""
 ALONE = 1000.0
 """Weight of the losses on pixels where nothing else is to count."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -83,6 +85,7 @@ class Runs(NamedTuple):
 
     folder: Path
     share: float
+    """Of the steps of each contrastive configuration."""
     weights: Sequence[float]
 
     def run(self, name: str, config: str, *overrides: str) -> dict[str, Any] | None:
@@ -125,7 +128,7 @@ class Runs(NamedTuple):
     def after(self, name: str, data: DataSet, tokenizer: str, seed: int, *more: str) -> Any:
         """Train a decoder from the codes of an exported tokenizer."""
         return self.run(
-            name, "pixels", f"run.seed={seed}", f"train.steps={round(1200 * self.share)}",
+            name, "pixels", f"run.seed={seed}", f"train.steps={DECODER_STEPS}",
             f"tokenizer={self.folder / tokenizer / 'tokenizer'}", f"data.sources=[{data.seen}]",
             f"evaluation=[{{kind: pixels, data: {data.unseen}, limit: 500}}]", *more,
         )  # fmt: skip
@@ -214,7 +217,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--weights", nargs="*", type=float, default=[1.0], help="of the losses on pixels, together")
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps of each configuration")
+    parser.add_argument("--share", type=float, default=1.0, help="of the steps of each contrastive run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
     options = parser.parse_args()
