@@ -53,31 +53,22 @@ class DataSet(NamedTuple):
     seen: str
     unseen: str
     accuracy: str
-    contrastive: tuple[str, ...] = ()
+    size: int = 64
 
 
 def data_sets(data: Path) -> dict[str, DataSet]:
     """Return the data sets by name; ``data`` has the folders of real images."""
     eurosat, emoji = data / "cls_eurosat", data / "captions_noto_emoji"
+    scenes = DataSet("base", 1800, "{kind: scenes, split: train}", "{kind: scenes, split: test}", "top1")
+    land = f"{{kind: classes, path: {eurosat}, split: "
+    faces = f"{{kind: shards, path: {emoji}/"
+    captioned = DataSet("captions", 1200, f"{faces}train}}", f"{faces}val}}", "i2t_r1")
     return {
-        "scenes": DataSet(
-            "base", 1800, "{kind: scenes, split: train}", "{kind: scenes, split: test}", "top1"
-        ),
-        "eurosat": DataSet(
-            "eurosat",
-            1500,
-            f"{{kind: classes, path: {eurosat}, split: train}}",
-            f"{{kind: classes, path: {eurosat}, split: test}}",
-            "top1",
-        ),
-        "emoji": DataSet(
-            "captions",
-            1200,
-            f"{{kind: shards, path: {emoji / 'train'}}}",
-            f"{{kind: shards, path: {emoji / 'val'}}}",
-            "i2t_r1",
-        ),
-    }  # fmt: skip
+        "scenes": scenes,
+        "eurosat": DataSet("eurosat", 1500, f"{land}train}}", f"{land}test}}", "top1"),
+        "emoji": captioned,
+        "emoji-128": captioned._replace(size=128),
+    }
 
 
 class Runs(NamedTuple):
@@ -122,6 +113,7 @@ class Runs(NamedTuple):
         return self.run(
             name, data.config, f"run.seed={seed}", f"train.steps={round(data.steps * self.share)}",
             f"data.sources=[{data.seen}]", f"evaluation=[{', '.join(evaluation)}]",
+            f"model.image.tower.image_size={data.size}",
             f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}", *beside,
         )  # fmt: skip
 
@@ -213,10 +205,10 @@ def main() -> None:
     """Run what is missing, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of cls_eurosat and captions_noto_emoji")
-    parser.add_argument("--sets", nargs="+", default=["scenes", "eurosat", "emoji"])
+    parser.add_argument("--sets", nargs="+", default=["scenes", "eurosat", "emoji"], help="or emoji-128")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--weights", nargs="*", type=float, default=[1.0], help="of the losses on pixels, together")
+    parser.add_argument("--weights", nargs="*", type=float, default=[30.0], help="of the losses on pixels, together")
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of each contrastive run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
