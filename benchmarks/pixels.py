@@ -1,6 +1,6 @@
 """Images from ids on real and drawn data: decoders trained after the tokenizer, together with it, and for pixels alone.
 
-Prints two tables, after about 60 trainings: 4 hours on two CPU cores.
+Prints two tables, after 90 trainings: about 8 hours on two CPU cores.
 
     python benchmarks/pixels.py --data ../shared/data
     python benchmarks/pixels.py --sets scenes --families fsq --seeds 0 --jobs 4
@@ -76,7 +76,7 @@ class Runs(NamedTuple):
 
     folder: Path
     share: float
-    """Of the steps of each contrastive configuration."""
+    """Share of the steps of each contrastive configuration."""
     weights: Sequence[float]
 
     def run(self, name: str, config: str, *overrides: str) -> dict[str, Any] | None:
@@ -128,12 +128,13 @@ class Runs(NamedTuple):
     def chains(self, data: DataSet, start: str, family: str, seed: int) -> dict[str, Callable[[], Any]]:
         """Return the runs that do not wait for one another."""
 
-        def frozen() -> dict[str, Any]:
+        def without() -> dict[str, Any]:
             found = {"contrastive": self.contrastive(f"{start}-contrastive", data, family, seed, None)}
             if found["contrastive"] is not None:
-                detail = "detail={stages: 4}"
-                found["after"] = self.after(f"{start}-after", data, f"{start}-contrastive", seed)
-                found["detail"] = self.after(f"{start}-detail", data, f"{start}-contrastive", seed, detail)
+                detail = "detail={stages: 4, quantizer: {kind: fsq, levels: [8, 8, 8, 8]}}"
+                tokenizer = f"{start}-contrastive"
+                found["after"] = self.after(f"{start}-after", data, tokenizer, seed)
+                found["detail"] = self.after(f"{start}-detail", data, tokenizer, seed, detail)
             return found
 
         def beside(weight: float) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class Runs(NamedTuple):
             return {name: self.contrastive(f"{start}-{name}", data, family, seed, weight)}
 
         weights = [*self.weights, ALONE]
-        return {"frozen": frozen} | {f"{weight:g}": lambda weight=weight: beside(weight) for weight in weights}
+        return {"alone": without} | {f"{weight:g}": lambda weight=weight: beside(weight) for weight in weights}
 
 
 def decoder() -> tuple[str, str]:
