@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.data.making import class_folder
 from tests.evaluation.made import caption_shards, image_folder
 from tests.models import PRODUCT, tiny_model
 from tests.training import run_tree
 from vqclip.cli.search import main as search
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.scenes.palette import COLOURS
+from vqclip.scenes.shapes import SHAPES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]
@@ -28,6 +32,7 @@ CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(EXAMPLES)  # as for a program that is run from there
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +150,55 @@ def test_judge_shuffles_every_one_and_finds_the_margin(capsys):
     rows = torch.eye(20)
     module.judge("same", rows, rows, rows, seed=0)  # a shuffle that left one in its place would not score 0
     assert "cosine 1.000, shuffled 0.000, true 1.000; margin over shuffled 1.000" in capsys.readouterr().out
+
+
+DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--updates=2", "--causal-updates=2", "--judge-updates=2", "--rounds=3"]
+
+
+def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_path):
+    model = tiny_model(PRODUCT, PRODUCT).build().eval()
+    image, size = model.image, model.image.tower.image_size
+    attach(image, ConvolutionalPixelsConfig(channels=8).build(image.quantizer.dim, image.num_tokens, size))
+    folder, sheet = tmp_path / "pixels", tmp_path / "sheet.png"
+    model.save_pretrained(folder)
+    lines = example("draw_scenes", folder, *DRAW_QUICKLY, "--sheet", sheet)
+    rows = [re.fullmatch(r"\| (.+?) \|" + r" \d+\.\d% \|" * 5, line) for line in lines]
+    names = ["real images", "reconstructions", "drawn, masked", "drawn, causal", "chance"]
+    assert [row[1] for row in rows if row] == names
+    assert Image.open(sheet).size == (6 * size, 4 * size)
+    with pytest.raises(ConfigError, match="sheet.png: exists"):
+        example("draw_scenes", folder, *DRAW_QUICKLY, "--sheet", sheet)
+
+
+def test_draw_scenes_needs_a_pixel_decoder(tokenizer):
+    with pytest.raises(VqclipError, match="pixel decoder"):
+        load("draw_scenes").main([str(tokenizer)])
+
+
+def test_scenes_of_one_kind_are_what_their_captions_say():
+    module = load("draw_scenes")
+    scenes = module.scenes_of_one_kind(1, 9, 16)
+    for caption, (number, colour, shape) in zip(scenes.captions, scenes.kinds.tolist(), strict=True):
+        words = (list(COLOURS)[colour], SHAPES[shape], ("", "two|pair of", "three")[number])
+        assert all(re.search(word, caption) for word in words)
+    assert scenes.kinds[:, 0].bincount().tolist() == [3, 3, 3]
+
+
+def test_masked_generator_draws_four_images_by_heart():
+    module = load("draw_scenes")
+    torch.manual_seed(0)
+    vectors, text = torch.randn(2, 8, 3), torch.randn(4, 2, 5)
+    ids = torch.randint(8, (4, 3, 2), generator=torch.Generator().manual_seed(0))
+    model = module.MaskedGenerator(vectors, tokens=3, text_tokens=2, text_width=5, width=32)
+    module.train_masked(model, text, ids, updates=100, seed=0)
+    drawn = module.draw_masked(model, text, rounds=3, guidance=2.0, seed=0)
+    assert (drawn == ids).float().mean() > 0.7 > 0.4 > (drawn == ids.roll(1, dims=0)).float().mean()
+
+
+def test_shares_count_what_is_right():
+    asked = torch.tensor([[0, 1, 2]] * 4)
+    found = torch.tensor([[0, 1, 2], [1, 1, 2], [0, 0, 2], [2, 0, 0]])
+    assert load("draw_scenes").shares(found, asked) == [0.5, 0.5, 0.75, 0.5, 0.25]
 
 
 def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, captions):
