@@ -20,9 +20,12 @@ from vqclip import load_tokenizer
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.model import CLIP
+from vqclip.pixels.metrics import MAX_PSNR
+from vqclip.quantizers import Stats
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.train import run as train
 from vqclip.train.loading import load_model
+from vqclip.train.pixel_sums import error_metrics
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -124,6 +127,15 @@ def test_metrics_are_those_of_images(whole):
     assert last["pixels/psnr"] == pytest.approx(-10 * torch.tensor(last["pixels/mse"]).log10().item(), abs=1e-4)
     assert last["pixels/variance"] > 0
     assert {"loss/l1", "loss/l2", "loss/adversarial", "loss/adversarial/discriminator", "detail/usage"} <= last.keys()
+
+
+def test_images_without_error_have_a_finite_psnr():
+    """Decoded pixels are clamped, so black images can be equal to the bit."""
+    sums = {name: torch.zeros(()) for name in ("squares", "power")} | {
+        "colour": torch.zeros(3),
+        "count": torch.ones(()),
+    }
+    assert error_metrics(Stats(sums))["pixels/psnr"] == MAX_PSNR
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
@@ -229,6 +241,7 @@ REFUSED = {
         r"data.feature_cache.modalities: got \['text'\]; expected \[image\]",
     ),
     "a bottleneck": ({"train__bottleneck": {"open_steps": 1, "close_steps": 0}}, "train.bottleneck: got a schedule"),
+    "recomputed activations": ({"train__activation_checkpointing": True}, "train.activation_checkpointing: got true"),
     "no codes": ({"tokenizer": "IDENTITY"}, "has no codes"),
 }
 

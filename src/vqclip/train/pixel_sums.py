@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vqclip.pixels import PixelDecoder
 from vqclip.pixels.losses import PixelLosses
+from vqclip.pixels.metrics import psnr
 from vqclip.quantizers import Stats
 
 __all__ = ["error_metrics", "sums_of_decoded"]
@@ -41,7 +42,7 @@ def error_metrics(errors: Stats) -> dict[str, float]:
     mse, colour, power = (errors[name] / errors["count"] for name in ("squares", "colour", "power"))
     return {
         "pixels/mse": float(mse),
-        "pixels/psnr": float(-10 * mse.log10()),
+        "pixels/psnr": float(psnr(mse)),
         "pixels/variance": float(power - colour.square().mean()),
     }
 

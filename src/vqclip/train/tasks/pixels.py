@@ -268,6 +268,11 @@ class PixelTrainConfig(TaskConfig):
             raise ValueError(
                 "train.bottleneck: got a schedule with task: pixels, whose tokenizer is frozen; expected null"
             )
+        if self.train.activation_checkpointing:
+            raise ValueError(
+                "train.activation_checkpointing: got true with task: pixels, which trains no tower; expected false; "
+                "train.micro_batches saves memory"
+            )
         cache = self.data.feature_cache
         if cache is not None and self.data.views is None:
             raise ValueError(
