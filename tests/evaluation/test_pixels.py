@@ -289,6 +289,10 @@ def test_distances_in_the_features_of_networks(ranks, folder):
         assert other.pixels.distances == {name: pytest.approx(distance, rel=1e-3)}
     with pytest.raises(ValidationError, match="each of lpips and perceptual at most once"):
         classes(folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}}] * 2)
+    with pytest.raises(ValidationError, match=r"distances: got weight 2.0 .*kind perceptual, which has no effect"):
+        classes(
+            folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}, "weight": 2}]
+        )
     missing = classes(folder, distances=[{"kind": "frechet", "network": {"kind": "tokenizer", "folder": "x"}}])
     with pytest.raises(ConfigError, match=r"evaluation\[0\].distances\[0\]: network.folder: "):
         prepare([missing], with_decoder())

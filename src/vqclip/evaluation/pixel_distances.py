@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -20,14 +21,20 @@ DistanceConfig = Annotated[LPIPSConfig | PerceptualConfig | FrechetConfig, Field
 """A distance of each image, or a Fréchet distance of all images, chosen by ``kind``."""
 
 
-def _distinct(configs: tuple[DistanceConfig, ...]) -> tuple[DistanceConfig, ...]:
-    kinds = [config.kind for config in configs if not isinstance(config, FrechetConfig)]
+def _check(configs: tuple[DistanceConfig, ...]) -> tuple[DistanceConfig, ...]:
+    terms = [config for config in configs if not isinstance(config, FrechetConfig)]
+    for config, key in itertools.product(terms, ("weight", "start_step")):
+        if (got := getattr(config, key)) != (default := type(config).model_fields[key].default):
+            raise ValueError(
+                f"distances: got {key} {got} of kind {config.kind}, which has no effect here; expected {default}"
+            )
+    kinds = [config.kind for config in terms]
     if len(set(kinds)) < len(kinds):
         raise ValueError(f"got kinds {', '.join(kinds)}; expected each of lpips and perceptual at most once")
     return configs
 
 
-DistanceConfigs = Annotated[tuple[DistanceConfig, ...], AfterValidator(_distinct)]
+DistanceConfigs = Annotated[tuple[DistanceConfig, ...], AfterValidator(_check)]
 """Several distances."""
 
 
