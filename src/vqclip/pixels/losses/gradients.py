@@ -13,12 +13,7 @@ from torch import Tensor
 
 from vqclip.nn.precision import first_derivative_only
 
-__all__ = ["attach_gradient", "gradient_of"]
-
-
-def gradient_of(total: Tensor, pixels: Tensor, retain_graph: bool = False) -> Tensor:
-    """Return the gradient of a () sum at the pixels, which have its shape; weights get none."""
-    return torch.autograd.grad(total, pixels, retain_graph=retain_graph)[0]
+__all__ = ["attach_gradient"]
 
 
 def attach_gradient(pixels: Tensor, total: Tensor, gradient: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.precision import full_precision
 from vqclip.pixels.losses.adversarial import AdversarialConfig, Adversary, adaptive_factor
 from vqclip.pixels.losses.base import PixelTerm, PixelTermConfig
-from vqclip.pixels.losses.gradients import attach_gradient, gradient_of
+from vqclip.pixels.losses.gradients import attach_gradient
 from vqclip.seeds import derive_seed
 
 __all__ = ["PixelLosses", "require_starts"]
@@ -131,7 +131,7 @@ class PixelLosses(nn.Module):
                     total = self.distances[name](pixels, real)[: len(made)].double().sum()
                 sums[name] = total.detach()
                 if torch.is_grad_enabled() or adversaries:
-                    gradient = gradient_of(total, pixels)[: len(made)]
+                    gradient = torch.autograd.grad(total, pixels)[0][: len(made)]
                     sums[name] = attach_gradient(made, total, gradient)
                     others = others + self.configs[name].weight * gradient
             for name in adversaries:
