@@ -37,7 +37,7 @@ FAMILIES = {
     "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
     "layer: {kind: vq, dim: 16, codebook_size: 1024}}}",
 }
-DECODER_STEPS = 720
+DECODER_STEPS = 480
 """Steps of a decoder whose tokenizer is frozen."""
 ALONE = 1000.0
 """Weight of the losses on pixels where nothing else is to count."""
@@ -141,7 +141,7 @@ class Runs(NamedTuple):
             name = f"together-{weight:g}"
             return {name: self.contrastive(f"{start}-{name}", data, family, seed, weight)}
 
-        weights = [*self.weights, ALONE]
+        weights = sorted({*self.weights, ALONE})
         return {"alone": without} | {f"{weight:g}": lambda weight=weight: beside(weight) for weight in weights}
 
 
@@ -209,8 +209,16 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["scenes", "eurosat", "emoji"], help="or emoji-128")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--weights", nargs="*", type=float, default=[30.0], help="of the losses on pixels, together")
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps of each contrastive run")
+    parser.add_argument(
+        "--weights",
+        nargs="*",
+        type=float,
+        default=[30.0],
+        help=f"of the losses on pixels, together; {ALONE:g} always runs",
+    )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of the steps of each contrastive run; another share, another folder"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
     options = parser.parse_args()
