@@ -7,6 +7,8 @@ whole run folder is compared with that of a life that nothing disturbed. Half of
 uniformly over the life, half at moments of a phase. All draws are keyed by (number of the kill, of the try).
 
     VQCLIP_KILLS=100 OMP_NUM_THREADS=1 python -m pytest -m faults tests/faults/test_kills.py -k lives -s
+
+With VQCLIP_PARALLEL=fsdp the lives have weights in shards.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ def life_tree(folder, shards):
     changes |= {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "evaluation": pairs, "run__timeout_s": 120.0}
     pairs[0]["max_bad_fraction"] = 0.2
     changes |= {
+        "train__parallel": os.environ.get("VQCLIP_PARALLEL", "ddp"),
         "guards": {"spikes": {"window": 10, "deviations": 0.1}},
         "data__max_bad_fraction": 0.2,
         "optim__lr": 1e-4,  # so that the loss goes up and down

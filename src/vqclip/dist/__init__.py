@@ -19,7 +19,7 @@ the whole batch, with equal, unequal and empty batches per rank:
         DDP                            # mean over ranks: sum of W · parts / W = dL/dw
 
 Two rules follow. Normalise a loss by the *global* count, never by the local one. A parameter that every rank uses in the
-loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right.
+loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right. `Shards` averages as DDP does.
 
 Choose the sum by its use:
 
@@ -52,6 +52,7 @@ from vqclip.dist._control import (
     shared_seed,
 )
 from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
+from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
 from vqclip.dist._history import Collective, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._nodes import nodes
@@ -69,6 +70,8 @@ from vqclip.dist._state import (
 
 __all__ = [
     "Collective",
+    "Roots",
+    "Shards",
     "all_gather",
     "any_rank",
     "any_rank_each",
@@ -84,6 +87,7 @@ __all__ = [
     "is_main",
     "launcher_has_died",
     "local_rank",
+    "local_rows",
     "named_errors",
     "no_sync",
     "nodes",
@@ -96,6 +100,7 @@ __all__ = [
     "replicated_sum",
     "ring_shift",
     "run_on_main",
+    "sharded_parameters",
     "shared_seed",
     "shutdown",
     "signal_at_parent_death",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, JsonValue
 from torch import Tensor
@@ -22,6 +22,7 @@ from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
 from vqclip.tokenizer.stored import FROZEN_FOLDER
+from vqclip.train.ema import AVERAGE
 from vqclip.train.frozen_weights import FrozenWeights
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
@@ -69,6 +70,14 @@ class RunState(Strict):
     replaced: dict[str, _Count]
     caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count]
     best: _Best | None
+
+
+class _Copied(NamedTuple):
+    """Tensors of a checkpoint in host memory."""
+
+    model: dict[str, Tensor]
+    optimizer: checkpoint.OptimizerState
+    beside: dict[str, Tensor]
 
 
 class Checkpointer:
@@ -122,20 +131,18 @@ class Checkpointer:
         """
         self.require_finite(done)
         self.require_equal(done)
+        step = self.step
+        if dist.is_main():
+            self.wait()
+        copied = self._copy()
         if not dist.is_main():
             return
-        self.wait()
-        step = self.step
         save = functools.partial(
             self._save,
             self.folder,
             done,
-            write_model=functools.partial(
-                step.task.write_model,
-                state=self._model.copy(self._model_tensors()),
-                extra=self.frozen.section(),
-            ),
-            optimizer=checkpoint.pack_optimizer(step.optimizer, self._optimizer),
+            write_model=functools.partial(step.task.write_model, state=copied.model, extra=self.frozen.section()),
+            optimizer=copied.optimizer,
             state=copy.deepcopy(
                 {
                     "identity": self.identity,
@@ -146,7 +153,7 @@ class Checkpointer:
                     **counts,
                 }
             ),
-            tensors=self._state.copy(step.guards.tensors() | self._beside_the_model()),
+            tensors=copied.beside,
             keep_last=self.retention.newest,
             keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
         )
@@ -154,6 +161,19 @@ class Checkpointer:
         self._writing = done
         if not self.in_background:
             self.wait()
+
+    def _copy(self) -> _Copied:
+        """Copy all tensors of a checkpoint to host memory, on rank 0. A collective if weights are in shards."""
+        step, sharding = self.step, self.step.sharding
+        beside, model = self._beside_the_model(), self._model_tensors()
+        if sharding is not None:
+            beside = {f"{AVERAGE}{name}": each for name, each in sharding.gather(_averages(step)).items()}
+            copied = sharding.gather(model), sharding.gather_optimizer(step.optimizer)
+            return _Copied(*copied, self._state.copy(step.guards.tensors()) | beside)
+        if not dist.is_main():
+            return _Copied({}, checkpoint.OptimizerState("", [], {}), {})
+        optimizer = checkpoint.pack_optimizer(step.optimizer, self._optimizer)
+        return _Copied(self._model.copy(model), optimizer, self._state.copy(step.guards.tensors() | beside))
 
     def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
         # The copy of a run at a URL keeps the newest one there too: without it, this one would not be uploaded later.
@@ -183,9 +203,13 @@ class Checkpointer:
             self._writing, self.written = None, self._writing
 
     def _model_tensors(self, constants: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of the model, with or without those that never change in the run."""
+        """Return the tensors of the model, with or without those that never change in the run; rows of shards."""
         state = self.step.model.state_dict()
-        return {name: tensor for name, tensor in state.items() if constants or name not in self.frozen.names}
+        return {
+            name: dist.local_rows(tensor)
+            for name, tensor in state.items()
+            if constants or name not in self.frozen.names
+        }
 
     def tensors(self, constants: bool = False) -> dict[str, Tensor]:
         """Return every tensor to check before a save: of the model, the optimizer and what is saved beside them.
@@ -222,7 +246,8 @@ class Checkpointer:
     def require_equal(self, done: int, constants: bool = False) -> None:
         """Compare the bits of model and optimizer over all ranks. A collective.
 
-        Codebooks that are not synchronised must have been made equal before.
+        Codebooks that are not synchronised must have been made equal before. Of weights in shards there are no two
+        copies to compare.
 
         Args:
             done: steps done.
@@ -233,7 +258,7 @@ class Checkpointer:
         """
         if not dist.is_distributed():
             return
-        mine = checksums(self.tensors(constants))
+        mine = checksums(self._equal_tensors(constants))
         prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
         if len(set(prints)) == 1:
             return
@@ -249,6 +274,17 @@ class Checkpointer:
             f"{first_names(names)}, so the ranks no longer train one model; memory may be damaged on either. "
             f"This state is not saved. {self.newest()}. The same command continues from there"
         )
+
+    def _equal_tensors(self, constants: bool) -> dict[str, Tensor]:
+        """Return the tensors that are equal on all ranks: all but those in shards."""
+        sharding, every = self.step.sharding, self.tensors(constants)
+        if sharding is None:
+            return every
+        kinds = ("model.", "optimizer.", AVERAGE)
+        bare = {
+            name: next((name.removeprefix(kind) for kind in kinds if name.startswith(kind)), name) for name in every
+        }
+        return {name: each for name, each in every.items() if bare[name].partition("/")[0] not in sharding.shards}
 
     def newest(self) -> str:
         """Name the newest checkpoint that this run has written or resumed from, on every rank. A collective."""
@@ -294,3 +330,7 @@ class Checkpointer:
 
 def _on(rank: int) -> str:
     return f" on rank {rank}" if dist.is_distributed() else ""
+
+
+def _averages(step: TrainStep[Any]) -> dict[str, Tensor]:
+    return {} if step.ema is None else step.ema.averages

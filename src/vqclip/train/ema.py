@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from vqclip import dist
 from vqclip.checkpoint import Checkpoint
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
@@ -60,13 +61,14 @@ class Ema:
     Args:
         config: decay and interval.
         model: bare model, before DDP or `torch.compile` add to the names.
+        shards: of the model, if it has any; the averages are then of this rank's rows.
 
     Attributes:
         averages: parameter name → average in float32, or in float64 for a float64 parameter.
     """
 
-    def __init__(self, config: EmaConfig, model: nn.Module):
-        self.config, self.model = config, model
+    def __init__(self, config: EmaConfig, model: nn.Module, shards: dist.Shards | None = None):
+        self.config, self.model, self.shards = config, model, shards
         self.averages: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -75,7 +77,7 @@ class Ema:
         if (step + 1) % self.config.every:
             return
         averages, weights = [], []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._parameters().items():
             if name in self.averages:
                 averages.append(self.averages[name])
                 weights.append(parameter.to(averages[-1].dtype))
@@ -90,7 +92,7 @@ class Ema:
 
         Tensors change places: nothing is copied unless a weight has another dtype than its average.
         """
-        parameters, held = dict(self.model.named_parameters()), dict[str, Tensor]()
+        parameters, held = self._parameters(), dict[str, Tensor]()
         try:
             for name, average in self.averages.items():
                 held[name] = parameters[name].data
@@ -110,11 +112,17 @@ class Ema:
         Raises:
             CheckpointError: they do not fit the model, or contain NaN or infinity.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters = self._parameters()
         self.averages = {
-            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
+            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(
+                average if self.shards is None else self.shards.rows(name, average)
+            )
             for name, average in checked_averages(self.model, tensors).items()
         }
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name; of shards, this rank's rows."""
+        return dict(self.model.named_parameters()) if self.shards is None else self.shards.parameters
 
 
 def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:

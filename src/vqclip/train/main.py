@@ -258,11 +258,11 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     Returns:
         The outcome of the evaluation, the step that was exported, and the best step.
     """
-    config, task, folder = training.config, training.step.task, training.config.run.path / "tokenizer"
+    config, folder = training.config, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
-    with training.step.use_averages():
+    with training.step.whole_task() as whole:
         if dist.is_main():  # before the evaluation: one that fails costs no step
-            export_tokenizer(task, folder)
+            export_tokenizer(whole, folder)
     outcome = evaluate(training)
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
@@ -275,11 +275,11 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
                 "train.export: the best checkpoint cannot be used, so step %d stays: %s", training.done, error
             )
         return outcome, training.done, best
-    with training.step.use_averages():
+    with training.step.whole_task() as whole:
         details = None if config.report is None else config.report.details
-        outcome = try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=details)
+        outcome = try_all(whole.evaluated, config.evaluation, precision=config.train.precision, details=details)
         if dist.is_main():
-            export_tokenizer(task, folder)
+            export_tokenizer(whole, folder)
     store_details(config.report, config.run.path, outcome, best["step"])
     return outcome, best["step"], best
 

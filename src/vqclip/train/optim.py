@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.train.rates import (
@@ -223,7 +224,9 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = value
 
 
-def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], limit: float | None, shards: dist.Shards | None = None
+) -> Tensor:
     """Scale the gradients down to a total norm of `limit`, in place, without waiting for the device.
 
     If a gradient is not finite, neither is the result, and all gradients are useless: check it before the update.
@@ -231,12 +234,16 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     Args:
         parameters: those without a gradient are ignored.
         limit: largest norm; None only measures it.
+        shards: if this rank stores only a part of them; the call is then a collective.
 
     Returns:
         The norm before clipping, a scalar on the gradients' device.
     """
     held = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    if shards is None:
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    else:
+        norm = shards.norm(held)
     if limit is not None:
         nn.utils.clip_grads_with_norm_(held, limit, norm)
     return norm

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
@@ -89,8 +89,12 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
     done, state = restored["step"], RunState.model_validate(restored["state"])
-    broadcast_module(step.model)
-    _broadcast_optimizer(step, *restored["optimizer"])
+    if step.sharding is None:
+        broadcast_module(step.model)
+        _broadcast_optimizer(step, *restored["optimizer"])
+    else:
+        step.sharding.distribute_model()
+        step.sharding.distribute_optimizer(step.optimizer, *restored["optimizer"][1:])
     tensors = _broadcast(read)
     if not dist.is_main():
         _restore_state(step, state, tensors)
@@ -113,13 +117,16 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
 
     def load() -> None:
         saved = checkpoint.load(checkpointer.path(done))
-        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
+        load_weights(saved.model_folder, _model_to_load(step), checkpointer.frozen.names)
         if step.ema is not None:
             read.update(read_averages(saved, step.model))
             step.ema.load(read)
 
     dist.run_on_main(load)
-    broadcast_module(step.model)
+    if step.sharding is None:
+        broadcast_module(step.model)
+    else:
+        step.sharding.distribute_model()
     tensors = _broadcast(read)
     if step.ema is not None and not dist.is_main():
         step.ema.load(tensors)
@@ -133,13 +140,22 @@ def _restore(
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
-    load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
-    optimizer, tensors = saved.restore_optimizer(step.optimizer), saved.tensors(_most_numbers(step))
+    load_weights(saved.model_folder, _model_to_load(step), checkpointer.frozen.names)
+    optimizer = step.optimizer if step.sharding is None else step.sharding.optimizer
+    restored, tensors = saved.restore_optimizer(optimizer), saved.tensors(_most_numbers(step))
     try:
         _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
-    return saved, state, optimizer, tensors
+    return saved, state, restored, tensors
+
+
+def _model_to_load(step: TrainStep[Any]) -> nn.Module:
+    """Return the model that rank 0 loads: the model itself, or a whole one if its weights are in shards."""
+    if step.sharding is None:
+        return step.model
+    step.sharding.allocate()
+    return step.sharding.whole.model
 
 
 def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:

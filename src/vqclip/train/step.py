@@ -16,13 +16,14 @@ With `train.micro_batches`, forward and backward run in microbatches; see `vqcli
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Literal, Self
 
 import torch
 from einops import rearrange
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
@@ -37,6 +38,7 @@ from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import Event, GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
+from vqclip.train.sharding import Sharding
 from vqclip.train.tasks.base import SamplesT, Task
 from vqclip.train.tasks.output import TaskOutput, join_outputs
 
@@ -55,6 +57,19 @@ class ComputeConfig(Config):
     """Microbatches in which a process runs its part of the batch. Memory holds the activations of one microbatch. The
     gradient is the same, with all negatives of the global batch, for one more forward pass. Towers that draw random
     numbers draw them for each microbatch."""
+    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """Storage of the towers in several processes. `ddp`: each has all weights. `fsdp`: each has a part of every weight
+    that trains, of its gradient and of its moments, and gathers one block at a time. `hsdp`: as `fsdp` among the
+    processes of a machine; every machine has a whole copy. They differ in rounding alone; no effect in one process."""
+
+    @model_validator(mode="after")
+    def _parallel_fits(self) -> Self:
+        if self.parallel != "ddp":
+            if self.compile:
+                raise ValueError(f"got parallel {self.parallel!r} and compile true; expected compile false, or ddp")
+            if self.precision == "fp16":
+                raise ValueError(f"got parallel {self.parallel!r} and precision fp16; expected bf16, fp32, or ddp")
+        return self
 
 
 @dataclass(frozen=True)
@@ -111,11 +126,15 @@ class TrainStep(Generic[SamplesT]):
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled = compute.compile
+        self.sharding = self._shard(compute.parallel)
+        """Weights in shards; None in one process, and where every process has all weights."""
         self.parallel = self._wrap()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         task.configure(seed, compute.precision)
         self.guards = guards or GuardConfig(spikes=None).build()
-        self.ema = None if ema is None else Ema(ema, task.model)
+        self.ema = (
+            None if ema is None else Ema(ema, task.model, None if self.sharding is None else self.sharding.shards)
+        )
         self.micro_batches = compute.micro_batches
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
@@ -169,8 +188,17 @@ class TrainStep(Generic[SamplesT]):
         """Return whether the computation changes with step number ``step``, so that it is compiled again."""
         return step > 0 and step in self.task.changing_steps
 
+    def _shard(self, parallel: str) -> Sharding | None:
+        """Put the weights into shards, unless one process or every process has all of them."""
+        if parallel == "ddp":
+            return None
+        self.task.require_shardable(f"train.parallel: got {parallel!r}")
+        return Sharding(self.task, self.optimizer, parallel == "hsdp") if dist.is_distributed() else None
+
     def _wrap(self) -> nn.Module:
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
+        if self.sharding is not None:
+            return self.task.student
         return dist.wrap_ddp(_compile(self.task.student) if self.compiled else self.task.student)
 
     def _forward(self, local: SamplesT, step: int) -> TaskOutput:
@@ -190,12 +218,16 @@ class TrainStep(Generic[SamplesT]):
             self.scaler.scale(total).backward()
         if self.micro_batches > 1:
             self._second_pass(out, local, step)
+        if self.sharding is not None:
+            self.sharding.shards.collect_gradients()
 
     def _clip(self) -> Tensor:
         """Limit the norm of the gradient of each group of parameters; return the norm of the whole one before."""
         self.scaler.unscale_(self.optimizer)
-        groups = [[each for each in group if each.grad is not None] for group in self.task.clipped_apart()]
-        norms = [clip_gradients(group, self.clip_norm) for group in groups if group]
+        shards = None if self.sharding is None else self.sharding.shards
+        apart = [group if shards is None else shards.local(group) for group in self.task.clipped_apart()]
+        groups = [[each for each in group if each.grad is not None] for group in apart]
+        norms = [clip_gradients(group, self.clip_norm, shards) for group in groups if group]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _check(self, losses: dict[str, Tensor], grad_norm: Tensor, step: int) -> Event | None:
@@ -225,9 +257,22 @@ class TrainStep(Generic[SamplesT]):
             )
         return after >= before
 
-    def use_averages(self) -> AbstractContextManager[None]:
-        """Give the model the moving average of its weights within the block; no effect without `train.ema`."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+    @contextmanager
+    def whole_task(self, averaged: bool = True) -> Iterator[Task[SamplesT]]:
+        """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
+
+        Within the block no forward is a collective.
+
+        Args:
+            averaged: use the moving averages of the weights, if there are any (`train.ema`).
+        """
+        averages = self.ema if averaged else None
+        if self.sharding is not None:
+            with self.sharding.filled({} if averages is None else averages.averages) as whole:
+                yield whole
+            return
+        with nullcontext() if averages is None else averages.applied():
+            yield self.task
 
     def broadcast_local_codebooks(self) -> None:
         """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.
@@ -243,7 +288,7 @@ class TrainStep(Generic[SamplesT]):
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
         if self.compiled:
             self.task.mark_dynamic(local)
-        with autocast(self.device, self.precision):
+        with autocast(self.device, self.precision), self._named_errors():
             return self.task.run(model or self.parallel, local, step)
 
     def _microbatches(self, local: SamplesT) -> list[tuple[slice, SamplesT]]:
@@ -260,7 +305,7 @@ class TrainStep(Generic[SamplesT]):
         parts, drifts = self._microbatches(local), []
         for number, (rows, part) in enumerate(parts):
             is_last = number == len(parts) - 1
-            with nullcontext() if is_last else dist.no_sync(self.parallel):
+            with nullcontext() if is_last else self._no_sync():
                 out = self._run_model(part, step, number)
                 with dist.named_errors("averaging the gradients"):
                     backward_from_cached_grads(out, cached, rows)
@@ -268,6 +313,12 @@ class TrainStep(Generic[SamplesT]):
                 drifts.append(mean_drift(out, cached, rows))
         if not self._replay_checked:
             self._require_replay(drifts, [part for _, part in parts], step)
+
+    def _named_errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.sharding is None else dist.named_errors("gathering the weights")
+
+    def _no_sync(self) -> AbstractContextManager[object]:
+        return dist.no_sync(self.parallel) if self.sharding is None else self.sharding.shards.no_sync()
 
     def _require_replay(self, drifts: list[float], parts: list[SamplesT], step: int) -> None:
         """Check once, on every rank, that the second pass repeats the first."""

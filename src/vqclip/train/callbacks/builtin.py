@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import Any
 
 from vqclip import dist
 from vqclip.errors import DataError, StopRequested
@@ -14,6 +15,7 @@ from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
 from vqclip.train.report import store_details, write_page
+from vqclip.train.tasks.base import Task
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +153,8 @@ def evaluate(training: Training) -> EvaluationOutcome:
     """
     ema, is_last = training.config.train.ema, training.done == training.config.train.steps
     training.step.broadcast_local_codebooks()
-    with training.step.use_averages():
-        outcome = _try_all(training, details=True)
+    with training.step.whole_task() as task:
+        outcome = _try_all(training, task, details=True)
     current = _evaluate_current(training) if ema is not None and ema.evaluate == "both" else EvaluationOutcome([], None)
     results = [*outcome.results, *current.results]
     figures = {key: value for result in results for key, value in result.scalars().items()}
@@ -171,15 +173,16 @@ def evaluate(training: Training) -> EvaluationOutcome:
 
 def _evaluate_current(training: Training) -> EvaluationOutcome:
     """Evaluate the current weights beside the averaged ones; the results have names of their own."""
-    outcome = _try_all(training)
+    with training.step.whole_task(averaged=False) as task:
+        outcome = _try_all(training, task)
     named = [dataclasses.replace(result, name=CURRENT + result.name) for result in outcome.results]
     return EvaluationOutcome(named, outcome.failure)
 
 
-def _try_all(training: Training, *, details: bool = False) -> EvaluationOutcome:
+def _try_all(training: Training, task: Task[Any], *, details: bool = False) -> EvaluationOutcome:
     config = training.config
     amounts = config.report.details if details and config.report is not None else None
-    return try_all(training.step.task.evaluated, config.evaluation, precision=config.train.precision, details=amounts)
+    return try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=amounts)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:

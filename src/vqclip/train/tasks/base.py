@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vqclip.data import Batch
 from vqclip.data.loader import Tokenize
+from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.tokenizer import Tokenizer
@@ -68,6 +69,10 @@ class Task(ABC, Generic[SamplesT]):
     def discriminators(self) -> nn.Module | None:
         """Module that trains beside the model; in checkpoints, but neither averaged nor exported. None for none."""
         return None
+
+    def require_shardable(self, what: str) -> None:
+        """Raise ConfigError, which begins with ``what``, unless the weights of the task can be in shards."""
+        raise ConfigError(f"{what} with this task; expected ddp, or task: contrastive")
 
     def clipped_apart(self) -> list[list[nn.Parameter]]:
         """Return the parameters in groups, each of which has a gradient norm and a limit of its own."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vqclip.data import Batch
 from vqclip.data.loader import Tokenize
+from vqclip.errors import ConfigError
 from vqclip.losses import Loss
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
@@ -70,6 +71,12 @@ class ContrastiveTask(Task[RankBatch]):
     def discriminators(self) -> nn.Module | None:
         """Discriminators of the losses on pixels."""
         return None if self.reconstruction is None else self.reconstruction.losses
+
+    def require_shardable(self, what: str) -> None:
+        """Raise ConfigError with a pixel decoder or teachers."""
+        others = {"model.image.pixels": self.reconstruction, "distillation": self.distillation}
+        if used := [key for key, each in others.items() if each is not None]:
+            raise ConfigError(f"{what} with {' and '.join(used)}; expected ddp, or a run without")
 
     def clipped_apart(self) -> list[list[nn.Parameter]]:
         """Return the tokenizers, the pixel decoder and the discriminators."""

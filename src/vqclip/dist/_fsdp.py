@@ -1,0 +1,195 @@
+"""Weights in shards (FSDP2): each rank stores a part of the rows of every weight, of its gradient and of its moments.
+
+    model = Shards(model, units, hybrid=False)
+    out = module(x)                   # FSDP gathers the weights of one unit at a time
+    loss.backward()                   # ... and reduces their gradients to the ranks that store them
+    shards.collect_gradients()        # plain tensors for everything that follows: clipping, optimizer, averages
+
+Outside of forward and backward the training sees `Shards.parameters`: plain tensors of this rank's rows, in the memory
+that FSDP gathers from. A shard is ``ceil(rows / ranks)`` rows, as `torch.chunk` cuts them; the last ones may be empty.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from vqclip.dist._collectives import broadcast_
+from vqclip.dist._control import gather_json
+from vqclip.dist._state import run_collective, world_size
+from vqclip.errors import ConfigError
+
+
+Roots = Sequence[tuple[nn.Module, Sequence[nn.Module]]]
+"""Modules that are called as a whole, each with the modules in it whose weights are gathered one at a time."""
+
+
+class Shards:
+    """Parameters of a model in shards over ranks. A collective.
+
+    Gradients are averaged over all ranks, as in DDP. The parameters that `sharded_parameters` leaves out stay whole.
+
+    Args:
+        model: on its device; it starts with rank 0's values, and is changed in place.
+        roots: parts of the model to shard. Every rank calls them equally often, and only through ``__call__``.
+        hybrid: keep a copy of the shards on every machine instead of one copy over all ranks.
+
+    Attributes:
+        parameters: name → this rank's rows of a parameter in shards, or a whole parameter; plain tensors.
+
+    Raises:
+        ConfigError: ``hybrid`` on one machine, or on machines with different numbers of processes.
+    """
+
+    def __init__(self, model: nn.Module, roots: Roots, hybrid: bool = False):
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                broadcast_(tensor)
+        self._roots, mesh = [root for root, _ in roots], _mesh(next(model.parameters()).device.type, hybrid)
+        self._group, self._rank, self._size = mesh["shard"].get_group(), mesh["shard"].get_local_rank(), mesh["shard"].size()
+        whole = set(model.parameters()) - sharded_parameters(roots)
+        for root, units in roots:
+            root.register_forward_hook(_copy_view)
+            for unit in (*units, root):  # resharded after each forward: no forward may find weights of a former step
+                fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
+        self._sharded: dict[str, DTensor] = {
+            name: each
+            for name, each in model.named_parameters(remove_duplicate=False)
+            if isinstance(each, DTensor)  # a name for each use of a shared one
+        }
+        self._local = {
+            id(each): nn.Parameter(each.to_local().detach(), each.requires_grad) for each in self._sharded.values()
+        }
+        self.parameters = {name: self._local.get(id(each), each) for name, each in model.named_parameters()}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a parameter is in shards."""
+        return name in self._sharded
+
+    def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the tensors in `parameters` that stand for parameters of the model."""
+        return [self._local.get(id(each), each) for each in parameters]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in the block without reducing them; they are whole until the next backward."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, enabled: bool) -> None:
+        for root in self._roots:
+            root.set_requires_gradient_sync(enabled)  # type: ignore[operator]
+
+    def collect_gradients(self) -> None:
+        """Move the gradients to `parameters`, after the last backward of a step. A collective."""
+        for each in self._sharded.values():
+            if each.grad is not None:
+                assert isinstance(each.grad, DTensor)
+                self._local[id(each)].grad = each.grad.to_local()
+                each.grad = None
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name, whole in self.parameters.items():
+            if name not in self and whole.requires_grad:
+                whole.grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                by_dtype.setdefault(whole.dtype, []).append(whole.grad)
+        for gradients in by_dtype.values():
+            _average_(gradients)
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the () norm of the whole gradient of some of `parameters`, equal on every rank. A collective."""
+        mine = {id(each) for each in self._local.values()}
+        held = [each for each in parameters if each.grad is not None]
+        parts = [[each.grad for each in held if (id(each) in mine) == sharded] for sharded in (True, False)]
+        squares = [nn.utils.get_total_norm([g for g in part if g is not None]).double().square() for part in parts]
+        total = squares[0].to(held[0].device).reshape(1)
+        run_collective("all_reduce (gradient norm)", c10d.all_reduce, total, group=self._group)
+        return (total[0] + squares[1].to(total.device)).sqrt().to(held[0].dtype)
+
+    def gather(self, name: str, rows: Tensor) -> Tensor:
+        """Return a whole tensor from every rank's rows, such as a parameter, a moment or an average. A collective.
+
+        Args:
+            name: of the parameter that has the shape of the tensor.
+            rows: this rank's rows; another shape than that of the parameter is returned as it is.
+        """
+        if name not in self or rows.shape != self._sharded[name].to_local().shape:
+            return rows
+        shape = self._sharded[name].shape
+        each = math.ceil(shape[0] / self._size)
+        padded = rows.detach().new_zeros(each, *shape[1:])
+        padded[: len(rows)] = rows.detach()
+        found = padded.new_empty(each * self._size, *shape[1:])
+        run_collective("all_gather (shards)", c10d.all_gather_into_tensor, found, padded, group=self._group)
+        return found[: shape[0]]
+
+    def rows(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor; a view."""
+        if name not in self or whole.shape != self._sharded[name].shape:
+            return whole
+        each = math.ceil(len(whole) / self._size)
+        return whole[each * self._rank : each * (self._rank + 1)]
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor in a model's ``state_dict``, or the tensor itself if it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _mesh(device: str, hybrid: bool) -> DeviceMesh:
+    """Return the ranks as machines times ranks of a machine, or as one row."""
+    if not hybrid:
+        return init_device_mesh(device, (world_size(),), mesh_dim_names=("shard",))
+    sizes = gather_json(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if len(set(sizes)) > 1 or not 1 < sizes[0] < world_size():
+        raise ConfigError(
+            f"train.parallel: got hsdp, with {', '.join(map(str, sorted(set(sizes))))} processes on a machine and "
+            f"{world_size()} in all; expected several machines with the same number of processes, more than one "
+            "(LOCAL_WORLD_SIZE, which torchrun sets), or fsdp"
+        )
+    return init_device_mesh(device, (world_size() // sizes[0], sizes[0]), mesh_dim_names=("replica", "shard"))
+
+
+def sharded_parameters(roots: Roots) -> set[nn.Parameter]:
+    """Return the parameters of modules that `Shards` would shard.
+
+    Frozen ones, those that two units share, and what FSDP refuses (scalars, memory in channels-last order) stay whole.
+    """
+    found: set[nn.Parameter] = set()
+    owners: dict[int, int] = {}
+    shared: set[nn.Parameter] = set()
+    for root, units in roots:
+        inside = {id(module): unit for unit in units for module in unit.modules()}
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                owner = id(inside.get(id(module), root))
+                if owners.setdefault(id(parameter), owner) != owner:
+                    shared.add(parameter)
+                if parameter.ndim > 0 and parameter.requires_grad and parameter.is_contiguous():
+                    found.add(parameter)
+    return found - shared
+
+
+def _copy_view(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Copy an output that is a view, of which FSDP would warn."""
+    return output.clone() if output._is_view() else output
+
+
+def _average_(gradients: list[Tensor]) -> None:
+    """Replace gradients of one type by their means over ranks, in one exchange."""
+    joined = torch.cat([each.reshape(-1) for each in gradients])
+    run_collective("all_reduce (gradients)", c10d.all_reduce, joined)
+    joined /= world_size()
+    for gradient, mean in zip(gradients, joined.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))

@@ -1,0 +1,180 @@
+"""Weights in shards: the same training as with all weights on every rank, and checkpoints that fit either."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
+from tests.ranks import for_each
+from tests.training import largest_difference, metrics, run, run_tree, weights
+from vqclip import dist
+from vqclip.errors import ConfigError
+from vqclip.train import Callback, main
+from vqclip.train import run as train
+from vqclip.train.tasks.kinds import load_task_config
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree(folder, shards, quantizer=FSQ, parallel="fsdp", **changes):
+    settings = {"train__steps": STEPS, "train__ema": {"decay": 0.9}, "optim__clip_grad_norm": 0.5}
+    return run_tree(folder, shards, quantizer, train__parallel=parallel, **(settings | changes))
+
+
+def require_same(folder, other, steps, tolerance=1e-9):
+    for line, expected in zip(metrics(folder), metrics(other), strict=True):
+        for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), (line["step"], name)
+    assert largest_difference(weights(folder, steps), weights(other, steps)) < tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("quantizer", [FSQ, BUSY_VQ, BUSY_RESIDUAL], ids=["fsq", "vq", "residual"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_train_the_same_model(ranks, tmp_path, shards, quantizer, world_size, precision):
+    """To 1e-9 in fp64, and to 1e-3 in fp32, where 30 steps amplify rounding."""
+    cache, tolerance = str(tmp_path / "cache"), 1e-9 if precision == "fp64" else 1e-3
+    for micro_batches in (1, 3):
+        settings = {"train__steps": 30, "train__micro_batches": micro_batches, "train__precision": precision}
+        ways = {name: tmp_path / f"{name}{micro_batches}" for name in ("ddp", "fsdp", "one")}
+        both = [(tree(ways[name], shards, quantizer, name, **settings), cache) for name in ("ddp", "fsdp")]
+        ranks(world_size, for_each, run, both, init=False, timeout=300.0)
+        ranks(1, run, tree(ways["one"], shards, quantizer, **settings), cache, init=False)
+        for name in ("ddp", "one"):
+            require_same(ways["fsdp"], ways[name], 30, tolerance)
+
+
+def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards):
+    """DDP, shards on 4 ranks, one process, shards on 2 ranks: the trajectory of one run, in the middle of an epoch."""
+    cache, settings = str(tmp_path / "cache"), {"quantizer": BUSY_RESIDUAL, "train__micro_batches": 2}
+    ranks(1, run, tree(tmp_path / "whole", shards, **settings), cache, init=False)
+    for world_size, parallel, stop in ((2, "ddp", 2), (4, "fsdp", 4), (1, "fsdp", 5), (2, "fsdp", STEPS)):
+        part = tree(tmp_path / "parts", shards, parallel=parallel, **settings)
+        ranks(world_size, run_until, part, cache, stop, init=False)
+    require_same(tmp_path / "parts", tmp_path / "whole", STEPS)
+
+
+def run_until(settings, cache, stop):
+    class Stop(Callback):
+        def on_step_end(self, training):
+            if training.done == stop:
+                training.request_stop("enough")
+
+    os.environ["VQCLIP_CACHE"] = cache
+    train(load_task_config(settings), [Stop()])
+
+
+def with_tower(modality, **changes):
+    model = tiny_model(FSQ, FSQ).model_dump(mode="json")
+    model[modality]["tower"] |= changes
+    return {"model": model}
+
+
+CONVOLUTIONAL = {"kind": "convolutional", "image_size": 16, "channels": [8, 8, 16, 16], "channels_per_group": 4}
+VARIANTS = {
+    "adapters": with_tower("image", train={"lora": {"rank": 2}}),
+    "last block": with_tower("image", train={"last": 1}),
+    "from a step on": with_tower("text", train={"from_step": 2}),
+    "frozen": with_tower("text", train="none"),
+    "checkpointed activations": {"train__activation_checkpointing": True, "train__micro_batches": 2},
+    "sigmoid loss": {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}},
+    "convolutions": {
+        "model": with_tower("image")["model"]
+        | {"image": with_tower("image")["model"]["image"] | {"tower": CONVOLUTIONAL}}
+    },
+    "bf16": {"train__precision": "bf16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_train_the_same_model(ranks, tmp_path, shards, variant):
+    cache, settings = str(tmp_path / "cache"), {"train__steps": 4, "optim__warmup_steps": 1} | VARIANTS[variant]
+    both = [(tree(tmp_path / kind, shards, parallel=kind, **settings), cache) for kind in ("ddp", "fsdp")]
+    ranks(2, for_each, run, both, init=False)
+    require_same(tmp_path / "fsdp", tmp_path / "ddp", 4, 1e-2 if variant == "bf16" else 1e-9)
+
+
+@pytest.mark.slow
+def test_shards_on_each_of_two_machines_train_the_same_model(ranks, tmp_path, shards):
+    cache, settings = str(tmp_path / "cache"), {"train__steps": 4, "optim__warmup_steps": 1}
+    ranks(4, run_on_two_machines, tree(tmp_path / "hsdp", shards, parallel="hsdp", **settings), cache, init=False)
+    ranks(1, run, tree(tmp_path / "one", shards, parallel="ddp", **settings), cache, init=False)
+    require_same(tmp_path / "hsdp", tmp_path / "one", 4)
+
+
+def run_on_two_machines(settings, cache):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    run(settings, cache)
+
+
+def build_step(settings):
+    config = load_task_config(settings)
+    task = main.build_task(config, torch.device("cpu"))
+    before = {name: each.detach().clone() for name, each in task.model.named_parameters()}
+    return main._build_step(config, task), before
+
+
+def evaluate_on_rank_zero_alone(settings):
+    """Return this rank's numbers in towers, and whether rank 0 has all weights, or averages, within the block."""
+    step, before = build_step(settings)
+    step.ema.update(0)
+    for each in step.ema.averages.values():
+        each += 1
+    found = []
+    for averaged in (False, True):
+        with step.whole_task(averaged) as whole:
+            if dist.is_main():
+                found += [torch.equal(each, before[name] + averaged) for name, each in whole.model.named_parameters()]
+                with torch.no_grad():
+                    whole.evaluated.image(whole.model.image.tower.example())
+                found.append(whole.evaluated.text.quantizer is step.model.text.quantizer)
+    left = sum(each.numel() for each in step.sharding.whole.model.image.tower.parameters())
+    mine = sum(step.sharding.shards.parameters[name].numel() for name in before if name.startswith("image.tower."))
+    return mine, left, all(found)
+
+
+def test_evaluations_gather_once_and_a_rank_may_run_alone(ranks, tmp_path, shards):
+    one, other = ranks(2, evaluate_on_rank_zero_alone, tree(tmp_path, shards), timeout=60.0)
+    assert one == (one[0], 0, True)
+    assert other == (other[0], 0, True)
+    whole = sum(each.numel() for each in tiny_model().build().image.tower.parameters())
+    assert one[0] + other[0] == whole
+    assert other[0] > 0.45 * whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": "fsdp", "compile": True}, "parallel 'fsdp' and compile true"),
+        ({"parallel": "fsdp", "precision": "fp16"}, "parallel 'fsdp' and precision fp16"),
+        ({"parallel": "hsdp", "compile": True}, "parallel 'hsdp' and compile true"),
+    ],
+)
+def test_what_does_not_work_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_task_config(tree(tmp_path, tmp_path) | {"train": {"steps": 9} | changes})
+
+
+def build_refused(settings):
+    with pytest.raises(ConfigError) as error:
+        build_step(settings)
+    return str(error.value)
+
+
+def test_what_cannot_be_in_shards_is_refused(ranks, tmp_path, shards):
+    frozen = with_tower("image", train="none")["model"] | {"text": with_tower("text", train="none")["model"]["text"]}
+    cases = [(tree(tmp_path, shards, model=frozen),), (tree(tmp_path, shards, parallel="hsdp"),)]
+    for found in ranks(2, for_each, build_refused, cases):
+        assert "no weights of a tower train" in found[0]
+        assert "expected several machines" in found[1]
