@@ -64,6 +64,16 @@ def test_a_job_that_slept_finds_that_it_was_replaced(store, monkeypatch):
     other.release()
 
 
+def test_a_lease_that_vanishes_between_listing_and_reading_was_removed(store, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 99.0)
+    job = Lease(FOLDER, "disk a")
+    job.acquire()
+    store.failing["cat_file"] = [FileNotFoundError("the bucket is gone")]
+    with pytest.raises(CheckpointError, match="its files were removed during the run"):
+        job.require()
+    job.release()
+
+
 def test_of_two_jobs_that_start_at_once_one_gets_the_lease(store):
     """The store decides; where it does not, the content of the last one stays."""
     assert FOLDER.create("lease/00000001.json", b"one")

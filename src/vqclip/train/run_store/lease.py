@@ -86,7 +86,7 @@ class Lease:
         """
         self.raise_if_lost()
         found = self._find()
-        if found.number < self._number:
+        if found.number < self._number or not found.content:
             self._lost = "has lost its lease: its files were removed during the run"
         elif _read(found.content).get("name") != self._name:
             self._lost = (
