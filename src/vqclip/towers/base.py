@@ -85,7 +85,18 @@ def freeze_unused(tower: nn.Module, features: Tensor) -> tuple[str, ...]:
         Their names.
     """
     weights = {name: weight for name, weight in tower.named_parameters() if weight.requires_grad}
-    gradients = torch.autograd.grad(features.sum(), list(weights.values()), allow_unused=True)
-    for weight, gradient in zip(weights.values(), gradients, strict=True):
-        weight.requires_grad_(gradient is not None)
+    if not weights:
+        return ()
+    used: set[nn.Parameter] = set()
+
+    def drop_gradient(weight: nn.Parameter) -> None:  # so that no two gradients are in memory
+        used.add(weight)
+        weight.grad = None
+
+    hooks = [weight.register_post_accumulate_grad_hook(drop_gradient) for weight in weights.values()]
+    torch.autograd.backward(features.sum(), inputs=list(weights.values()))
+    for hook in hooks:
+        hook.remove()
+    for weight in weights.values():
+        weight.requires_grad_(weight in used)
     return tuple(name for name, weight in weights.items() if not weight.requires_grad)
