@@ -132,6 +132,7 @@ def test_places_in_the_global_batch(folder: Path) -> None:
     for rank in range(3):
         (part,) = data.batches(3, 4, rank=rank, world_size=3)
         assert part.global_size == G
+        assert part.sizes[rank] == len(part)
         assert torch.equal(whole.sample_ids[part.places], part.sample_ids)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, get_args
@@ -108,7 +109,10 @@ def test_equals_open_clip_in_one_process(case, dtype):
 def on_a_rank(case_name, image, text, sizes):
     case = LOSSES[case_name]
     mine = [t.split(list(sizes))[dist.rank()] for t in (image, text)]
-    return value_and_gradients(case.config.build(), *mine, leaves(case))
+    asking = value_and_gradients(case.config.build(), *mine, leaves(case))
+    knowing = value_and_gradients(functools.partial(case.config.build(), sizes=sizes), *mine, leaves(case))
+    assert all(torch.equal(*pair) for pair in zip(asking[:3], knowing[:3], strict=True))
+    return knowing
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_another_number_of_pairs_is_refused():
 def test_the_operator_is_sound():
     image, text = pairs(6, dtype=torch.float32)
     theirs = [features[:6].float() for features in teacher()]
-    numbers = (torch.tensor(10.0), torch.tensor(0.0), None, [*theirs, torch.tensor(20.0)])
+    numbers = (torch.tensor(10.0), torch.tensor(0.0), None, [*theirs, torch.tensor(20.0)], [6])
     inputs = (image, text.T.contiguous().T, *numbers, "distillation", "tiled")
     for wants_grad in (True, False):
         checks = ("test_schema", "test_faketensor")

@@ -314,13 +314,13 @@ def test_compiles_to_one_graph(kind, impl):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operator_is_sound(kind):
     image, text = pairs(6, dtype=torch.float32)
-    inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), torch.arange(6) // 2, [])
+    inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), torch.arange(6) // 2, [], None)
     inputs += ("softmax" if kind == "contrastive" else kind, "tiled")
     op = torch.ops.vqclip.tiled_loss
     checks = ("test_schema", "test_faketensor")
     for wants_grad in (True, False):
         torch.library.opcheck(op.default, (*inputs, wants_grad), test_utils=checks)
-        strided = (image, text.T.contiguous().T, *inputs[2:7], "ring")
+        strided = (image, text.T.contiguous().T, *inputs[2:8], "ring")
         torch.library.opcheck(op.default, (*strided, wants_grad), test_utils=checks)
         strided = (image.T.contiguous().T, text, *inputs[2:])
         torch.library.opcheck(op.default, (*strided, wants_grad), test_utils=checks)
@@ -361,6 +361,12 @@ def test_an_empty_global_batch_is_refused(kind):
     loss, numbers = KINDS[kind]
     with pytest.raises(ShapeError, match="the global batch is empty"):
         value_and_gradients(loss(), *pairs(0), numbers)
+
+
+@pytest.mark.parametrize("impl", ["tiled", "ring"])
+def test_sizes_that_do_not_fit_are_refused(impl):
+    with pytest.raises(ShapeError, match=r"sizes: got \[3\], and 4 pairs on rank 0 of 1"):
+        ContrastiveLoss(impl)(*pairs(4), torch.tensor(1.0), sizes=[3])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 31, 33, 4096])

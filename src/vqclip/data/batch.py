@@ -45,6 +45,8 @@ class Batch:
     """``(B,)`` int64, position of each sample in the global batch, 0 to G - 1."""
     global_size: int
     """G, the samples of the global batch."""
+    sizes: tuple[int, ...] | None = None
+    """B of every rank, in rank order; None: not known, and exchanges ask for them."""
     bad: tuple[BadSample, ...] = ()
     """Samples that were replaced."""
     lengths: tuple[int, ...] = ()

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["NodeLayout"]
+__all__ = ["NodeLayout", "part_sizes"]
+
+
+def part_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
+    """Return the number of samples of every rank in a global batch, whatever the nodes and the order are."""
+    return tuple(batch_size // world_size + (rank < batch_size % world_size) for rank in range(world_size))
 
 
 class NodeLayout:

@@ -25,6 +25,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.chunks.supply import ChunkSupply, find_needs
+from vqclip.data.dealing import part_sizes
 from vqclip.data.features import FeatureReader
 from vqclip.data.order import FullOrder, GlobalOrder, Order
 from vqclip.data.parts import Layout, make_batches
@@ -182,6 +183,7 @@ class BatchMaker:
             labels=torch.tensor([each for rest in rests for each in rest.labels], dtype=torch.int64),
             places=torch.from_numpy(np.concatenate([rest.places for rest in rests])),
             global_size=self._batch_size,
+            sizes=part_sizes(self._batch_size, len(self._nodes)),
             bad=tuple(each for rest in rests for each in rest.bad),
             lengths=tuple(each for rest in rests for each in rest.lengths),
             captions=tuple(each for rest in rests for each in rest.captions),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -50,9 +51,15 @@ class ContrastiveLoss(Loss):
         _check_smoothing(self.label_smoothing, keys is not None)
 
     def _compute_tiled(
-        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        keys: Tensor | None,
+        sizes: Sequence[int] | None,
     ) -> Tensor:
-        loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys)
+        loss = tiled_loss("softmax", self.impl, image, text, scale, keys=keys, sizes=sizes)
         return loss + self.label_smoothing * self._smoothing_term(image, text, scale) if self.label_smoothing else loss
 
     def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:

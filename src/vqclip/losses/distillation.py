@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from vqclip.errors import ShapeError
@@ -44,6 +46,7 @@ class DistillationLoss(nn.Module):
         teacher_image: Tensor,
         teacher_text: Tensor,
         teacher_scale: Tensor,
+        sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Return the mean over rows and columns of the global batch. A collective; with ``gather`` its backward too.
 
@@ -54,6 +57,7 @@ class DistillationLoss(nn.Module):
             teacher_image: ``(B, F)`` the teacher's features of the same images; they get no gradient.
             teacher_text: ``(B, F)``.
             teacher_scale: () factor of the teacher's logits.
+            sizes: see `vqclip.losses.ContrastiveLoss`.
 
         Returns:
             () float32, or float64 for float64 features.
@@ -73,14 +77,21 @@ class DistillationLoss(nn.Module):
         teacher = (teacher_image.to(image.dtype), teacher_text.to(image.dtype), teacher_scale.detach().to(image.dtype))
         with full_precision(image.device):
             if self.impl == "gather":
-                return self._reference_loss(image, text, scale, *teacher)
-            return tiled_loss("distillation", self.impl, image, text, scale, teacher=teacher)
+                return self._reference_loss(image, text, scale, *teacher, sizes)
+            return tiled_loss("distillation", self.impl, image, text, scale, teacher=teacher, sizes=sizes)
 
     def _reference_loss(
-        self, image: Tensor, text: Tensor, scale: Tensor, teacher_image: Tensor, teacher_text: Tensor, factor: Tensor
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        teacher_image: Tensor,
+        teacher_text: Tensor,
+        factor: Tensor,
+        sizes: Sequence[int] | None,
     ) -> Tensor:
-        images, texts = gather_features(image, text)
-        teacher_images, teacher_texts = gather_features(teacher_image, teacher_text)
+        images, texts = gather_features(image, text, sizes)
+        teacher_images, teacher_texts = gather_features(teacher_image, teacher_text, sizes)
         logits, wanted = scale * images @ texts.T, factor * teacher_images @ teacher_texts.T
         parts = [-(wanted.softmax(dim) * logits.log_softmax(dim)).sum() for dim in (0, 1)]
         return (parts[0] + parts[1]) / (2 * len(logits))

@@ -43,15 +43,23 @@ class Exchange(ABC):
         text: ``(B, E)`` this rank's texts.
         wants_grad: True if this rank needs gradients; equal on all ranks.
         note: a further property that must be equal on all ranks, as text.
+        sizes: all B in rank order, if the caller knows them; the ranks then exchange and compare nothing here.
 
     Raises:
         DistributedError: the ranks' features or notes do not fit together, or only some ranks need gradients.
-        ShapeError: the global batch is empty.
+        ShapeError: the global batch is empty, or ``sizes`` do not fit.
     """
 
-    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
-        with torch.enable_grad():
-            self.sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), note)
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = "", sizes: Sequence[int] | None = None):
+        if sizes is None:
+            with torch.enable_grad():
+                sizes = dist.gather_sizes(text.detach().requires_grad_(wants_grad), note)
+        elif len(sizes) != dist.world_size() or sizes[dist.rank()] != len(text):
+            raise ShapeError(
+                f"sizes: got {list(sizes)}, and {len(text)} pairs on rank {dist.rank()} of {dist.world_size()}; "
+                "expected every rank's number of pairs, in rank order"
+            )
+        self.sizes = list(sizes)
         self.count = sum(self.sizes)
         if self.count == 0:
             raise ShapeError("features: the global batch is empty, expected at least one pair on one rank")
@@ -84,8 +92,8 @@ class Exchange(ABC):
 class Gathered(Exchange):
     """All texts on every rank."""
 
-    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
-        super().__init__(text, wants_grad, note)
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = "", sizes: Sequence[int] | None = None):
+        super().__init__(text, wants_grad, note, sizes)
         self._texts = self.to_carried(text)
 
     def to_carried(self, own: Tensor) -> Tensor:
@@ -116,8 +124,8 @@ class Gathered(Exchange):
 class Ring(Exchange):
     """The texts of one rank after the other, with up to twice the traffic of `Gathered` (on two ranks)."""
 
-    def __init__(self, text: Tensor, wants_grad: bool, note: str = ""):
-        super().__init__(text, wants_grad, note)
+    def __init__(self, text: Tensor, wants_grad: bool, note: str = "", sizes: Sequence[int] | None = None):
+        super().__init__(text, wants_grad, note, sizes)
         self._text = text
         # NCCL needs all ranks in a job's first collective, and empty ranks take no part in shifts.
         if min(self.sizes) == 0:

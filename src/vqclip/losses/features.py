@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -90,9 +91,9 @@ def check_scalars(**numbers: Tensor) -> None:
             raise ShapeError(f"{name}: got shape {tuple(number.shape)}, expected (): pass {name}.squeeze()")
 
 
-def gather_features(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+def gather_features(image: Tensor, text: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Gather both ``(B, E)`` features of all ranks, ``(G, E)`` each, with their gradients. A collective."""
-    image, text = dist.all_gather(torch.stack([image, text], dim=1)).unbind(1)  # one collective for both
+    image, text = dist.all_gather(torch.stack([image, text], dim=1), sizes).unbind(1)  # one collective for both
     return image, text
 
 
@@ -119,7 +120,13 @@ class Loss(nn.Module, ABC):
         self.impl, self.positives = impl, positives
 
     def forward(
-        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, keys: Tensor | None = None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        keys: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Return the loss of the global batch. A collective; with ``gather`` its backward is one too.
 
@@ -130,12 +137,14 @@ class Loss(nn.Module, ABC):
             bias: () added to the logits of the sigmoid loss; None for the softmax loss.
             keys: ``(B,)`` int64; the image of one pair and the text of another with an equal key are left out. All
                 ranks pass keys, or none.
+            sizes: all B in rank order, if the caller knows them: the ranks then need not ask each other. They also do
+                not check that their features fit together. All ranks pass them, or none.
 
         Returns:
             () float32, or float64 for float64 features.
 
         Raises:
-            ShapeError: the features do not pair up.
+            ShapeError: the features do not pair up, or ``sizes`` do not fit.
             ConfigError: a bias too many or too few, or keys that are missing or do not fit the settings.
         """
         if self.positives is not None and keys is None:
@@ -147,12 +156,12 @@ class Loss(nn.Module, ABC):
         check_scalars(scale=scale, **({} if bias is None else {"bias": bias}))
         with full_precision(image.device):
             if self.impl != "gather":
-                return self._compute_tiled(image, text, scale, bias, keys)
-            images, texts = gather_features(image, text)
+                return self._compute_tiled(image, text, scale, bias, keys, sizes)
+            images, texts = gather_features(image, text, sizes)
             logits = scale.to(images.dtype) * images @ texts.T
             if keys is None:
                 return self._of_logits(logits, bias, None)
-            keys = dist.all_gather(keys)
+            keys = dist.all_gather(keys, sizes)
             return self._of_logits(logits, bias, (keys[:, None] == keys).fill_diagonal_(False))
 
     @abstractmethod
@@ -165,7 +174,13 @@ class Loss(nn.Module, ABC):
 
     @abstractmethod
     def _compute_tiled(
-        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        keys: Tensor | None,
+        sizes: Sequence[int] | None,
     ) -> Tensor: ...
 
     @abstractmethod

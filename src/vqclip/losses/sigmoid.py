@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -31,9 +32,15 @@ class SigmoidLoss(Loss):
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
 
     def _compute_tiled(
-        self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None, keys: Tensor | None
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        keys: Tensor | None,
+        sizes: Sequence[int] | None,
     ) -> Tensor:
-        return tiled_loss("sigmoid", self.impl, image, text, scale, bias, keys)
+        return tiled_loss("sigmoid", self.impl, image, text, scale, bias, keys, sizes=sizes)
 
     def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
         assert bias is not None

@@ -51,6 +51,7 @@ def tiled_loss(
     bias: Tensor | None = None,
     keys: Tensor | None = None,
     teacher: Sequence[Tensor] = (),
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Return a loss, (), from ``(B, E)`` features in fp32 or fp64.
 
@@ -63,13 +64,14 @@ def tiled_loss(
         bias: added to the logits of ``sigmoid``.
         keys: of pairs that are not negatives of each other.
         teacher: for ``distillation`` the teacher's images, texts and scale.
+        sizes: see `Loss.forward`.
     """
     scale = scale.to(image.dtype)
     bias = torch.zeros_like(scale) if bias is None else bias.to(image.dtype)
     inputs = (image, text, scale, bias)
     wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     detached = [tensor.detach() for tensor in inputs]
-    found = torch.ops.vqclip.tiled_loss(*detached, keys, list(teacher), kind, impl, wants_grad)
+    found = torch.ops.vqclip.tiled_loss(*detached, keys, list(teacher), sizes, kind, impl, wants_grad)
     return attach_gradients(*inputs, Gradients(*found))
 
 
@@ -181,12 +183,13 @@ def _operator(
     bias: Tensor,
     keys: Tensor | None,
     teacher: Sequence[Tensor],
+    sizes: Sequence[int] | None,
     kind: str,
     impl: str,
     wants_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     note = "" if keys is None else ", with keys"
-    exchange = EXCHANGES[impl](torch.cat((text, teacher[1]), dim=1) if teacher else text, wants_grad, note)
+    exchange = EXCHANGES[impl](torch.cat((text, teacher[1]), dim=1) if teacher else text, wants_grad, note, sizes)
     keys = None if keys is None else dist.all_gather(keys, exchange.sizes)
     if kind == "softmax":
         found = _softmax(image, text, scale, keys, exchange, wants_grad)

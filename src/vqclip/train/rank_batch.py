@@ -28,6 +28,8 @@ class RankBatch:
     """``(B, N)`` int64, without columns that no caption needs."""
     order: Order
     """Places of the samples in the global batch."""
+    sizes: tuple[int, ...] | None
+    """Samples of every rank in the global batch; None if they are not known."""
     keys: Tensor | None
     """See `pair_keys`."""
     features: Mapping[str, Tensor]
@@ -76,4 +78,4 @@ def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, prec
     if "text" in features:
         features["text"] = features["text"][:, :needed]
     order = Order(places, batch.global_size)
-    return RankBatch(images, tokens[:, :needed], order, keys, features, batch.captions)
+    return RankBatch(images, tokens[:, :needed], order, batch.sizes, keys, features, batch.captions)

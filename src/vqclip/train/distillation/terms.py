@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,6 +54,10 @@ class Samples(Protocol):
     @property
     def captions(self) -> tuple[str, ...]:
         """B captions."""
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """Samples of every rank in the global batch; None if they are not known."""
 
     @property
     def features(self) -> Mapping[str, Tensor]:
@@ -221,7 +224,7 @@ class Distillation:
         for name, term in self._embeddings.items():
             if term.config.weight_at(step):
                 images, texts = self._embed(name, term, parts)
-                terms[name] = term.loss(image, text, scale, images, texts, term.scale)
+                terms[name] = term.loss(image, text, scale, images, texts, term.scale, parts[0].sizes)
         for name in self._features:
             if f"{name}/sum" in sums:
                 terms[name] = sums[f"{name}/sum"] / sums[f"{name}/count"]
@@ -320,12 +323,9 @@ def _require_same_tokens(teacher: TextTower, student: TextTower) -> None:
 
 def _names(configs: Sequence[DistillationConfig]) -> list[str]:
     """Name the terms by their kinds, repeated ones with a number."""
-    seen: Counter[str] = Counter()
-    names = []
-    for config in configs:
-        seen[config.kind] += 1
-        names.append(config.kind if seen[config.kind] == 1 else f"{config.kind}_{seen[config.kind]}")
-    return names
+    kinds = [config.kind for config in configs]
+    turns = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
+    return [kind if turn == 1 else f"{kind}_{turn}" for kind, turn in zip(kinds, turns, strict=True)]
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the contrastive loss, the quantizers' losses, and those of pixels and of teachers."""
         image, text, scale, bias = out.rows["image"], out.rows["text"], out.shared["scale"], out.shared.get("bias")
         keys = None if parts[0].keys is None else torch.cat([part.keys for part in parts if part.keys is not None])
-        terms = {self.loss.name: self.loss(image, text, scale, bias, keys)}
+        terms = {self.loss.name: self.loss(image, text, scale, bias, keys, parts[0].sizes)}
         weights: dict[str, float | Tensor] = {self.loss.name: 1.0}
         for modality, quantizer in self.quantizers().items():
             for name, term in quantizer.losses(sums[modality]).items():
