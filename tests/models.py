@@ -12,6 +12,7 @@ from vqclip.model import ModelConfig
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
+ONE_CHANNEL = {"kind": "fsq", "levels": [4]}
 LFQ = {"kind": "lfq", "bits": 6}
 WIDE_LFQ = {"kind": "lfq", "bits": 32, "loss_weights": {"codebook_entropy_gap": 0}}
 IDENTITY = {"kind": "identity", "dim": 6}
@@ -22,6 +23,12 @@ BUSY_VQ = {"kind": "vq", "dim": 6, "codebook_size": 16, "decay": 0.8, "dead_belo
 BUSY_RESIDUAL = {"kind": "residual", "layer": BUSY_VQ, "depth": 3, "dropout": True}
 RESIDUAL_FSQ = {"kind": "residual", "layer": FSQ | {"layout": "uniform"}, "depth": 3, "dropout": True}
 RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
+NESTED: dict[str, Any] = {
+    "kind": "product",
+    "codebooks": 2**16,
+    "layer": {"kind": "residual", "depth": 1, "layer": {"kind": "product", "codebooks": 2**16, "layer": ONE_CHANNEL}},
+}
+"""More codebooks than memory has room for."""
 
 
 def tiny_model(

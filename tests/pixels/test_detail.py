@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import FSQ as FSQ_3
-from tests.models import RESIDUAL_FSQ, tiny_model
+from tests.models import NESTED, RESIDUAL_FSQ, tiny_model
 from tests.tokenizer.test_pixels_folder import honest
 from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
@@ -192,7 +192,9 @@ def test_a_decoder_without_detail_says_so():
     ("values", "message"),
     [
         ({"stages": 2}, r"detail\.quantizer\.layer\.codebook: got shape \(3, 8, 3\), expected \(2, 8, 3\)"),
-        ({"stages": 2**16}, r"detail\.branch\.layers\.\d+\.weight: got shape .*, expected \(196608, 8, 1, 1\)"),
+        ({"stages": 2**14}, r"detail\.branch\.layers\.\d+\.weight: got shape .*, expected \(49152, 8, 1, 1\)"),
+        ({"stages": 2**16}, "pixels: detail.quantizer: Product: got 65536 codebooks and 196608 channels a token"),
+        ({"quantizer": NESTED}, r"pixels: detail.quantizer: Product: got \d+ codebooks .*; expected at most 65536"),
         ({"stages": 2**20}, "pixels.detail.stages: got 1048576; Input should be less than or equal to 65536"),
         (
             {"channels": 2**15, "max_channels": 2**16},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError
-from vqclip.quantizers import FSQ, LFQ, VQ, Product, Quantizer
+from vqclip.quantizers import FSQ, LFQ, VQ, Identity, Product, Quantizer, Residual
 
 
 @pytest.mark.parametrize("layer", [FSQ((8, 5, 5)), LFQ(5, entropy_temperature=2.0)], ids=["fsq", "lfq"])
@@ -65,3 +65,14 @@ def test_nested_products_multiply_the_codebooks() -> None:
 def test_no_codebooks() -> None:
     with pytest.raises(ConfigError, match="codebooks is 0"):
         Product(FSQ((4,)), codebooks=0)
+
+
+def test_nested_quantizers_have_a_bound() -> None:
+    half = Product(FSQ((4,), "uniform"), codebooks=2**15)
+    assert len(Product(half, codebooks=2).codebook_sizes) == 2**16
+    with pytest.raises(ConfigError, match=r"Product: got 98304 codebooks and 98304 channels .* at most 65536 of each"):
+        Product(half, codebooks=3)
+    with pytest.raises(ConfigError, match="Residual: got 98304 codebooks and 32768 channels a token"):
+        Residual(half, depth=3)
+    with pytest.raises(ConfigError, match="Product: got 0 codebooks and 131072 channels"):
+        Product(Identity(2**16), codebooks=2)

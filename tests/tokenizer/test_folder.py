@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vqclip
-from tests.models import FSQ, RESIDUAL, VQ, tiny_model
+from tests.models import FSQ, NESTED, RESIDUAL, VQ, tiny_model
 from tests.test_model import edited, rewritten
 from vqclip.errors import CheckpointError
 from vqclip.model import CLIP
@@ -113,6 +113,12 @@ def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, mess
         ({"embed_dim": 2**16}, r"image.pool.head.weight: got shape \(16, 16\), expected \(65536, 16\)"),
         ({"width": 2**16}, r"image.pool.attention.query.weight: got shape \(16, 16\), expected \(65536, 65536\)"),
         ({"depth": 2**10}, r"missing image.pool.blocks.1.mlp.0.weight"),
+        ({"quantizer": VQ | {"codebook_size": 2**20, "dim": 2**16}}, r"missing image.quantizer.codebook; "),
+        ({"quantizer": NESTED}, r"config.json: image.quantizer: Product: got 4294967296 codebooks"),
+        (
+            {"quantizer": NESTED | {"layer": {"kind": "identity", "dim": 2**16}}},
+            "config.json: image.quantizer: Product: got 0 codebooks and 4294967296 channels",
+        ),
     ],
 )
 def test_sizes_are_compared_with_the_weights_before_anything_is_built(saved, monkeypatch, encode, values, message):
@@ -120,6 +126,7 @@ def test_sizes_are_compared_with_the_weights_before_anything_is_built(saved, mon
     _, folder = saved
     set_each(**values)(folder)
     monkeypatch.setattr("vqclip.tokenizer.decoder.PooledEmbedding", lambda *sizes: pytest.fail(f"built: {sizes}"))
+    monkeypatch.setattr("vqclip.tokenizer.base.Tokenizer.__init__", lambda *_: pytest.fail("built"))
     with pytest.raises(CheckpointError, match=message):
         vqclip.load_tokenizer(folder, "image", encode=encode)
 

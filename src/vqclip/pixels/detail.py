@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.inputs import require_ids
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
@@ -208,7 +208,8 @@ class DetailConfig(Config):
         Raises:
             ConfigError: the tokens are no square grid, or do not divide the image, or the quantizer has no codes.
         """
-        quantizer = Product(self.quantizer.build(), self.stages)
+        with name_section("detail.quantizer"):
+            quantizer = Product(self.quantizer.build(), self.stages)
         if not quantizer.codebook_sizes:
             raise ConfigError(
                 f"detail.quantizer: got kind {self.quantizer.kind!r}, which has no codes; expected another"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 
 
@@ -48,6 +49,19 @@ def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
         raise ShapeError(
             f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
             "-1 for none"
+        )
+
+
+def check_size(name: str, dim: int, codebooks: int) -> None:
+    """Check the width and the number of codebooks of a quantizer that contains others, before it is made.
+
+    Raises:
+        ConfigError: more than `MAX_WIDTH` channels or `MAX_CODEBOOKS` codebooks.
+    """
+    if codebooks > MAX_CODEBOOKS or dim > MAX_WIDTH:
+        raise ConfigError(
+            f"{name}: got {codebooks} codebooks and {dim} channels a token, nested ones counted; expected at most "
+            f"{MAX_CODEBOOKS} of each"
         )
 
 

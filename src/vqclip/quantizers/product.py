@@ -12,6 +12,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.checks import check_size
 from vqclip.quantizers.stats import Stats
 
 if TYPE_CHECKING:  # the package binds the name to its union, which contains `ProductConfig`
@@ -33,12 +34,13 @@ class Product(Quantizer):
         groups: G, the number of such products; more than 1 inside another `Product`.
 
     Raises:
-        ConfigError: ``codebooks`` is less than 1.
+        ConfigError: ``codebooks`` is less than 1, or there are more codebooks or channels than `check_size` allows.
     """
 
     def __init__(self, layer: Quantizer, codebooks: int, groups: int = 1):
         if codebooks < 1:
             raise ConfigError(f"Product: codebooks is {codebooks}, expected at least 1")
+        check_size("Product", layer.dim * codebooks, len(layer.codebook_sizes) * codebooks)
         super().__init__(layer.dim * codebooks, layer.codebook_sizes * codebooks, layer.loss_weights)
         self.layer = layer.spawn(groups * codebooks)
         self.codebooks = codebooks

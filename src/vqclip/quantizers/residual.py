@@ -14,6 +14,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.checks import check_size
 from vqclip.quantizers.draws import random_integers, stream
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import summary
@@ -55,7 +56,7 @@ class Residual(Quantizer):
 
     Raises:
         ConfigError: a number out of range, a layer that cannot be refined (cosine VQ, other layouts of FSQ, Identity),
-            or more stages than the precision of float32 allows.
+            more stages than the precision of float32 allows, or more codebooks than `check_size` allows.
     """
 
     step: Tensor
@@ -63,6 +64,7 @@ class Residual(Quantizer):
     def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
         _check_least(depth, least)
         _check_refinement(layer, depth)
+        check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
         self.dropout = dropout

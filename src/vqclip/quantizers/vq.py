@@ -127,7 +127,8 @@ class VQ(TableQuantizer):
         self.register_load_state_dict_post_hook(_refresh_started)
         if not sync_codebook:
             check_unsynchronised(learning, self.loss_weights)
-            _warn_unsynchronised()
+            if not codebook.is_meta:  # once, not for the shapes of its weights as well
+                _warn_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""

@@ -203,7 +203,8 @@ class TokenizerFolder:
         """Compare the names of all tensors and the shapes of some with the configuration."""
         expected: dict[str, tuple[int, ...]] = {}
         for modality in self.config.modalities:
-            expected |= self.section(modality).expected_shapes(f"{modality}.")
+            with self._name_config_errors(f"{modality}.quantizer."):
+                expected |= self.section(modality).expected_shapes(f"{modality}.")
         prefixes = tuple(f"{modality}." for modality in self.config.modalities)
         others = () if self.config.temperature is None else _TEMPERATURE
         with open_tensors(self.path / WEIGHTS_FILE) as file:

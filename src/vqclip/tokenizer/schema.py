@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, model_validator
 
 from vqclip.config import Config
@@ -59,15 +60,22 @@ class StoredTokenizer(DecoderConfig):
         return self
 
     def expected_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``."""
+        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``.
+
+        Raises:
+            ConfigError: the quantizer cannot be built.
+        """
         width = self.width
-        shapes = {
+        with torch.device("meta"):
+            quantizer = self.quantizer.build().state_dict()
+        pool = {
             "position": (self.num_tokens, width),
             **{f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)},
             "attention.query.weight": (width, width),
             "head.weight": (self.embed_dim, width),
         }
-        return {f"{prefix}pool.{name}": shape for name, shape in shapes.items()}
+        shapes = {f"{prefix}pool.{name}": shape for name, shape in pool.items()}
+        return shapes | {f"{prefix}quantizer.{name}": tuple(weight.shape) for name, weight in quantizer.items()}
 
 
 class StoredPixels(PixelsConfig):
