@@ -215,6 +215,27 @@ def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(v
         load_tokenizer(tmp_path / "folder", "image", encode=False)
 
 
+def test_detail_codebooks_read_images_of_the_towers_size(tmp_path):
+    image = tiny_model(FSQ_3).build().image
+    settings = {"decoder": CONVOLUTIONAL, "image_size": 32}
+    wrong = PixelsConfig.model_validate(settings | {"detail": section("fsq")}).build(3, 4)
+    message = (
+        "pixels.image_size: got 32 for a decoder with detail codebooks, .* expected 16, as tokenizer.tower.image_size"
+    )
+    with pytest.raises(ConfigError, match=message):
+        attach(image, wrong)
+    assert image.pixels is None
+    image.save_pretrained(tmp_path)
+    attach(reader := load_tokenizer(tmp_path, "image", encode=False), wrong)  # decodes images of any size
+    image.pixels = wrong
+    image.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, "image", encode=False).pixels.image_size == reader.pixels.image_size == 32
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        load_tokenizer(tmp_path, "image")
+    attach(image, PixelsConfig.model_validate(settings).build(3, 4))
+    assert image.decode_pixels(image.encode_pixels(images())).shape[2:] == (32, 32)
+
+
 @pytest.fixture(scope="module")
 def vq_folder(tmp_path_factory):
     torch.manual_seed(0)

@@ -345,7 +345,8 @@ def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
         decoder: made for the width of its codes and its number of tokens.
 
     Raises:
-        ConfigError: a text tokenizer, or a decoder of other sizes.
+        ConfigError: a text tokenizer, a decoder of other sizes, or detail codebooks for images of another size than
+            those of the tower.
     """
     if tokenizer.modality != "image":
         raise ConfigError(f"pixels: got a tokenizer of modality {tokenizer.modality!r}, expected one of images")
@@ -354,5 +355,11 @@ def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
         raise ConfigError(
             f"pixels: got a decoder of {got[0]} tokens with {got[1]} channels for a tokenizer of {expected[0]} tokens "
             f"with {expected[1]} channels; expected decoder.build(tokenizer.quantizer.dim, tokenizer.num_tokens, ...)"
+        )
+    tower = getattr(tokenizer, "tower", None)  # absent from a tokenizer that only decodes
+    if decoder.detail is not None and tower is not None and tower.image_size != decoder.image_size:
+        raise ConfigError(
+            f"pixels.image_size: got {decoder.image_size} for a decoder with detail codebooks, which read the images "
+            f"of the tokenizer; expected {tower.image_size}, as tokenizer.tower.image_size"
         )
     tokenizer.pixels = decoder

@@ -156,7 +156,8 @@ class TokenizerFolder:
             _require_no_problems(path, shape_differences(expected, read_shapes(file)))  # before memory is taken
             decoder = config.build(*sizes)
             _load(path, file, decoder, PIXELS_PREFIX, adopt_dtype=True)
-        attach(tokenizer, decoder.eval())
+        with self._name_config_errors("pixels."):
+            attach(tokenizer, decoder.eval())
 
     @torch.inference_mode(False)  # so that the module can be used outside of inference mode
     def load(self, build: Callable[[], ModuleT], prefix: str = "", without: tuple[str, ...] = ()) -> ModuleT:
