@@ -16,7 +16,7 @@ from tests.data.making import caption_shards
 from tests.models import FSQ, IDENTITY, PRODUCT, tiny_model
 from tests.train.test_resume import start, wait_for
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
-from vqclip import load_tokenizer
+from vqclip import dist, load_tokenizer
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.model import CLIP
@@ -226,6 +226,35 @@ def test_a_tokenizer_of_images_alone(tmp_path, shards, tokenizer):
     tree["evaluation"] = [{"kind": "retrieval", "data": {"kind": "shards", "path": str(shards)}}]
     with pytest.raises(ConfigError, match="evaluation: got kind retrieval, and .* has no text tokenizer"):
         train(load_task_config(tree))
+
+
+def error_of_tokenizers(tree, folders):
+    """The error of a rank that finds its own folder under the name of the tokenizer."""
+    config = load_task_config(tree | {"tokenizer": folders[dist.rank()]})
+    try:
+        config.build_task(torch.device("cpu"), torch.float32)
+    except (ConfigError, CheckpointError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ranks, modality):
+    model = CLIP.from_pretrained(tokenizer)
+    next(getattr(model, modality).project_in.parameters()).data += 1
+    model.save_pretrained(tmp_path / "other")
+    tree, good, other = pixel_tree(tmp_path, shards, tokenizer), str(tokenizer), str(tmp_path / "other")
+    assert ranks(2, error_of_tokenizers, tree, [good, good]) == [None, None]
+    for message in ranks(2, error_of_tokenizers, tree, [good, other]):
+        assert message.endswith(
+            ": rank 1 loaded another tokenizer than rank 0; expected the same files, byte for byte, on every machine"
+        )
+        assert message.startswith("tokenizer: ")
+
+
+def test_every_rank_hears_of_a_tokenizer_that_one_lacks(tmp_path, shards, tokenizer, ranks):
+    folders = [str(tokenizer), "no/such/folder"]
+    for message in ranks(2, error_of_tokenizers, pixel_tree(tmp_path, shards, tokenizer), folders):
+        assert message.startswith("no/such/folder: expected a tokenizer folder")
 
 
 REFUSED = {

@@ -18,6 +18,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from vqclip import dist
 from vqclip.data import Batch
 from vqclip.data.features.settings import TORCH_DTYPES
 from vqclip.data.loader import Tokenize
@@ -284,12 +285,26 @@ class PixelTrainConfig(TaskConfig):
         return self
 
     def build_task(self, device: torch.device, dtype: torch.dtype) -> PixelTask:
-        """Load the tokenizer and make the decoder.
+        """Load the tokenizer and make the decoder. A collective.
 
         Raises:
-            CheckpointError: the tokenizer is missing or damaged.
-            ConfigError: it has no codes on a square grid, or an evaluation needs texts that it does not have.
+            CheckpointError: the tokenizer is missing or damaged; on every rank.
+            ConfigError: it has no codes on a square grid, an evaluation needs texts that it does not have, or ranks
+                have loaded different tokenizers; on every rank.
         """
+        with dist.raise_on_all_ranks():
+            whole, decoder = self._build_model(device, dtype)
+        losses = PixelLosses.build(self.losses, decoder.image_size, self.run.seed).to(device, dtype)
+        task = PixelTask(whole, decoder, losses)
+        texts = [fingerprint(each) for name, each in task.tokenizers.items() if name == "text"]
+        if others := dist.differing_ranks([task.digest, *texts]):
+            raise ConfigError(
+                f"tokenizer: {self.tokenizer}: rank {', '.join(others)} loaded another tokenizer than rank 0; expected "
+                "the same files, byte for byte, on every machine"
+            )
+        return task
+
+    def _build_model(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, PixelDecoder]:
         whole = _load_frozen(self.tokenizer).to(device)
         image = whole.image
         assert isinstance(image, ImageTokenizer)
@@ -304,8 +319,7 @@ class PixelTrainConfig(TaskConfig):
         torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
         decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
         attach(image, decoder)
-        losses = PixelLosses.build(self.losses, size, self.run.seed).to(device, dtype)
-        return PixelTask(whole, decoder, losses)
+        return whole, decoder
 
     def feature_makers(self, task: PixelTask) -> dict[str, FeatureMaker]:
         """Return a maker of the ids."""
