@@ -37,7 +37,8 @@ from tqdm import tqdm
 from vqclip.data import Batch
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 

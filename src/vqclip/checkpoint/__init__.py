@@ -10,7 +10,8 @@ After `vqclip.io`, which writes the files; before `vqclip.train`, which decides 
       state.safetensors        its tensors
       manifest.json            size and SHA-256 of each file, and of itself
 
-One process writes, if it likes in a background thread; any number may read.
+One process writes, if it likes in a background thread, or several their parts of the tensors (`vqclip.io.parts`); any
+number may read.
 """
 
 from vqclip.checkpoint.background import Staging, Writer
@@ -21,13 +22,23 @@ from vqclip.checkpoint.folders import (
     set_aside_newer,
     sort_checkpoints,
     step_of,
+    unfinished_path,
     use_latest,
     verify,
 )
-from vqclip.checkpoint.optimizer import OptimizerState, optimizer_tensors, pack_optimizer, restore_optimizer
-from vqclip.checkpoint.store import Checkpoint, load, save
+from vqclip.checkpoint.optimizer import (
+    OPTIMIZER_FILE,
+    OptimizerState,
+    optimizer_tensors,
+    pack_optimizer,
+    restore_optimizer,
+)
+from vqclip.checkpoint.store import MODEL_FILE, STATE_FILE, Checkpoint, load, save
 
 __all__ = [
+    "MODEL_FILE",
+    "OPTIMIZER_FILE",
+    "STATE_FILE",
     "Checkpoint",
     "OptimizerState",
     "Staging",
@@ -43,6 +54,7 @@ __all__ = [
     "set_aside_newer",
     "sort_checkpoints",
     "step_of",
+    "unfinished_path",
     "use_latest",
     "verify",
 ]

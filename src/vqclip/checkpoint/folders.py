@@ -41,6 +41,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def unfinished_path(folder: Path, step: int) -> Path:
+    """Return the folder that a checkpoint is written to before it is renamed."""
+    return folder / f"{TEMPORARY}{checkpoint_name(step)}"
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     match = _STEP.fullmatch(path.name)

@@ -27,7 +27,8 @@ from vqclip.io.tensors import (
     tensor_differences,
 )
 
-_TENSORS = "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""File of the optimizer's tensors in a checkpoint."""
 _LAYOUT = "optimizer.json"
 # How a step is computed, and the rate that the schedule sets before every step: not compared.
 _FREE = frozenset({"params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable"})
@@ -90,15 +91,16 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def write_optimizer(state: OptimizerState, folder: Path) -> None:
-    """Write ``state`` into ``folder`` as ``optimizer.json`` and ``optimizer.safetensors``.
+def write_optimizer(state: OptimizerState, folder: Path, has_tensors: bool = True) -> None:
+    """Write ``state`` into ``folder`` as ``optimizer.json`` and, if it has the tensors, ``optimizer.safetensors``.
 
     Raises:
         NonFiniteError: a tensor contains NaN or infinity; nothing is written.
     """
     if bad := nonfinite_names(state.tensors):
         raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {first_names(bad)}")
-    save_tensors(state.tensors, folder / _TENSORS)
+    if has_tensors:
+        save_tensors(state.tensors, folder / OPTIMIZER_FILE)
     write_plain(folder / _LAYOUT, {"kind": state.kind, "groups": state.groups})
 
 
@@ -112,7 +114,7 @@ def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> Optimize
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors do not fit or contain NaN or infinity.
     """
-    layout, path = read_plain(folder / _LAYOUT, _Layout), folder / _TENSORS
+    layout, path = read_plain(folder / _LAYOUT, _Layout), folder / OPTIMIZER_FILE
     with open_tensors(path) as file:
         shapes = read_shapes(file)
         expected = {} if optimizer is None else _expected_tensors(optimizer, shapes)
@@ -141,14 +143,7 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
     Raises:
         CheckpointError: another kind of optimizer, or parameters or options that differ; the message names them.
     """
-    saved = {"kind": state.kind, "groups": state.groups}
-    running = {"kind": type(optimizer).__name__, "groups": _layout(optimizer)}
-    differences = describe_differences(_comparable(saved, running), _comparable(running, saved), "in the checkpoint")
-    _require_none("the checkpoint", [line.strip() for line in differences.values()])
-    rates = [group["options"].get("lr") for group in state.groups]
-    if any(type(rate) not in (int, float) or not abs(rate) < math.inf for rate in rates):
-        raise CheckpointError(f"the learning rates in the checkpoint are {rates!r:.80}; expected numbers")
-
+    rates = checked_rates(optimizer, state)
     optimizer.state.clear()
     for (group, named), rate in zip(_named_groups(optimizer), rates, strict=True):
         group["lr"] = rate
@@ -159,6 +154,22 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
                     key: _place(tensor, parameter, "cpu" if key == "step" and not group["fused"] else parameter.device)
                     for key, tensor in found.items()
                 }
+
+
+def checked_rates(optimizer: Optimizer, state: OptimizerState) -> list[float]:
+    """Return the learning rate of each group in ``state``, after comparing it with a running optimizer.
+
+    Raises:
+        CheckpointError: as for `restore_optimizer`.
+    """
+    saved = {"kind": state.kind, "groups": state.groups}
+    running = {"kind": type(optimizer).__name__, "groups": _layout(optimizer)}
+    differences = describe_differences(_comparable(saved, running), _comparable(running, saved), "in the checkpoint")
+    _require_none("the checkpoint", [line.strip() for line in differences.values()])
+    rates = [group["options"].get("lr") for group in state.groups]
+    if any(type(rate) not in (int, float) or not abs(rate) < math.inf for rate in rates):
+        raise CheckpointError(f"the learning rates in the checkpoint are {rates!r:.80}; expected numbers")
+    return rates
 
 
 def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:

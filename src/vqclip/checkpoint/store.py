@@ -13,14 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
-from vqclip.checkpoint.optimizer import OptimizerState, read_optimizer, restore_optimizer, write_optimizer
+from vqclip.checkpoint.optimizer import (
+    OptimizerState,
+    checked_rates,
+    read_optimizer,
+    restore_optimizer,
+    write_optimizer,
+)
 from vqclip.errors import CheckpointError
 from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.io.tensors import open_tensors, read_shapes, save_tensors
 
 _MODEL = "model"
 _STATE = "state.json"
-_TENSORS = "state.safetensors"
+MODEL_FILE = f"{_MODEL}/model.safetensors"
+"""File of the model's tensors in a checkpoint."""
+STATE_FILE = "state.safetensors"
+"""File of the tensors of the caller's state in a checkpoint."""
 
 
 class _Content(Strict):
@@ -54,7 +63,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is damaged or contains more.
         """
-        path = self.path / _TENSORS
+        path = self.path / STATE_FILE
         if not path.exists():
             return {}
         with open_tensors(path) as file:
@@ -70,9 +79,19 @@ class Checkpoint:
         Raises:
             CheckpointError: the state does not fit; the message has the checkpoint and the differences.
         """
+        state = self.optimizer_for(optimizer)
+        restore_optimizer(optimizer, state)
+        return state
+
+    def optimizer_for(self, optimizer: Optimizer) -> OptimizerState:
+        """Return the saved state of ``optimizer``, mapped from its file and compared with it.
+
+        Raises:
+            CheckpointError: as for `restore_optimizer`.
+        """
         state = read_optimizer(self.path, optimizer)
         try:
-            restore_optimizer(optimizer, state)
+            checked_rates(optimizer, state)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         return state
@@ -86,6 +105,7 @@ def save(
     optimizer: OptimizerState,
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,
+    write_tensors: Callable[[Path], object] | None = None,
     keep_last: int,
     keep: Callable[[int], bool] = lambda step: False,
 ) -> Path:
@@ -101,6 +121,9 @@ def save(
         optimizer: result of `pack_optimizer`.
         state: JSON values, such as data position, fingerprints, gradient scaler, configuration.
         tensors: of the state, contiguous and on the CPU.
+        write_tensors: called first with the unfinished checkpoint's folder (`unfinished_path`), to write the files of
+            all tensors: `MODEL_FILE`, `OPTIMIZER_FILE` and, if the state has any, `STATE_FILE`. ``write_model`` then
+            writes none, and ``optimizer`` and ``tensors`` have none.
         keep_last: number of checkpoints to keep, this one included; at least 1.
         keep: whether to keep an older checkpoint, by its step.
 
@@ -115,11 +138,13 @@ def save(
 
     def fill(aside: Path) -> None:
         (aside / _MODEL).mkdir()
+        if write_tensors is not None:
+            write_tensors(aside)
         write_model(aside / _MODEL)
-        write_optimizer(optimizer, aside)
+        write_optimizer(optimizer, aside, has_tensors=write_tensors is None)
         write_plain(aside / _STATE, {"step": step, "state": dict(state)})
         if tensors:
-            save_tensors(dict(tensors), aside / _TENSORS)
+            save_tensors(dict(tensors), aside / STATE_FILE)
 
     path = write_folder(Path(folder), step, fill)
     remove_old(Path(folder), path, keep_last, keep)

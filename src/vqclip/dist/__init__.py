@@ -31,6 +31,7 @@ If another rank dies, or a wait exceeds the timeout given to `init`, the collect
 name. (NCCL checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
 """
 
+from vqclip.dist._background import BackgroundGroup
 from vqclip.dist._collectives import (
     all_gather,
     broadcast_,
@@ -69,6 +70,7 @@ from vqclip.dist._state import (
 )
 
 __all__ = [
+    "BackgroundGroup",
     "Collective",
     "Roots",
     "Shards",

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from vqclip.dist._collectives import broadcast_
 from vqclip.dist._control import gather_json
-from vqclip.dist._state import run_collective, world_size
+from vqclip.dist._state import is_main, run_collective, world_size
 from vqclip.errors import ConfigError
+from vqclip.io.parts import Part
 
 
 Roots = Sequence[tuple[nn.Module, Sequence[nn.Module]]]
@@ -56,6 +57,7 @@ class Shards:
                 broadcast_(tensor)
         self._roots, mesh = [root for root, _ in roots], _mesh(next(model.parameters()).device.type, hybrid)
         self._group, self._rank, self._size = mesh["shard"].get_group(), mesh["shard"].get_local_rank(), mesh["shard"].size()
+        self._is_first_copy = not hybrid or mesh["replica"].get_local_rank() == 0
         whole = set(model.parameters()) - sharded_parameters(roots)
         for root, units in roots:
             root.register_forward_hook(_copy_view)
@@ -133,6 +135,19 @@ class Shards:
         found = padded.new_empty(each * self._size, *shape[1:])
         run_collective("all_gather (shards)", c10d.all_gather_into_tensor, found, padded, group=self._group)
         return found[: shape[0]]
+
+    def part(self, name: str, rows: Tensor) -> Part:
+        """Return this rank's part of a tensor in a file that all ranks write: its rows, or a whole tensor of rank 0.
+
+        Args:
+            name: of the parameter that has the shape of the tensor.
+            rows: as of `gather`.
+        """
+        if name not in self or rows.shape != self._sharded[name].to_local().shape:
+            return Part(tuple(rows.shape), rows.dtype, rows if is_main() else None)
+        shape = tuple(self._sharded[name].shape)
+        first = math.ceil(shape[0] / self._size) * self._rank
+        return Part(shape, rows.dtype, rows if self._is_first_copy else None, first)
 
     def rows(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's rows of a whole tensor; a view."""

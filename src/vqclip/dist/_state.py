@@ -145,7 +145,7 @@ def named_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         # gloo has no error class of its own, but its messages name it.
         if isinstance(error, c10d.DistError) or "gloo" in str(error).lower():
-            raise _lost_peer(what, error) from error
+            raise lost_peer(what, error) from error
         raise
 
 
@@ -159,7 +159,7 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
         collective(*args, **kwargs)
         entry.end()
     except RuntimeError as error:
-        raise _lost_peer(name, error) from error
+        raise lost_peer(name, error) from error
 
 
 def control_device() -> torch.device:
@@ -174,7 +174,8 @@ def _has_process_group() -> bool:
     return c10d.is_available() and c10d.group.WORLD is not None
 
 
-def _lost_peer(what: str, error: RuntimeError) -> DistributedError:
+def lost_peer(what: str, error: RuntimeError) -> DistributedError:
+    """Return an error for one of torch about a rank that died or did not come."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     who = os.environ.get("RANK", "?") if not _has_process_group() else str(c10d.get_rank())
     return DistributedError(

@@ -129,6 +129,16 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: cannot be read, damaged or cut short: {error}") from error
 
 
+def map_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped from it: the parts that are not used take no memory.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
 def read_shapes(file: Any, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of some or all tensors in an open file, from its header alone."""
     every = list(file.keys())

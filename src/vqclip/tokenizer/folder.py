@@ -230,9 +230,43 @@ def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = (
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
-    with open_joined(paths, {}) as file:
+    with _open_all(folder) as file:
         _load(folder / WEIGHTS_FILE, file, module, constants=constants)
+
+
+def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of ``folder``, mapped from the file: one that is not used takes no memory.
+
+    Args:
+        folder: the tokenizer folder.
+        expected: every tensor by name, for its shape and type.
+
+    Raises:
+        CheckpointError: as for `load_weights`.
+    """
+    path = folder / WEIGHTS_FILE
+    with _open_all(folder) as file:
+        state = _read(path, file, file.keys(), {name: tuple(each.shape) for name, each in expected.items()})
+    _require_no_problems(path, tensor_differences(expected, state))
+    return state
+
+
+def _open_all(folder: Path) -> AbstractContextManager[JoinedTensors]:
+    paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
+    return open_joined(paths, {})
+
+
+def _read(
+    path: Path, file: JoinedTensors, names: Collection[str], expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Return tensors of an open file by name, after comparing names and shapes, which takes no memory."""
+    _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))
+    state = {name: file.get_tensor(name) for name in names}
+    if bad := nonfinite_names(state):
+        held = file.path_of(bad[0])
+        remedy = "use an older checkpoint" if held == path else "restore a copy of it, which all checkpoints need"
+        raise CheckpointError(f"{held}: these tensors contain NaN or infinity: {first_names(bad)}; {remedy}")
+    return state
 
 
 def _load(
@@ -261,12 +295,8 @@ def _load(
     expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in stored.items()}
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
     names = [name for name in names if not name.startswith(left_out)]
-    _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))  # before memory is taken
-    state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    if bad := nonfinite_names(state):
-        held = file.path_of(f"{prefix}{bad[0]}")
-        remedy = "use an older checkpoint" if held == path else "restore a copy of it, which all checkpoints need"
-        raise CheckpointError(f"{held}: these tensors contain NaN or infinity: {first_names(bad)}; {remedy}")
+    found = _read(path, file, names, expected)
+    state = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     if adopt_dtype:
         dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]

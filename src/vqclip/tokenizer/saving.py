@@ -79,22 +79,24 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_tokenizer_files(
-    folder: Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes] = NO_FILES
+    folder: Path, config: dict[str, Any], state: dict[str, Tensor] | None, files: Mapping[str, bytes] = NO_FILES
 ) -> None:
     """Write ``config`` (JSON-able), ``state`` and ``files`` to ``folder``, which is made if missing; not atomic.
 
     The weights of a pixel decoder, for which ``config`` has a section ``pixels``, are written to a file of their own.
+    Without ``state``, the weights are in the folder already.
 
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
-    _require_finite(folder, state)
-    decoder = {name: tensor for name, tensor in state.items() if name.startswith(PIXELS_PREFIX)}
-    assert bool(decoder) == ("pixels" in config)
-    _write_tensors(folder / WEIGHTS_FILE, {name: tensor for name, tensor in state.items() if name not in decoder})
-    if decoder:
-        digest = _write_tensors(folder / PIXELS_FILE, decoder)
-        config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
+    if state is not None:
+        _require_finite(folder, state)
+        decoder = {name: tensor for name, tensor in state.items() if name.startswith(PIXELS_PREFIX)}
+        assert bool(decoder) == ("pixels" in config)
+        _write_tensors(folder / WEIGHTS_FILE, {name: tensor for name, tensor in state.items() if name not in decoder})
+        if decoder:
+            digest = _write_tensors(folder / PIXELS_FILE, decoder)
+            config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
     for name, content in files.items():
         assert name in EXTRA_FILES, name
         (folder / name).write_bytes(content)

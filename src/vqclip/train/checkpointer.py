@@ -9,22 +9,21 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, JsonValue
 from torch import Tensor
 
 from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
-from vqclip.io.json_files import Strict
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
 from vqclip.tokenizer.stored import FROZEN_FOLDER
 from vqclip.train.ema import AVERAGE
 from vqclip.train.frozen_weights import FrozenWeights
+from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.run_store import RunMirror
+from vqclip.train.shard_files import ShardCopy, ShardFiles, is_shared
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -33,51 +32,13 @@ DISCRIMINATORS = "discriminators/"
 """Beginning of the names of discriminators among the tensors of a checkpoint."""
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Retention policy for checkpoints."""
-
-    newest: int
-    """Number of recent checkpoints to keep."""
-    every: int | None = None
-    """Also keep the checkpoints after every ``every`` steps; None for no others."""
-
-    def keeps(self, step: int, best: int | None) -> bool:
-        """Return whether the checkpoint of ``step`` stays when it is no longer among the newest."""
-        return step == best or (self.every is not None and step % self.every == 0)
-
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-
-
-class _Best(Strict):
-    step: _Count
-    figure: str
-    value: float
-
-
-class RunState(Strict):
-    """``state.json`` of a checkpoint.
-
-    The sample order, the augmentation and the random numbers of the towers are functions of (seed, step): the step is
-    the whole data position, and there is no generator state to save.
-    """
-
-    identity: dict[str, JsonValue]
-    scaler: dict[str, float | int]
-    skipped: _Count
-    guards: dict[str, JsonValue]
-    replaced: dict[str, _Count]
-    caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count]
-    best: _Best | None
-
-
 class _Copied(NamedTuple):
-    """Tensors of a checkpoint in host memory."""
+    """Tensors of a checkpoint in host memory, on rank 0; without any if every rank writes its own."""
 
-    model: dict[str, Tensor]
+    model: dict[str, Tensor] | None
     optimizer: checkpoint.OptimizerState
     beside: dict[str, Tensor]
+    shards: ShardCopy | None = None
 
 
 class Checkpointer:
@@ -93,6 +54,11 @@ class Checkpointer:
         retention: which checkpoints stay.
         in_background: write during the next steps, from a copy in host memory.
         mirror: of a run at a URL, on rank 0; a checkpoint is saved when it is there.
+        timeout_s: longest wait for another rank's part of a checkpoint, in seconds.
+
+    Attributes:
+        is_shared: whether the weights are in shards and all ranks see the run's folder: each then writes and reads its
+            own rows.
     """
 
     def __init__(
@@ -103,6 +69,7 @@ class Checkpointer:
         retention: RetentionPolicy,
         in_background: bool = True,
         mirror: RunMirror | None = None,
+        timeout_s: float = 600.0,
     ):
         self.mirror = mirror
         self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
@@ -113,9 +80,11 @@ class Checkpointer:
         self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
         self._state = checkpoint.Staging()
         self._writing: int | None = None
+        self.is_shared, self._timeout_s = step.sharding is not None and is_shared(folder.parent), timeout_s
+        self._shard_files: ShardFiles | None = None
 
     def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: Mapping[str, Any] | None = None) -> None:
-        """Check the state after ``done`` steps on all ranks, and save it on rank 0. A collective.
+        """Check the state after ``done`` steps on all ranks, and save it. A collective.
 
         The state is copied now and written in the background; `wait` waits for that.
 
@@ -127,15 +96,18 @@ class Checkpointer:
         Raises:
             NonFiniteError: on every rank, when the state of one contains NaN or infinity; nothing is written.
             DistributedError: on every rank, when their states differ; nothing is written.
-            CheckpointError: on rank 0, when this or the previous one cannot be written; older ones are untouched.
+            CheckpointError: on rank 0, when this or the previous one cannot be written; older ones are untouched. On
+                every rank, when it is one of several that write.
         """
         self.require_finite(done)
         self.require_equal(done)
         step = self.step
-        if dist.is_main():
-            self.wait()
+        self.wait()
         copied = self._copy()
         if not dist.is_main():
+            if copied.shards is not None:
+                path = checkpoint.unfinished_path(self.folder, done)
+                self._write(functools.partial(self._write_shards, copied.shards, path), done)
             return
         save = functools.partial(
             self._save,
@@ -154,18 +126,40 @@ class Checkpointer:
                 }
             ),
             tensors=copied.beside,
+            write_tensors=None if copied.shards is None else functools.partial(self._write_shards, copied.shards),
             keep_last=self.retention.newest,
             keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
         )
-        self._writer.write(save)
+        self._write(save, done)
+
+    def _write(self, work: Callable[[], object], done: int) -> None:
+        self._writer.write(work)
         self._writing = done
         if not self.in_background:
             self.wait()
 
+    def _write_shards(self, copied: ShardCopy, folder: Path) -> None:
+        assert self._shard_files is not None
+        self._shard_files.write(copied, folder)
+
     def _copy(self) -> _Copied:
-        """Copy all tensors of a checkpoint to host memory, on rank 0. A collective if weights are in shards."""
+        """Copy the tensors of a checkpoint to host memory. A collective if weights are in shards.
+
+        Each rank copies what it writes, and rank 0 everything if it alone sees the folder.
+        """
         step, sharding = self.step, self.step.sharding
         beside, model = self._beside_the_model(), self._model_tensors()
+        if sharding is not None and self._shard_files is not None:
+            moments, beside = checkpoint.optimizer_tensors(step.optimizer), step.guards.tensors() | beside
+            files = {
+                checkpoint.MODEL_FILE: {name: (name, each) for name, each in model.items()},
+                checkpoint.OPTIMIZER_FILE: {name: (name.partition("/")[0], each) for name, each in moments.items()},
+                checkpoint.STATE_FILE: {name: (name.removeprefix(AVERAGE), each) for name, each in beside.items()},
+            }
+            layout = checkpoint.pack_optimizer(sharding.optimizer)
+            return _Copied(
+                None, layout, {}, self._shard_files.copy({file: each for file, each in files.items() if each})
+            )
         if sharding is not None:
             beside = {f"{AVERAGE}{name}": each for name, each in sharding.gather(_averages(step)).items()}
             copied = sharding.gather(model), sharding.gather_optimizer(step.optimizer)
@@ -193,10 +187,10 @@ class Checkpointer:
             self.mirror.raise_if_lost()
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk.
+        """Wait until what was saved is on the disk, or this rank's part of it.
 
         Raises:
-            CheckpointError: on rank 0, when it cannot be written.
+            CheckpointError: when it cannot be written.
         """
         self._writer.wait()
         if self._writing is not None:
@@ -302,12 +296,18 @@ class Checkpointer:
         return f"{path} is the newest checkpoint; its tensors were finite when this run wrote or read it"
 
     def __enter__(self) -> Checkpointer:
+        if self.is_shared and self.step.sharding is not None:
+            self._shard_files = ShardFiles(self.step.sharding.shards, self._timeout_s)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._writer.close(failed=error is not None)
+        try:
+            self._writer.close(failed=error is not None)
+        finally:
+            if self._shard_files is not None:
+                self._shard_files.close()
 
     def find(self) -> list[Path]:
         """Return the checkpoints of the run, oldest first, on rank 0; `fetch` them before they are read."""

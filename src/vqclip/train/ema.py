@@ -109,15 +109,16 @@ class Ema:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the averages among the tensors of a checkpoint; without any, they begin with the next update.
 
+        Args:
+            tensors: of weights in shards, this rank's rows.
+
         Raises:
             CheckpointError: they do not fit the model, or contain NaN or infinity.
         """
         parameters = self._parameters()
         self.averages = {
-            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(
-                average if self.shards is None else self.shards.rows(name, average)
-            )
-            for name, average in checked_averages(self.model, tensors).items()
+            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
+            for name, average in checked_averages(parameters, tensors).items()
         }
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -140,7 +141,7 @@ def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
             plain = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items()}
             merged = TokenizerFolder.open(saved.model_folder).merge_adapters(plain)
             tensors = {f"{AVERAGE}{name}": tensor for name, tensor in merged.items()}
-        checked_averages(model, tensors)
+        checked_averages(dict(model.named_parameters()), tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{saved.path}: {error}") from error
     return tensors
@@ -150,17 +151,16 @@ def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
 def use_averages(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replace the weights of ``model`` by the result of `read_averages`."""
     parameters = dict(model.named_parameters())
-    for name, average in checked_averages(model, tensors).items():
+    for name, average in checked_averages(parameters, tensors).items():
         parameters[name].copy_(average)
 
 
-def checked_averages(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_averages(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the averages among the tensors of a checkpoint by parameter name.
 
     Raises:
-        CheckpointError: they do not fit ``model``, or contain NaN or infinity.
+        CheckpointError: they do not fit the parameters of the model, or contain NaN or infinity.
     """
-    parameters = dict(model.named_parameters())
     found = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items() if name.startswith(AVERAGE)}
     wrong = [
         name

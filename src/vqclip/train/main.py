@@ -30,7 +30,7 @@ from vqclip.runlog.records import Records
 from vqclip.runlog.stopped import remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
@@ -40,6 +40,7 @@ from vqclip.train.process_state import exclusive_run, preserve_torch_state
 from vqclip.train.report import store_details, write_page
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
+from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
@@ -219,7 +220,8 @@ def _build_checkpointer(
     identity = config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
-    checkpointer = Checkpointer(folder, identity, step, retention, config.train.save_in_background, mirror)
+    background, timeout_s = config.train.save_in_background, config.run.timeout_s
+    checkpointer = Checkpointer(folder, identity, step, retention, background, mirror, timeout_s)
     if config.run.resume == "never" and dist.run_on_main(lambda: len(checkpointer.find())):
         raise ConfigError(
             f"run.resume: got 'never', but {config.run.url or config.run.path}/checkpoints contains checkpoints; "

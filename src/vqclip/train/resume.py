@@ -3,6 +3,7 @@
 rank 0                                                every rank
 newest checkpoint -> verify -> compare identity
                   -> load into model and optimizer -> receive them from rank 0 -> compare the bits of all ranks
+                  or, with weights in shards       -> read its rows, or receive them
 """
 
 from __future__ import annotations
@@ -13,23 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.differences import describe_differences, flatten
 from vqclip.io.json_files import validate
-from vqclip.io.tensors import first_names, nonfinite_names
+from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
-from vqclip.tokenizer.folder import load_weights
-from vqclip.train.checkpointer import DISCRIMINATORS, Checkpointer, RunState
-from vqclip.train.ema import AVERAGE, read_averages
+from vqclip.tokenizer.folder import load_weights, read_weights
+from vqclip.train.checkpointer import DISCRIMINATORS, Checkpointer
+from vqclip.train.ema import AVERAGE, checked_averages, read_averages
+from vqclip.train.run_state import RunState
+from vqclip.train.sharding import Stored
 from vqclip.train.step import TrainStep, broadcast_module
 
 logger = logging.getLogger(__name__)
 
-_Outline = Mapping[str, Sequence[Any]]
+_Outlines = Mapping[str, Sequence[Any]]
 """Shape and dtype of tensors by name."""
 
 
@@ -82,6 +85,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
             "step": saved.step,
             "state": state.model_dump(),
             "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
+            "averages": _outline(_averages(tensors)),
         }
 
     restored = dist.run_on_main(restore)
@@ -92,12 +96,16 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     if step.sharding is None:
         broadcast_module(step.model)
         _broadcast_optimizer(step, *restored["optimizer"])
+        tensors = _broadcast(read)
+        if not dist.is_main():
+            _restore_state(step, state, tensors)
     else:
-        step.sharding.distribute_model()
-        step.sharding.distribute_optimizer(step.optimizer, *restored["optimizer"][1:])
-    tensors = _broadcast(read)
-    if not dist.is_main():
-        _restore_state(step, state, tensors)
+        tensors = _broadcast({name: each for name, each in read.items() if not name.startswith(AVERAGE)})
+        if not dist.is_main():
+            _restore_state(step, state, tensors)
+        path = checkpointer.folder / Path(restored["path"]).name
+        _, groups, outline = restored["optimizer"]
+        _load_shards(checkpointer, path, restored["averages"], (groups, outline))
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
     checkpointer.written = done
@@ -115,21 +123,53 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
     """
     step, read = checkpointer.step, dict[str, Tensor]()
 
-    def load() -> None:
+    def load() -> _Outlines:
         saved = checkpoint.load(checkpointer.path(done))
-        load_weights(saved.model_folder, _model_to_load(step), checkpointer.frozen.names)
         if step.ema is not None:
             read.update(read_averages(saved, step.model))
+        if step.sharding is not None:
+            read_weights(saved.model_folder, _stored_tensors(checkpointer))
+            return _outline(read)
+        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
+        if step.ema is not None:
             step.ema.load(read)
+        return {}
 
-    dist.run_on_main(load)
-    if step.sharding is None:
-        broadcast_module(step.model)
-    else:
-        step.sharding.distribute_model()
+    averages = dist.run_on_main(load)
+    if step.sharding is not None:
+        _load_shards(checkpointer, checkpointer.path(done), averages)
+        return
+    broadcast_module(step.model)
     tensors = _broadcast(read)
     if step.ema is not None and not dist.is_main():
         step.ema.load(tensors)
+
+
+def _load_shards(
+    checkpointer: Checkpointer, path: Path, averages: _Outlines, optimizer: tuple[list[Any], _Outlines] | None = None
+) -> None:
+    """Load this rank's rows of a checkpoint that rank 0 has verified. A collective.
+
+    Args:
+        checkpointer: of the run.
+        path: of the checkpoint; only rank 0 need have it unless the run's folder is shared.
+        averages: those in the checkpoint.
+        optimizer: groups and tensors of the optimizer; None loads none.
+    """
+    step, sharding, everywhere = checkpointer.step, checkpointer.step.sharding, checkpointer.is_shared
+    assert sharding is not None
+
+    def map_file(file: str, outlines: _Outlines) -> Stored:
+        typed = {name: (shape, _dtype(dtype)) for name, (shape, dtype) in outlines.items()}
+        with dist.raise_on_all_ranks():
+            return Stored(map_tensors(path / file) if everywhere or dist.is_main() else {}, typed, everywhere)
+
+    sharding.load_model(map_file(checkpoint.MODEL_FILE, {}), checkpointer.frozen.names)
+    if optimizer is not None:
+        groups, outlines = optimizer
+        sharding.load_optimizer(step.optimizer, groups, map_file(checkpoint.OPTIMIZER_FILE, outlines))
+    if step.ema is not None:
+        step.ema.load(sharding.averages(map_file(checkpoint.STATE_FILE, averages)) if averages else {})
 
 
 def _restore(
@@ -140,22 +180,31 @@ def _restore(
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
-    load_weights(saved.model_folder, _model_to_load(step), checkpointer.frozen.names)
-    optimizer = step.optimizer if step.sharding is None else step.sharding.optimizer
-    restored, tensors = saved.restore_optimizer(optimizer), saved.tensors(_most_numbers(step))
+    tensors = saved.tensors(_most_numbers(step))
+    if step.sharding is None:
+        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
+        restored = saved.restore_optimizer(step.optimizer)
+    else:
+        read_weights(saved.model_folder, _stored_tensors(checkpointer))
+        restored = saved.optimizer_for(step.sharding.optimizer)
     try:
-        _restore_state(step, state, tensors)
+        if step.sharding is not None and step.ema is not None:
+            checked_averages(dict(step.model.named_parameters()), tensors)
+        small = {name: each for name, each in tensors.items() if step.sharding is None or not name.startswith(AVERAGE)}
+        _restore_state(step, state, small)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
     return saved, state, restored, tensors
 
 
-def _model_to_load(step: TrainStep[Any]) -> nn.Module:
-    """Return the model that rank 0 loads: the model itself, or a whole one if its weights are in shards."""
-    if step.sharding is None:
-        return step.model
-    step.sharding.allocate()
-    return step.sharding.whole.model
+def _stored_tensors(checkpointer: Checkpointer) -> dict[str, Tensor]:
+    """Return the tensors of the model that checkpoints contain, for their shapes."""
+    state = checkpointer.step.model.state_dict()
+    return {name: each for name, each in state.items() if name not in checkpointer.frozen.names}
+
+
+def _averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each for name, each in tensors.items() if name.startswith(AVERAGE)}
 
 
 def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
@@ -188,7 +237,7 @@ def _most_numbers(step: TrainStep[Any]) -> int:
     return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
 
 
-def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str, Any]], outline: _Outline) -> None:
+def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str, Any]], outline: _Outlines) -> None:
     """Copy rank 0's optimizer state to every rank, tensor by tensor and in place. A collective."""
     if not dist.is_main():  # tensors of one number each, until the state has its own memory
         tensors = {name: torch.zeros((), dtype=_dtype(dtype)).expand(shape) for name, (shape, dtype) in outline.items()}
@@ -197,7 +246,7 @@ def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str,
         dist.broadcast_(tensor)
 
 
-def _outline(tensors: Mapping[str, Tensor]) -> _Outline:
+def _outline(tensors: Mapping[str, Tensor]) -> _Outlines:
     return {name: (list(each.shape), str(each.dtype)) for name, each in tensors.items()}
 
 

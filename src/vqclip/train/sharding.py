@@ -1,7 +1,8 @@
 """A run whose weights are in shards: the whole task for evaluations and exports, whole tensors for checkpoints.
 
-A checkpoint does not depend on the number of ranks or on whether they had shards: rank 0 receives whole tensors, one
-after the other, and sends them back in the same way.
+A checkpoint does not depend on the number of ranks or on whether they had shards. Every rank writes and reads its own
+rows (`vqclip.train.shard_files`). Where only rank 0 sees the run's folder, it receives whole tensors, one after the
+other, and sends them back in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,22 @@ from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import ConfigError
 from vqclip.towers.depth import block_names
+from vqclip.train.ema import AVERAGE
 from vqclip.train.tasks.base import Task
+
+Outline = tuple[Sequence[int], torch.dtype]
+"""Shape and type of a tensor."""
+
+
+class Stored(NamedTuple):
+    """Tensors of a file of a checkpoint, mapped from it."""
+
+    tensors: Mapping[str, Tensor]
+    """On every rank, or on rank 0."""
+    outlines: Mapping[str, Outline]
+    """Shape and type of every tensor, on every rank."""
+    is_everywhere: bool
+    """Whether every rank has the tensors; otherwise rank 0 sends them, one after the other."""
 
 
 class Sharding:
@@ -34,7 +50,7 @@ class Sharding:
     Attributes:
         shards: of ``task.model``.
         whole: copy of the task; the weights in shards are empty but in `filled`, and it shares all else with the task.
-        optimizer: copy of the optimizer for the state of whole weights; empty but while rank 0 loads a checkpoint.
+        optimizer: copy of the optimizer for the state of whole weights; to compare a checkpoint with.
 
     Raises:
         ConfigError: no weights to shard, or `vqclip.dist.Shards` refuses.
@@ -115,57 +131,54 @@ class Sharding:
 
     # Loading.
 
-    def allocate(self) -> None:
-        """Give `whole` memory on the CPU for all weights, on the rank that loads a checkpoint."""
-        shapes = {name: each.shape for name, each in self.task.model.named_parameters()}
-        for name, slots in self._slots.items():
-            _fill(slots, torch.empty(shapes[name], dtype=self.shards.parameters[name].dtype))
+    def load_model(self, stored: Stored, constants: Collection[str]) -> None:
+        """Load the weights and buffers of a checkpoint. A collective.
 
-    def distribute_model(self) -> None:
-        """Copy the weights and buffers of rank 0's `whole` to all ranks. A collective."""
-        loaded = self.whole.model.state_dict()
-        model = self.task.model.state_dict()
-        for name, tensor in model.items():
-            source = loaded[name] if dist.is_main() else None
-            dist.local_rows(tensor).copy_(self._scatter(name, source, tensor.shape, tensor.dtype, tensor.device))
+        Args:
+            stored: the model's tensors.
+            constants: names of those that no checkpoint contains.
+        """
+        for name, tensor in self.task.model.state_dict().items():
+            if name not in constants:
+                outline = (tensor.shape, tensor.dtype)
+                dist.local_rows(tensor).copy_(self._rows(stored, name, name, outline, tensor.device))
         for quantizer in self.task.quantizers().values():
             quantizer.load_state_dict(quantizer.state_dict())  # so that hooks derive attributes from it
-        self._empty()
 
-    def distribute_optimizer(
-        self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], outline: Mapping[str, Sequence[Any]]
-    ) -> None:
-        """Copy rank 0's state of `optimizer` to that of all ranks. A collective.
+    def load_optimizer(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], stored: Stored) -> None:
+        """Load the state of `optimizer` for this rank's rows. A collective.
 
         Args:
             optimizer: of this rank's rows.
             groups: of `OptimizerState`.
-            outline: name → shape and dtype of each tensor.
+            stored: its tensors.
         """
-        loaded = checkpoint.optimizer_tensors(self.optimizer) if dist.is_main() else {}
         optimizer.state.clear()
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = saved["options"]["lr"]
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 for key in ("step", "exp_avg", "exp_avg_sq"):
-                    if (found := outline.get(f"{name}/{key}")) is not None:
+                    if (outline := stored.outlines.get(f"{name}/{key}")) is not None:
                         device = "cpu" if key == "step" and not group["fused"] else parameter.device
-                        dtype = getattr(torch, found[1].removeprefix("torch."))
-                        optimizer.state[parameter][key] = self._scatter(
-                            name, loaded.get(f"{name}/{key}"), found[0], dtype, device
-                        )
-        self.optimizer.state.clear()
+                        rows = self._rows(stored, f"{name}/{key}", name, outline, device)
+                        optimizer.state[parameter][key] = rows
 
-    def _scatter(
-        self, name: str, whole: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any
-    ) -> Tensor:
-        """Return this rank's rows of a whole tensor of rank 0, as a copy."""
-        found = torch.empty(tuple(shape), dtype=dtype, device=device)
+    def averages(self, stored: Stored) -> dict[str, Tensor]:
+        """Return this rank's rows of the moving averages among stored tensors. A collective."""
+        return {
+            name: self._rows(stored, name, name.removeprefix(AVERAGE), outline, "cpu")
+            for name, outline in stored.outlines.items()
+            if name.startswith(AVERAGE)
+        }
+
+    def _rows(self, stored: Stored, name: str, parameter: str, outline: Outline, device: Any) -> Tensor:
+        """Return this rank's rows of a stored tensor, as a copy."""
+        if stored.is_everywhere:
+            return self.shards.rows(parameter, stored.tensors[name]).to(device, copy=True)
+        whole = torch.empty(outline[0], dtype=outline[1], device=device)
         if dist.is_main():
-            assert whole is not None, name
-            found.copy_(whole)
-        dist.broadcast_(found)
-        return self.shards.rows(name, found).clone()
+            whole.copy_(stored.tensors[name])
+        return self.shards.rows(parameter, dist.broadcast_(whole)).clone()
 
 
 _Slots = list[tuple[nn.Module, str]]

@@ -199,12 +199,12 @@ class Task(ABC, Generic[SamplesT]):
         return {}
 
     @abstractmethod
-    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+    def write_model(self, folder: Path, state: dict[str, Tensor] | None, extra: Mapping[str, Any]) -> None:
         """Write the model's part of a checkpoint, in a background thread.
 
         Args:
-            folder: empty folder.
-            state: copies of the tensors of the model.
+            folder: of this part.
+            state: copies of the tensors of the model; None if weights are in shards, and are in the folder already.
             extra: of `FrozenWeights.section`.
         """
 

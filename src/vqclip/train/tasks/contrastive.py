@@ -234,7 +234,7 @@ class ContrastiveTask(Task[RankBatch]):
         """Both towers."""
         return {"image": self.model.image.tower, "text": self.model.text.tower}
 
-    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+    def write_model(self, folder: Path, state: dict[str, Tensor] | None, extra: Mapping[str, Any]) -> None:
         """Write a tokenizer folder."""
         write_tokenizer_files(folder, self.model.section() | dict(extra), state, self.model.files())
 

@@ -223,8 +223,9 @@ class PixelTask(Task[PixelBatch]):
         """Nothing of a caption."""
         return _ignore_captions
 
-    def write_model(self, folder: Path, state: dict[str, Tensor], extra: Mapping[str, Any]) -> None:
+    def write_model(self, folder: Path, state: dict[str, Tensor] | None, extra: Mapping[str, Any]) -> None:
         """Write the decoder, and what it belongs to."""
+        assert state is not None, "never in shards"
         write_weights(folder, state)
         described = _Described(tokenizer=self.digest, pixels=self.decoder.config)
         write_plain(folder / _DESCRIPTION, described.model_dump(mode="json"))
