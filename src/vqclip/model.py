@@ -14,9 +14,10 @@ from vqclip.config import Config
 from vqclip.config.bounds import EmbedDim
 from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
-from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
+from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
+from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.tokenizer.saving import save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
@@ -222,3 +223,31 @@ class CLIP(nn.Module):
         model = opened.load(build)
         opened.load_pixels(model.image)
         return model
+
+
+class ImageModel(nn.Module):
+    """A model of an image tokenizer alone; `load_pretrained` returns one.
+
+    Args:
+        image: the tokenizer.
+    """
+
+    def __init__(self, image: ImageTokenizer):
+        super().__init__()
+        self.image = image
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the image tokenizer; see `CLIP.save_pretrained`."""
+        self.image.save_pretrained(folder)
+
+
+def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
+    """Load the tokenizers of a folder (or hub name) in evaluation mode: both, or that of images alone.
+
+    Raises:
+        CheckpointError: the folder is missing or damaged, or contains a text tokenizer alone.
+    """
+    found = find_folder(folder)
+    if TokenizerFolder.open(found).config.modalities == ["image"]:
+        return ImageModel(load_tokenizer(found, "image"))
+    return CLIP.from_pretrained(found)

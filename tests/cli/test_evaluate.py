@@ -186,6 +186,9 @@ def test_pixels_of_labelled_and_of_captioned_images(command, run_folder, tmp_pat
     ):
         assert line in out
     assert ["psnr" in (tmp_path / f"out.{end}").read_text() for end in ("csv", "json")] == [True, True]
+    model.image.save_pretrained(tmp_path / "image")
+    code, out, err = command("pixels", tmp_path / "image", "--data", labelled)
+    assert (code, "classes: 4 images of classes" in out, "top-1" in out) == (0, True, False), err
 
 
 def as_options(data):

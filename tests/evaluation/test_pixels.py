@@ -29,7 +29,7 @@ from vqclip.evaluation import (
     write_csv,
     write_evaluations,
 )
-from vqclip.model import CLIP
+from vqclip.model import CLIP, load_pretrained
 from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.pixels.metrics import compare_images
 
@@ -254,6 +254,26 @@ def test_results_name_what_they_depend_on_and_survive_files(folder):
     assert text.count("stored as") == 2
     assert "files of at most 6 bytes, headers included: JPEG 0 %, JPEG, reduced size 0 % of the images" in text
     assert dataclasses.replace(results[0], pixels=None).to_json()["pixels"] is None
+
+
+def test_a_tokenizer_of_images_alone_has_all_figures_but_those_of_texts(folder):
+    model = with_decoder()
+    model.image.save_pretrained(folder / "image")
+    tasks = [classes(folder), captions(folder)]
+    both, alone = evaluate(model, tasks), evaluate(load_pretrained(folder / "image"), tasks)
+    told = "no zero-shot accuracy or R@1 of the reconstructions: the tokenizer is one of images alone"
+    for one, other in zip(both, alone, strict=True):
+        assert one.pixels == other.pixels
+        figures = one.figures["codes_only"]
+        of_texts = {key for key in figures if key.startswith(("original", "reconstructed"))}
+        assert len(of_texts) >= 2
+        assert other.figures["codes_only"] == {key: figures[key] for key in figures.keys() - of_texts}
+        assert ([*other.usage], told in other.notes, told in one.notes) == (["image"], True, False)
+    assert told not in evaluate(load_pretrained(folder / "image"), [classes(folder, meaning=False)])[0].notes
+    zero_shot = ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"))
+    for check in (evaluate, lambda model, tasks: prepare(tasks, model)):
+        with pytest.raises(ConfigError, match="got kind zero_shot for a tokenizer of images alone; expected"):
+            check(load_pretrained(folder / "image"), [zero_shot])
 
 
 def test_a_model_without_a_decoder_is_refused(folder):

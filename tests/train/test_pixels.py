@@ -223,8 +223,12 @@ def test_a_tokenizer_of_images_alone(tmp_path, shards, tokenizer):
     tree = pixel_tree(tmp_path, shards, tmp_path / "image", train__steps=4)
     result = train(load_task_config(tree))
     assert load_tokenizer(result.tokenizer, "image").pixels is not None
+    for place in (result.tokenizer, tmp_path / "tiny" / "checkpoints" / "step-00000004"):
+        assert load_model(str(place), images_alone=True).model.image.pixels is not None
+        with pytest.raises(CheckpointError, match="contains image tokenizer; expected one of modality 'text' too"):
+            load_model(str(place))
     tree["evaluation"] = [{"kind": "retrieval", "data": {"kind": "shards", "path": str(shards)}}]
-    with pytest.raises(ConfigError, match="evaluation: got kind retrieval, and .* has no text tokenizer"):
+    with pytest.raises(ConfigError, match=r"evaluation\[0\]: got kind retrieval for a tokenizer of images alone"):
         train(load_task_config(tree))
 
 

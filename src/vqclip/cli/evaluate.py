@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tasks = tasks_of_options(options)
         _require_writable(options)
         dist.init(options.device)
-        model, place, weights = load_model(options.model, options.weights)
+        model, place, weights = load_model(options.model, options.weights, images_alone=True)
         model.to(require_device(options.device))
         results, tables, failure = _run(options, model, tasks)
         if dist.is_main() and results:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.data import EvalBatch, EvalSet, Source
-from vqclip.errors import DataError
+from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation.encode import Encoded, Encoder
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.results import Result
@@ -29,6 +29,8 @@ class ImagesConfig(Config):
     """Names of the figures in each mode."""
     codes_figures: ClassVar[tuple[str, ...]] = ()
     """Names of further figures, which the mode codes only has alone."""
+    needs_texts: ClassVar[bool] = True
+    """Whether the task encodes texts; False: a model of images alone can be evaluated."""
 
     kind: str
     """Kind of the task."""
@@ -54,6 +56,15 @@ class ImagesConfig(Config):
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no part that this task needs."""
+        self.require_texts(model)
+
+    def require_texts(self, model: nn.Module) -> None:
+        """Raise ConfigError if this task encodes texts, and a model has no text tokenizer."""
+        if self.needs_texts and not hasattr(model, "text"):
+            raise ConfigError(
+                f"got kind {self.kind} for a tokenizer of images alone; expected a model with a text tokenizer, or "
+                "kind pixels, knn or linear_probe"
+            )
 
     def read(self, source: Source, transform: Callable[[Tensor], Tensor], partition: RankPartition) -> EvalSet:
         """Return this rank's images of an opened source, in batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -28,6 +29,8 @@ from vqclip.tokenizer import ImageTokenizer
 
 class ProbeConfig(ImagesConfig):
     """A classifier that is fitted to the codes of labelled training images, and tested on others."""
+
+    needs_texts: ClassVar[bool] = False
 
     data: LabelledData
     """The labelled test images."""

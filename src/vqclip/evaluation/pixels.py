@@ -48,6 +48,7 @@ class PixelQualityConfig(ImagesConfig):
 
     figures: ClassVar[tuple[str, ...]] = QUALITY
     codes_figures: ClassVar[tuple[str, ...]] = (AGREEMENT,)
+    needs_texts: ClassVar[bool] = False
 
     kind: Literal["pixels"] = "pixels"
     name: str = "pixels"
@@ -62,7 +63,8 @@ class PixelQualityConfig(ImagesConfig):
     """Distances in the features of frozen networks, such as LPIPS of each image and the Fréchet distance of all of
     them, with weights from files."""
     meaning: bool = True
-    """Whether to evaluate zero-shot accuracy or R@1 of the reconstructions, beside those of the originals."""
+    """Whether to evaluate zero-shot accuracy or R@1 of the reconstructions, beside those of the originals; a tokenizer
+    of images alone has neither, which a note mentions."""
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no pixel decoder, or a network of the distances cannot be loaded."""
@@ -105,7 +107,7 @@ class PixelQualityConfig(ImagesConfig):
             classes=len(images.source.classnames) or None,
             captions=0 if meaning is None else meaning.texts,
             usage={"image": images.encoded.usage} | ({} if meaning is None else {"text": meaning.text.usage}),
-            notes=[*images.notes, *_notes(rows, tokenizer, methods), *distances.notes],
+            notes=[*images.notes, *self._text_notes(model), *_notes(rows, tokenizer, methods), *distances.notes],
             details=_details(tokenizer, encoder, images, intervals),
             pixels=PixelResult(
                 reference=describe_data(self.data),
@@ -131,6 +133,11 @@ class PixelQualityConfig(ImagesConfig):
         if text is None:
             return captioned, None
         return captioned, meaning_of_captions(captioned, text, encoder, self.batch_size, f"{name}-text")
+
+    def _text_notes(self, model: nn.Module) -> list[str]:
+        if hasattr(model, "text") or not self.meaning:
+            return []
+        return ["no zero-shot accuracy or R@1 of the reconstructions: the tokenizer is one of images alone"]
 
     def _methods(
         self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder, name: str, distances: Distances

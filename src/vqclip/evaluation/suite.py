@@ -176,6 +176,7 @@ def try_all(
             logger.info("evaluating: %s", task.name)
             encoder.memo.next_task()
             try:
+                task.require_texts(whole)
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     result = task.run(whole, encoder, str(number))  # type: ignore[arg-type]
                 results.append(result if prefixes is None else prefixes.separate(result))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vqclip import checkpoint
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.model import CLIP
+from vqclip.model import CLIP, load_pretrained
 from vqclip.tokenizer.folder import CONFIG_FILE, WEIGHTS_FILE
 from vqclip.tokenizer.hub import find_folder
 from vqclip.train.ema import Weights
@@ -24,15 +24,15 @@ MODEL_HELP = (
 class LoadedModel(NamedTuple):
     """A model, and where it comes from."""
 
-    model: CLIP
-    """In evaluation mode."""
+    model: Any
+    """A `CLIP` in evaluation mode; with ``images_alone`` perhaps an `ImageModel`."""
     place: str
     """Folder or hub name that it was read from."""
     weights: str
     """``averaged`` (by `train.ema`), ``current`` (those of the step), or ``exported`` where this is not recorded."""
 
 
-def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
+def load_model(name: str, weights: Weights = "averaged", *, images_alone: bool = False) -> LoadedModel:
     """Load the model of a run, checkpoint or tokenizer folder, or of a hub name.
 
     The folder ``model`` of a checkpoint means the checkpoint, so that it too gives the averages.
@@ -40,24 +40,32 @@ def load_model(name: str, weights: Weights = "averaged") -> LoadedModel:
     Args:
         name: folder or hub name.
         weights: of a run or checkpoint with moving averages (`train.ema`): averaged ones, or those of its step.
+        images_alone: allow a tokenizer of images alone.
 
     Raises:
-        CheckpointError: the folder contains no model, or a damaged one.
+        CheckpointError: the folder contains no model, a damaged one, or no text tokenizer.
         ConfigError: ``weights`` is "current", and the folder is no run and no checkpoint.
     """
     require_local(name)
+    found = _load(name, weights)
+    if not images_alone and not isinstance(found.model, CLIP):
+        raise CheckpointError(f"{found.place}: contains image tokenizer; expected one of modality 'text' too")
+    return found
+
+
+def _load(name: str, weights: Weights) -> LoadedModel:
     path = Path(name).expanduser()
     if path.is_file():
         raise CheckpointError(f"{path}: got a file, expected a folder: {MODEL_HELP}")
     if not path.is_dir():
         if weights == "current":
             _refuse_current(name)
-        return LoadedModel(CLIP.from_pretrained(_find_on_hub(name)), name, "exported")
+        return LoadedModel(load_pretrained(_find_on_hub(name)), name, "exported")
     saved = _find_checkpoint(path)
     if saved is None and weights == "averaged":  # a run exports averages if it has them
         for folder in (path, path / "tokenizer"):
             if (folder / CONFIG_FILE).is_file():
-                return LoadedModel(CLIP.from_pretrained(folder), str(folder), _exported_weights(folder))
+                return LoadedModel(load_pretrained(folder), str(folder), _exported_weights(folder))
     newest = saved or checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
     if newest is None:
         if weights == "current" and (path / CONFIG_FILE).is_file():

@@ -24,7 +24,7 @@ from vqclip.data.features.settings import TORCH_DTYPES
 from vqclip.data.loader import Tokenize
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import Strict, read_plain, write_plain
-from vqclip.model import CLIP
+from vqclip.model import CLIP, ImageModel, load_pretrained
 from vqclip.nn.precision import Precision, full_precision
 from vqclip.pixels import (
     ConvolutionalPixelsConfig,
@@ -40,9 +40,6 @@ from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.folder import TokenizerFolder
-from vqclip.tokenizer.hub import find_folder
-from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.tokenizer.saving import write_weights
 from vqclip.tokenizer.schema import Modality
 from vqclip.towers.frozen import run_in_chunks
@@ -241,7 +238,7 @@ class PixelTask(Task[PixelBatch]):
 
     def export(self, folder: Path) -> None:
         """Write the tokenizer's folder, with the decoder."""
-        assert isinstance(self.whole, CLIP | _ImageModel)
+        assert isinstance(self.whole, CLIP | ImageModel)
         self.whole.save_pretrained(folder)
 
 
@@ -290,8 +287,7 @@ class PixelTrainConfig(TaskConfig):
 
         Raises:
             CheckpointError: the tokenizer is missing or damaged; on every rank.
-            ConfigError: it has no codes on a square grid, an evaluation needs texts that it does not have, or ranks
-                have loaded different tokenizers; on every rank.
+            ConfigError: it has no codes on a square grid, or ranks have loaded different tokenizers; on every rank.
         """
         with dist.raise_on_all_ranks():
             whole, decoder = self._build_model(device, dtype)
@@ -311,10 +307,6 @@ class PixelTrainConfig(TaskConfig):
         assert isinstance(image, ImageTokenizer)
         if not image.codebook_sizes:
             raise ConfigError(f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another")
-        if not hasattr(whole, "text") and (others := [each.kind for each in self.evaluation if each.kind != "pixels"]):
-            raise ConfigError(
-                f"evaluation: got kind {others[0]}, and {self.tokenizer} has no text tokenizer; expected kind pixels"
-            )
         size = image.tower.image_size
         config = PixelsConfig(decoder=self.decoder, image_size=size, detail=self.detail)
         torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
@@ -357,23 +349,8 @@ class PixelTrainConfig(TaskConfig):
         return self.shared_identity(samples, own)
 
 
-class _ImageModel(nn.Module):
-    """A model without a text tokenizer."""
-
-    def __init__(self, image: ImageTokenizer):
-        super().__init__()
-        self.image = image
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the image tokenizer; see `CLIP.save_pretrained`."""
-        self.image.save_pretrained(folder)
-
-
-def _load_frozen(name: str) -> nn.Module:
+def _load_frozen(name: str) -> CLIP | ImageModel:
     """Return the tokenizers of a folder, in evaluation mode and without gradients; a decoder of it is left out."""
-    folder = find_folder(name)
-    both = TokenizerFolder.open(folder).config.modalities == ["image", "text"]
-    whole = CLIP.from_pretrained(folder) if both else _ImageModel(load_tokenizer(folder, "image"))
-    assert isinstance(whole.image, ImageTokenizer)
+    whole = load_pretrained(name)
     whole.image.pixels = None
     return whole.eval().requires_grad_(False)
