@@ -23,7 +23,7 @@ SOURCES := src tests $(wildcard scripts benchmarks examples)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow faults check format docs readme-images clean
+.PHONY: help train test test-slow test-gpu faults check format docs readme-images clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -38,6 +38,9 @@ test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processe
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)
+
+test-gpu: $(STAMP) ## run the tests that need a GPU, or several
+	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 faults: $(STAMP) $(FAULTS_STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
 	$(BIN)/python -m pytest -m faults $(TESTS)

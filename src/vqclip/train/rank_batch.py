@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
 from vqclip.quantizers import Order
 
-__all__ = ["RankBatch", "make_rank_batch"]
+__all__ = ["RankBatch", "copy_to_device", "make_rank_batch"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,29 @@ class RankBatch:
         return len(self.images)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of copies to a GPU."""
+    return torch.cuda.Stream(device)
+
+
+def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy tensors of the host to a device; on a GPU without waiting for the computation of the step before.
+
+    The copies run on a stream of their own, for which the current stream waits. They overlap if the tensors are in
+    page-locked memory.
+    """
+    if device.type != "cuda":
+        return {name: each.to(device) for name, each in tensors.items()}
+    current, stream = torch.cuda.current_stream(device), _copy_stream(device)
+    with torch.cuda.stream(stream):
+        copies = {name: each.to(device, non_blocking=True) for name, each in tensors.items()}
+    current.wait_stream(stream)
+    for each in copies.values():
+        each.record_stream(current)  # its memory is not used again before the step is done with it
+    return copies
+
+
 def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:
     """Move a batch to the model's device, and run the frozen towers whose features are not in the cache.
 
@@ -65,11 +89,11 @@ def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, prec
         precision: of the step.
     """
     device, dtype = model.logit_scale.device, model.image.pool.position.dtype
-    images, tokens, places, sample_ids = (
-        tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.texts, batch.places, batch.sample_ids)
-    )
+    named = {"images": batch.images, "texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
+    copies = copy_to_device(named | {f"features/{name}": each for name, each in batch.features.items()}, device)
+    images, tokens, places, sample_ids = (copies[name] for name in named)
     keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
-    features = {name: each.to(device, non_blocking=True).to(dtype) for name, each in batch.features.items()}
+    features = {name: copies[f"features/{name}"].to(dtype) for name in batch.features}
     for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
         if tokenizer.tower.is_frozen and tokenizer.modality not in features:
             with torch.no_grad(), autocast(device, precision):

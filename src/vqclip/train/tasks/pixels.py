@@ -46,6 +46,7 @@ from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_makers import FeatureMaker
 from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
+from vqclip.train.rank_batch import copy_to_device
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.output import TaskOutput
 
@@ -134,9 +135,10 @@ class PixelTask(Task[PixelBatch]):
 
     def local(self, batch: Batch) -> PixelBatch:
         """Move the images to the device, and encode them unless their ids are stored."""
-        images, places = (each.to(self.device, non_blocking=True) for each in (batch.images, batch.places))
-        stored = batch.features.get(IDS)
-        ids = self.encode(images) if stored is None else stored.to(self.device).long()
+        stored = {IDS: batch.features[IDS]} if IDS in batch.features else {}
+        copies = copy_to_device({"images": batch.images, "places": batch.places} | stored, self.device)
+        images, places = copies["images"], copies["places"]
+        ids = copies[IDS].long() if stored else self.encode(images)
         with torch.no_grad():
             vectors = self.image.quantizer.decode(ids)
         return PixelBatch(images, vectors, Order(places, batch.global_size))
