@@ -35,3 +35,18 @@ def test_the_rotation_turns_gradients_with_the_vector() -> None:
     # Its angle to the vector is what the upstream gradient's to the code is, and so is its length, but for the scale.
     torch.testing.assert_close((gradient * x).sum(-1), (upstream * q).sum(-1))
     torch.testing.assert_close(gradient.norm(dim=-1).squeeze(-1), upstream.norm(dim=-1).squeeze(-1) * scale)
+
+
+def test_a_compiled_search_computes_a_limited_number_of_scores(monkeypatch) -> None:
+    """As many at a time as an eager one, with its ids; the backend runs the graph as it is."""
+    monkeypatch.setattr("vqclip.quantizers.nearest.CHUNK", 64 * 2 * 128)
+    x, codes = torch.randn(300, 2, 4), torch.randn(2, 128, 4)
+    expected, shapes, product = nearest(x, codes), [], torch.baddbmm
+
+    def recording(*args, **kwargs):
+        shapes.append(tuple((result := product(*args, **kwargs)).shape))
+        return result
+
+    monkeypatch.setattr(torch, "baddbmm", recording)
+    assert torch.equal(torch.compile(nearest, fullgraph=True, backend="eager")(x, codes), expected)
+    assert shapes == [(2, rows, 128) for rows in (64, 64, 64, 64, 44)]

@@ -19,7 +19,7 @@ from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.quantizers.vectors import SHORT, straight_through, unit
 
 CHUNK = 2**20
-"""Scores (tokens × codes) computed at a time in the search for the nearest code: 4 MiB in float32."""
+"""Scores (tokens × codes) that a CPU computes at a time in the search for the nearest code: 4 MiB in float32."""
 
 GradientPath = Literal["straight_through", "rotation"]
 """Gradient from a code to its vector: unchanged, or rotated (`_Rotation`)."""
@@ -136,9 +136,12 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
 
     ``among`` ``(G, K)`` bool restricts the search to some codes. A vector with NaN gets any id in range.
 
-    Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in a compiled graph, a limited number of scores
-    is computed at a time.
+    Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in an exported graph, a limited number of scores
+    is computed at a time: `CHUNK` on a CPU, a 64th of a GPU's memory.
     """
+    # An operator of its own in a compiled graph, whose number of parts would be part of the graph.
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return _nearest_in_graph(x, codes, among)
     # Relative to the median of the codes, for precision when all codes are far from 0. A single distant code would
     # move the mean.
     middle = codes.median(dim=1, keepdim=True).values
@@ -148,10 +151,24 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
         half_norm = half_norm.masked_fill(~among[:, None], torch.inf)
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
-    # A graph computes all at once, because the number of parts would be part of the graph.
-    parts = (x,) if torch.compiler.is_compiling() else x.split(max(64, CHUNK // (groups * size)))
+    parts = (x,) if torch.compiler.is_exporting() else x.split(max(64, _scores_at_a_time(x.device) // (groups * size)))
     found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
     return torch.cat(found) if len(found) > 1 else found[0]
+
+
+@torch.library.custom_op("vqclip::nearest", mutates_args=())
+def _nearest_in_graph(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
+    return nearest(x, codes, among).contiguous()
+
+
+@_nearest_in_graph.register_fake
+def _(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
+    return x.new_empty(x.shape[:2], dtype=torch.int64)
+
+
+def _scores_at_a_time(device: torch.device) -> int:
+    """Return the number of scores in float32 that `nearest` computes at a time."""
+    return torch.cuda.get_device_properties(device).total_memory // 256 if device.type == "cuda" else CHUNK
 
 
 def look_up(codes: Tensor, ids: Tensor) -> Tensor:
