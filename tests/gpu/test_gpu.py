@@ -17,8 +17,8 @@ import torch
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ
-from tests.training import largest_difference, metrics, run, run_tree, weights
 from tests.train.test_pixels import pixel_tree
+from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import load_tokenizer
 from vqclip.train import Callback, loop
 from vqclip.train import run as train
@@ -68,12 +68,15 @@ def test_a_gpu_trains_the_same_decoder_as_a_cpu(tmp_path, shards, detail):
     cache = str(tmp_path / "cache")
     run(tree(tmp_path / "clip", shards), cache)
     for device in ("cpu", DEVICE):
-        settings = pixel_tree(tmp_path / f"on {device}", shards, tmp_path / "clip" / "tiny" / "tokenizer", detail=detail)
+        settings = pixel_tree(
+            tmp_path / f"on {device}", shards, tmp_path / "clip" / "tiny" / "tokenizer", detail=detail
+        )
         settings["run"]["device"], settings["train"]["steps"] = device, STEPS
         run(settings, cache)
     require_same(tmp_path / f"on {DEVICE}", tmp_path / "on cpu", 1e-9)
 
 
+@pytest.mark.timeout(900)  # compiling for a CPU takes minutes
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_every_precision_trains(tmp_path, shards, precision, compiled):

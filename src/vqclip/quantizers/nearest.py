@@ -136,8 +136,8 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
 
     ``among`` ``(G, K)`` bool restricts the search to some codes. A vector with NaN gets any id in range.
 
-    Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in an exported graph, a limited number of scores
-    is computed at a time: `CHUNK` on a CPU, a 64th of a GPU's memory.
+    Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in an exported graph, a limited number of
+    scores is computed at a time: `CHUNK` on a CPU, a 64th of a GPU's memory.
     """
     # An operator of its own in a compiled graph, whose number of parts would be part of the graph.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
