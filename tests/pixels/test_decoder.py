@@ -128,5 +128,9 @@ def test_a_decoder_of_other_sizes_is_not_attached(config):
         ConfigError, match="got a decoder of 4 tokens with 6 channels for a tokenizer of 4 tokens with 3"
     ):
         attach(model.image, config.build(6, 4, 16))
-    with pytest.raises(ConfigError, match="modality 'text', expected one of images"):
+    with pytest.raises(ConfigError, match="modality 'text', expected a tokenizer of images"):
         attach(model.text, config.build(3, 4, 16))
+    with pytest.raises(ConfigError, match="got a CLIP, expected a tokenizer of images, such as model.image"):
+        attach(model, config.build(3, 4, 16))
+    with pytest.raises(ConfigError, match="got a Linear, expected a PixelDecoder"):
+        attach(model.image, torch.nn.Linear(3, 3))

@@ -122,6 +122,11 @@ def test_wrong_settings_and_ids_are_named():
     detail = build()
     with pytest.raises(ShapeError, match="detail ids: got 4 a token; expected at most 3, of 3 stages"):
         detail.decode(torch.zeros(1, 4, 4, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="detail ids: id 12 in codebook 1, expected 0 to 11, or -1 for none"):
+        detail.decode(torch.tensor([0, 12, 0]).expand(1, 4, 3))
+    for stages in (4, -1, 1.5, "1", True):
+        with pytest.raises(ConfigError, match=f"detail: got {stages!r} stages for 3 detail ids a token; expected 0 to"):
+            detail.decode(torch.zeros(1, 4, 3, dtype=torch.int64), stages)
     with pytest.raises(ShapeError, match=r"expected \(B, 3, 16, 16\)"):
         detail.encode(torch.zeros(1, 3, 8, 8))
 

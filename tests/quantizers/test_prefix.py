@@ -64,7 +64,14 @@ def test_share_of_other_ids():
 
 @pytest.mark.parametrize(
     ("stages", "codebooks", "told"),
-    [(0, 1, "stages: got 0, expected 1 to 3"), (4, 1, "got 4"), (1, 9, "codebooks: got 9, expected 1 to 8")],
+    [
+        (0, 1, "stages: got 0, expected 1 to 3"),
+        (4, 1, "got 4"),
+        (1, 9, "codebooks: got 9, expected 1 to 8"),
+        (1.5, 1, "stages: got 1.5"),
+        ("2", 1, "stages: got '2'"),
+        (1, True, "got True"),
+    ],
 )
 def test_a_prefix_that_does_not_exist_is_refused(stages, codebooks, told):
     with pytest.raises(ConfigError, match=told):

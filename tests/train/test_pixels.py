@@ -258,14 +258,23 @@ def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ra
 def test_every_rank_hears_of_a_tokenizer_that_one_lacks(tmp_path, shards, tokenizer, ranks):
     folders = [str(tokenizer), "no/such/folder"]
     for message in ranks(2, error_of_tokenizers, pixel_tree(tmp_path, shards, tokenizer), folders):
-        assert message.startswith("no/such/folder: expected a tokenizer folder")
+        assert message.startswith("tokenizer: no/such/folder: expected a tokenizer folder")
 
 
 REFUSED = {
     "a key of the other task": ({"model": {}}, "got model, which belongs to task: contrastive"),
     "an unknown task": ({"task": "video"}, "task: got 'video'; expected one of contrastive, pixels"),
-    "no tokenizer": ({"tokenizer": "no/such/folder"}, "no/such/folder"),
-    "a run's folder": ({"tokenizer": "RUN"}, "a run's folder; name its tokenizer"),
+    "no tokenizer": (
+        {"tokenizer": "no/such/folder"},
+        "tokenizer: no/such/folder: expected .* no such folder; a run with task: contrastive exports one",
+    ),
+    "texts alone": ({"tokenizer": "TEXT"}, "tokenizer: .*: contains text tokenizer; expected one of modality 'image'$"),
+    "no grid": (
+        {"tokenizer": "QUERIES"},
+        "tokenizer: .*: pixels: got 3 tokens for images of 16 x 16 pixels; expected a square",
+    ),
+    "no detail stage": ({"detail": DETAIL | {"stages": 0}}, r"detail.stages: got 0 \(int\); expected an integer >= 1"),
+    "a run's folder": ({"tokenizer": "RUN"}, "tokenizer: .*, got: a run's folder; name its tokenizer: .*/tokenizer$"),
     "no losses": ({"losses": []}, "losses: got no term"),
     "a loss of the other task": ({"losses": [{"kind": "contrastive"}]}, r"losses\[0\].kind: got 'contrastive'"),
     "a cache without views": ({"data__feature_cache": {}}, "data.views: got null"),
@@ -286,6 +295,13 @@ def test_mistakes_are_named(name, tmp_path, shards, tokenizer, monkeypatch):
     if change.get("tokenizer") == "IDENTITY":
         tiny_model(IDENTITY, FSQ).build().save_pretrained(tmp_path / "identity")
         change = {"tokenizer": str(tmp_path / "identity")}
+    if change.get("tokenizer") == "TEXT":
+        load_tokenizer(tokenizer, "text").save_pretrained(tmp_path / "text")
+        change = {"tokenizer": str(tmp_path / "text")}
+    if change.get("tokenizer") == "QUERIES":
+        image = tiny_model(PRODUCT, FSQ).image.model_dump() | {"reduce": {"kind": "queries", "count": 3}}
+        tiny_model(PRODUCT, FSQ, image=image).build().save_pretrained(tmp_path / "queries")
+        change = {"tokenizer": str(tmp_path / "queries")}
     if change.get("tokenizer") == "RUN":
         (tmp_path / "base").mkdir()
         (tmp_path / "base" / "tokenizer").symlink_to(tokenizer)

@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(options.tokenizer, "image").to(options.device)
     if tokenizer.pixels is None:
         raise ConfigError(
-            f"{options.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one"
+            f"{options.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one, "
+            "with `task: pixels` or with model.image.pixels"
         )
     drawn = DrawnSource(_data(options).build(), options.images, options.seed)
     reading = {"batch_size": options.batch_size, "workers": options.workers, "max_bad_fraction": options.bad_fraction}

@@ -348,8 +348,14 @@ def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
         ConfigError: a text tokenizer, a decoder of other sizes, or detail codebooks for images of another size than
             those of the tower.
     """
-    if tokenizer.modality != "image":
-        raise ConfigError(f"pixels: got a tokenizer of modality {tokenizer.modality!r}, expected one of images")
+    modality = getattr(tokenizer, "modality", None)
+    if modality != "image":
+        kind = f"tokenizer of modality {modality!r}" if modality else type(tokenizer).__name__
+        raise ConfigError(f"pixels: got a {kind}, expected a tokenizer of images, such as model.image")
+    if not isinstance(decoder, PixelDecoder):
+        raise ConfigError(
+            f"pixels: got a {type(decoder).__name__}, expected a PixelDecoder, as PixelsConfig.build makes"
+        )
     got, expected = (decoder.num_tokens, decoder.dim), (tokenizer.num_tokens, tokenizer.quantizer.dim)
     if got != expected:
         raise ConfigError(

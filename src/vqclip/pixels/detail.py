@@ -23,7 +23,7 @@ from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.inputs import require_ids
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
-from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
+from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput, checks
 from vqclip.quantizers.draws import random_integers
 from vqclip.seeds import derive_seed
 from vqclip.towers.pixels import Normalize
@@ -132,14 +132,16 @@ class Detail(nn.Module):
         if columns > most:
             raise ShapeError(f"detail ids: got {columns} a token; expected at most {most}, of {self.stages} stages")
         if stages is not None:
-            needed = stages * (most // self.stages)
+            needed = stages * (most // self.stages) if type(stages) is int else -1
             if not 0 <= needed <= columns:
                 raise ConfigError(
-                    f"detail: got {stages} stages for {columns} detail ids a token; expected 0 to {self.stages} stages "
-                    f"of {most // self.stages} ids"
+                    f"detail: got {stages!r} stages for {columns} detail ids a token; expected 0 to {self.stages} "
+                    f"stages of {most // self.stages} ids"
                 )
             ids, columns = ids[..., :needed], needed
-        return self.quantizer.decode(F.pad(ids, (0, most - columns), value=-1))
+        ids = F.pad(ids, (0, most - columns), value=-1)
+        checks.require_ids("detail ids", self.codebook_sizes, ids)  # the quantizer would name itself
+        return self.quantizer.decode(ids)
 
     def add(self, vectors: Tensor) -> Tensor:
         """Map vectors ``(B, N, dim)`` to what they add to the image, ``(B, 3, H, W)``: a linear map for each token.

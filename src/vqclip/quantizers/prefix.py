@@ -46,13 +46,13 @@ class Prefix(NamedTuple):
         """Check that the quantizer ``name`` with the extent ``whole`` has this prefix.
 
         Raises:
-            ConfigError: a number is less than 1, or more than in ``whole``.
+            ConfigError: a number is no integer, less than 1, or more than in ``whole``.
         """
         if not all(whole):
             raise ConfigError(f"{self}: {name} has no codes; expected a quantizer with a codebook")
         for axis, got, most in zip(self._fields, self, whole, strict=True):
-            if not 1 <= got <= most:
-                raise ConfigError(f"{axis}: got {got}, expected 1 to {most}, the {axis} of this {name}")
+            if type(got) is not int or not 1 <= got <= most:
+                raise ConfigError(f"{axis}: got {got!r}, expected 1 to {most}, the {axis} of this {name}")
 
 
 def _numbers(most: int) -> Iterator[int]:

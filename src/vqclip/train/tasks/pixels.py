@@ -34,6 +34,7 @@ from vqclip.pixels import (
     PixelsConfig,
     attach,
 )
+from vqclip.pixels.grid import pixels_per_token
 from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
 from vqclip.pixels.losses.distances import L1Config
 from vqclip.quantizers import Order, Quantizer, Stats, sync
@@ -310,6 +311,10 @@ class PixelTrainConfig(TaskConfig):
         if not image.codebook_sizes:
             raise ConfigError(f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another")
         size = image.tower.image_size
+        try:
+            pixels_per_token(image.num_tokens, size)
+        except ConfigError as error:
+            raise ConfigError(f"tokenizer: {self.tokenizer}: {error}") from error
         config = PixelsConfig(decoder=self.decoder, image_size=size, detail=self.detail)
         torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
         decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
@@ -353,6 +358,10 @@ class PixelTrainConfig(TaskConfig):
 
 def _load_frozen(name: str) -> CLIP | ImageModel:
     """Return the tokenizers of a folder, in evaluation mode and without gradients; a decoder of it is left out."""
-    whole = load_pretrained(name)
+    try:
+        whole = load_pretrained(name)
+    except CheckpointError as error:
+        remedy = "" if Path(name).expanduser().exists() else "; a run with task: contrastive exports one"
+        raise CheckpointError(f"tokenizer: {error}{remedy}") from error
     whole.image.pixels = None
     return whole.eval().requires_grad_(False)
