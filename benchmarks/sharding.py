@@ -6,8 +6,9 @@ Prints a table, after about 2 minutes on two CPU cores.
     OMP_NUM_THREADS=1 python benchmarks/sharding.py --depth 4 --ddp 4
 
 The image tower is a ViT of width 1024 with 12.6 M weights a block; all else is tiny, as are the images and the batch.
-The processes of one way run at once, each for some steps with AdamW, in fp32. A process's peak is that of its resident
-memory over its whole life (VmHWM), building and sharding the model included, less what it had after the imports. What
+The processes of one way run at once, each for some steps with AdamW, in fp32, and save a checkpoint. A process's peak
+is that of its resident memory over its whole life (VmHWM), building and sharding the model included, less what it had
+after the imports. What
 a process of `ddp` needs does not depend on the number of processes, so there are fewer of them. The C library returns
 freed memory to the system from 1 MiB on (MALLOC_MMAP_THRESHOLD_).
 """
@@ -19,6 +20,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ import torch
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.train import main as training
+from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.tasks.kinds import load_task_config
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}
@@ -67,14 +72,27 @@ def run_rank(parallel: str, depth: int, steps: int) -> None:
     texts = task.tokenize(["a star"] * 8)[0][own]
     for number in range(steps):
         step(Batch(number, 0, images, texts, own, own * 0 - 1, own, 8), number)
-    found = dist.gather_json([weights, before, resident_mib("VmHWM") - before, resident_mib("VmRSS") - before])
+    trained = resident_mib("VmHWM") - before, resident_mib("VmRSS") - before
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(dist.broadcast_json(own)) / "run" / "checkpoints"  # on one disk, which all ranks see
+        with Checkpointer(folder, {}, step, RetentionPolicy(1)) as checkpointer:
+            begun = time.perf_counter()
+            checkpointer.save(steps, {"replaced": {}, "caption_lengths": {}})
+            paused = time.perf_counter() - begun
+        written = time.perf_counter() - begun
+        dist.barrier()
+    found = dist.gather_json([weights, before, *trained, resident_mib("VmHWM") - before, paused, written])
     if dist.is_main():
         print(json.dumps(found))
     dist.shutdown()
 
 
 def measure(parallel: str, processes: int, options: argparse.Namespace) -> list[list[float]]:
-    """Return weights, memory after the imports, peak and memory after the last step of each process."""
+    """Return figures of each process.
+
+    They are weights, memory after the imports, peak up to the last step, memory after it, peak with a save, and the
+    seconds that the save took: of the training, and in all.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     settings = ["--rank", parallel, "--depth", str(options.depth), "--steps", str(options.steps)]
     done = subprocess.run(
@@ -99,13 +117,13 @@ def main() -> None:
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     ways = {kind: measure(kind, getattr(options, kind), options) for kind in ("ddp", "fsdp")}
     print(f"{ways['ddp'][0][0] / 1e6:.0f} M weights in the image tower, {options.steps} steps\n")
-    print("| | processes | peak, MiB | after a step, MiB | after the imports, MiB |")
-    print("|---|---:|---:|---:|---:|")
+    print("| | processes | peak, MiB | after a step, MiB | peak with a save, MiB | pause, s | whole save, s |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for kind, found in ways.items():
-        _, before, peak, held = (max(column) for column in zip(*found, strict=True))
-        print(f"| {kind} | {len(found)} | {peak:.0f} | {held:.0f} | {before:.0f} |")
-    peak, held = (max(row[i] for row in ways["fsdp"]) / max(row[i] for row in ways["ddp"]) for i in (2, 3))
-    print(f"\nWith shards: {peak:.2f} of the peak, {held:.2f} of the memory after a step.")
+        _, _, peak, held, saving, paused, written = (max(column) for column in zip(*found, strict=True))
+        print(f"| {kind} | {len(found)} | {peak:.0f} | {held:.0f} | {saving:.0f} | {paused:.2f} | {written:.1f} |")
+    shares = [max(row[i] for row in ways["fsdp"]) / max(row[i] for row in ways["ddp"]) for i in (2, 3, 4)]
+    print("\nWith shards: {:.2f} of the peak, {:.2f} of the memory after a step, {:.2f} with a save.".format(*shares))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ import pytest
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import for_each
+from tests.train.run_store.store import Store
 from tests.train.test_sharding import run_until, tree
 from tests.training import run
 from vqclip import dist
+from vqclip.data.remote import folder
 from vqclip.errors import CheckpointError
 from vqclip.io import parts
 from vqclip.train import checkpointer, shard_files
@@ -27,9 +29,9 @@ def shards(tmp_path_factory):
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
-def files(folder):
-    places = sorted((folder / "tiny" / "checkpoints").rglob("*"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in places if path.is_file()}
+def files(place):
+    places = sorted((place / "tiny" / "checkpoints").rglob("*"))
+    return {str(path.relative_to(place)): path.read_bytes() for path in places if path.is_file()}
 
 
 def run_counting(settings, cache, stop, shared):
@@ -86,10 +88,41 @@ def test_a_rank_that_cannot_write_ends_the_run_on_all(ranks, tmp_path, shards, d
     assert "tiny/checkpoints/step-00000004/manifest.json" in files(tmp_path)
 
 
-def look(folder, own):
-    return shard_files.is_shared(folder / str(dist.rank()) if own else folder)
+def look(place, own):
+    return shard_files.is_shared(place / str(dist.rank()) if own else place)
 
 
 def test_a_folder_of_each_machine_is_not_shared(ranks, tmp_path):
     assert ranks(2, for_each, look, [(tmp_path, False), (tmp_path, True)]) == [[True, False]] * 2
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def run_at_url(settings, cache, machines):
+    """Run at a URL in two starts, each on new disks; return how many files several ranks wrote, and what is there."""
+    store = Store(skip_instance_cache=True)
+    store.failing = {}
+    own = f"{cache}-{os.environ['RANK']}" if machines else cache
+    with (
+        mock.patch.object(folder, "object_store", return_value=store),
+        mock.patch.object(parts, "write", wraps=parts.write) as written,
+    ):
+        run_until(settings, own, 2)
+        run_until(settings, f"{own}-new", 4)
+    begin = "/bucket/runs/tiny/checkpoints/step-00000004/"
+    found = {name.removeprefix(begin): file.getvalue() for name, file in store.store.items() if name.startswith(begin)}
+    return written.call_count, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
+def test_runs_at_urls_have_the_same_files(ranks, tmp_path, shards, machines):
+    """Ranks of one machine write into its copy of the run; those of several send their rows to rank 0."""
+    settings, cache = SETTINGS | {"run__folder": "s3://bucket/runs"}, str(tmp_path / "cache")
+    here = tree(tmp_path, shards, **SETTINGS)
+    ranks(2, run_until, here, cache, 4, init=False)
+    found = ranks(2, run_at_url, tree(tmp_path, shards, **settings), cache, machines, init=False)
+    assert [number for number, _ in found] == [0 if machines else 6] * 2
+    begin = "tiny/checkpoints/step-00000004/"
+    expected = {name.removeprefix(begin): each for name, each in files(tmp_path).items() if name.startswith(begin)}
+    assert len(expected) == 7
+    assert found[0][1] == expected

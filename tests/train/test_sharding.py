@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
@@ -31,10 +32,17 @@ def tree(folder, shards, quantizer=FSQ, parallel="fsdp", **changes):
 
 
 def require_same(folder, other, steps, tolerance=1e-9):
+    """Compare the metrics of all steps, and at the end weights, codebooks and moving averages."""
     for line, expected in zip(metrics(folder), metrics(other), strict=True):
         for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
             assert line[name] == pytest.approx(expected[name], rel=tolerance), (line["step"], name)
     assert largest_difference(weights(folder, steps), weights(other, steps)) < tolerance
+    assert largest_difference(averages(folder, steps), averages(other, steps)) < tolerance
+
+
+def averages(folder, steps):
+    every = load_file(folder / "tiny" / "checkpoints" / f"step-{steps:08d}" / "state.safetensors")
+    return {name: each for name, each in every.items() if name.startswith("ema/")}
 
 
 @pytest.mark.slow
@@ -126,7 +134,10 @@ def build_step(settings):
 
 
 def evaluate_on_rank_zero_alone(settings):
-    """Return this rank's numbers in towers, and whether rank 0 has all weights, or averages, within the block."""
+    """Return this rank's numbers in towers, and whether rank 0 has all weights, or averages, within the block.
+
+    Also whether it alone has them for an export.
+    """
     step, before = build_step(settings)
     step.ema.update(0)
     for each in step.ema.averages.values():
@@ -139,6 +150,11 @@ def evaluate_on_rank_zero_alone(settings):
                 with torch.no_grad():
                     whole.evaluated.image(whole.model.image.tower.example())
                 found.append(whole.evaluated.text.quantizer is step.model.text.quantizer)
+    with step.whole_task(for_export=True) as whole:
+        held = sum(each.numel() for each in whole.model.image.tower.parameters())
+        found.append(
+            held == (sum(before[name].numel() for name in before if name.startswith("image.tower.")) * dist.is_main())
+        )
     left = sum(each.numel() for each in step.sharding.whole.model.image.tower.parameters())
     mine = sum(step.sharding.shards.parameters[name].numel() for name in before if name.startswith("image.tower."))
     return mine, left, all(found)

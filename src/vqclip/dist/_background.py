@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as c10d
 
-from vqclip.dist._state import lost_peer, rank, world_size
+from vqclip.dist._state import lost_peer, named_errors, rank, world_size
 from vqclip.errors import CheckpointError
 
 
@@ -23,7 +23,8 @@ class BackgroundGroup:
     """
 
     def __init__(self, timeout_s: float):
-        group = c10d.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        with named_errors("connecting background threads"):
+            group = c10d.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, c10d.ProcessGroup)
         self._group = group
 

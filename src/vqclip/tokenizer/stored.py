@@ -151,7 +151,7 @@ def _merge(name: str, read: Callable[[str], Tensor], scales: Mapping[str, float]
     if not base or part != "weight" or not {f"{layer}{_A}", f"{layer}{_B}"} & stored.keys():
         return tensor
     scale = next(scale for prefix, scale in scales.items() if name.startswith(prefix))
-    after, before = read(f"{layer}{_B}"), read(f"{layer}{_A}")
+    after, before = (read(f"{layer}{end}").to(tensor.device) for end in (_B, _A))
     floats = after.is_floating_point() and before.is_floating_point()
     if not floats or tensor.shape != after.shape[:1] + before.shape[1:]:
         got = " and ".join(f"{tuple(each.shape)} {each.dtype}" for each in (after, before))

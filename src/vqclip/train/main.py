@@ -262,7 +262,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     """
     config, folder = training.config, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
-    with training.step.whole_task() as whole:
+    with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():  # before the evaluation: one that fails costs no step
             export_tokenizer(whole, folder)
     outcome = evaluate(training)
@@ -280,6 +280,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     with training.step.whole_task() as whole:
         details = None if config.report is None else config.report.details
         outcome = try_all(whole.evaluated, config.evaluation, precision=config.train.precision, details=details)
+    with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():
             export_tokenizer(whole, folder)
     store_details(config.report, config.run.path, outcome, best["step"])

@@ -82,18 +82,23 @@ class Sharding:
             group["params"] = [every[each] if isinstance(each, int) else each for each in kept]
 
     @contextmanager
-    def filled(self, averages: Mapping[str, Tensor]) -> Iterator[Task[Any]]:
+    def filled(self, averages: Mapping[str, Tensor], for_export: bool = False) -> Iterator[Task[Any]]:
         """Give `whole` all weights within the block. A collective at its beginning, none inside.
 
         Args:
             averages: name → this rank's rows of a moving average to use instead of the weight.
+            for_export: give the weights in shards to rank 0 alone, in host memory, one after the other; no forward can
+                run then.
         """
         own = dict[str, Tensor]()
         try:
             for name, slots in self._slots.items():
                 rows = averages.get(name, self.shards.parameters[name])
                 dtype = self.shards.parameters[name].dtype
-                _fill(slots, self.shards.gather(name, rows).detach().to(dtype))
+                found = self.shards.gather(name, rows).detach()
+                if for_export:
+                    found = found.cpu() if dist.is_main() else found.new_empty(0)
+                _fill(slots, found.to(dtype))
             for name, each in self.whole.model.named_parameters():
                 if name in averages and name not in self._slots:
                     own[name], each.data = each.data, averages[name].to(each.dtype)

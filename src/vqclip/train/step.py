@@ -258,17 +258,18 @@ class TrainStep(Generic[SamplesT]):
         return after >= before
 
     @contextmanager
-    def whole_task(self, averaged: bool = True) -> Iterator[Task[SamplesT]]:
+    def whole_task(self, averaged: bool = True, for_export: bool = False) -> Iterator[Task[SamplesT]]:
         """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
 
         Within the block no forward is a collective.
 
         Args:
             averaged: use the moving averages of the weights, if there are any (`train.ema`).
+            for_export: gather weights in shards to the host memory of rank 0 alone; then no forward can run.
         """
         averages = self.ema if averaged else None
         if self.sharding is not None:
-            with self.sharding.filled({} if averages is None else averages.averages) as whole:
+            with self.sharding.filled({} if averages is None else averages.averages, for_export) as whole:
                 yield whole
             return
         with nullcontext() if averages is None else averages.applied():
