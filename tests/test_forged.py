@@ -49,10 +49,12 @@ def update(step: TrainStep) -> None:
     for parameter in step.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.01)
     step.scaler.step(step.optimizer)
-    for number in range(GuardConfig().spikes.window):
-        step.guards.check(number, {"total": 1.0})
+    for _ in range(GuardConfig().spikes.window):
+        step.guards.judge(torch.ones(1, dtype=torch.float64))
     quantizers = step.model.quantizers().items()
-    step.guards.collapse.count({name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers})
+    step.guards.collapse.count(
+        {name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers}, torch.tensor(False)
+    )
 
 
 def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:

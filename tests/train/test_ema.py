@@ -31,6 +31,7 @@ from vqclip.train.step import TrainStep
 
 LEARNED_VQ = VQ | {"learning": "gradient"}
 STEPS = 8
+APPLIED, SKIPPED = torch.tensor(False), torch.tensor(True)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_the_average_is_the_formula(dtype, every, warmup):
     ema, expected = Ema(config, model), None
     for step in range(40):
         model.move(step)
-        ema.update(step)
+        ema.update(step, APPLIED)
         if (step + 1) % every == 0:
             decay = (min(0.75, (1 + step) / (10 + step)) if warmup else 0.75) ** every
             weight = model.first[0].item()
@@ -99,12 +100,27 @@ def test_an_average_begins_when_its_weight_is_trained():
     for step in range(3):
         model.late.requires_grad_(step == 2)
         model.move(step)
-        ema.update(step)
+        ema.update(step, APPLIED)
         assert ("late" in ema.averages) == (step == 2)
     assert ema.averages["late"].tolist() == [4.0] * 3
     model.move(3)
-    ema.update(3)
+    ema.update(3, APPLIED)
     assert ema.averages["late"].tolist() == [6.0] * 3
+
+
+def test_a_skipped_step_changes_no_average_and_begins_none():
+    model = Walk()
+    ema = Ema(EmaConfig(decay=0.5, warmup=False), model)
+    ema.update(0, SKIPPED)
+    ema.withdraw()
+    assert ema.averages == {}
+    for step in range(2):
+        model.move(step)
+        ema.update(step, APPLIED)
+        before = ema.averages["first"].clone()
+        ema.update(step, SKIPPED)
+        ema.withdraw()
+        assert torch.equal(ema.averages["first"], before)
 
 
 def test_weights_change_places_with_averages_and_come_back():
@@ -114,7 +130,7 @@ def test_weights_change_places_with_averages_and_come_back():
         assert model.first.tolist() == [0, 0]
     for step in range(2):
         model.move(step)
-        ema.update(step)
+        ema.update(step, APPLIED)
     before, place = model.first.clone(), model.first.data_ptr()
     with ema.applied():
         assert model.first.data_ptr() == ema.averages["first"].data_ptr()  # no copy
@@ -215,7 +231,12 @@ def test_a_step_that_is_not_applied_leaves_the_averages_alone(tmp_path, shards, 
     tree["train"]["steps"] = 16
     updated: list[int] = []
     update = Ema.update
-    monkeypatch.setattr(Ema, "update", lambda self, step: (updated.append(step), update(self, step))[1])
+
+    def recording(self, step, skip):
+        updated.extend([] if skip else [step])
+        update(self, step, skip)
+
+    monkeypatch.setattr(Ema, "update", recording)
     if precision == "fp16":
         with mock.patch.object(TrainStep, "__call__", overflowing({13})):
             train(TrainConfig.model_validate(tree))
@@ -251,8 +272,8 @@ def test_what_is_no_average_is_refused(tmp_path, shards):
 def test_averages_that_are_not_finite_are_not_saved(tmp_path, shards, monkeypatch):
     update = Ema.update
 
-    def spoiled(self, step):
-        update(self, step)
+    def spoiled(self, step, skip):
+        update(self, step, skip)
         if step == 5:
             self.averages["logit_scale"].fill_(math.nan)
 

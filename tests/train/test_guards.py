@@ -33,10 +33,18 @@ def shards(tmp_path_factory):
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
+def check(guards, step, values):
+    """The report on a step with these numbers, as a run makes it."""
+    skip, facts = guards.judge(torch.tensor(list(values.values()), dtype=torch.float64))
+    event = guards.report(step, values, facts.tolist())
+    assert bool(skip) == (event is not None and event.skip)
+    return event
+
+
 def looking(losses, **spikes):
     """The events of a run with these losses."""
     guards = GuardConfig(spikes=SpikeConfig(window=10, **spikes)).build()
-    return [guards.check(step, {"total": loss}) for step, loss in enumerate(losses)]
+    return [check(guards, step, {"total": loss}) for step, loss in enumerate(losses)]
 
 
 def test_a_loss_far_above_the_usual_is_a_spike():
@@ -65,22 +73,22 @@ def test_a_new_level_is_usual_after_a_while():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stops_or_is_left_out(value):
     with pytest.raises(NonFiniteError, match=rf"step 7: gradient norm = {value}; the step was not applied"):
-        GuardConfig().build().check(7, {"total": 1.0, "gradient norm": value})
+        check(GuardConfig().build(), 7, {"total": 1.0, "gradient norm": value})
     guards = GuardConfig(on_nonfinite="skip", max_skipped=2).build()
     for step in range(2):
-        event = guards.check(step, {"total": value, "gradient norm": 1.0})
+        event = check(guards, step, {"total": value, "gradient norm": 1.0})
         assert (event.kind, event.reason, event.skip) == ("nonfinite", f"total = {value}", True)
     with pytest.raises(NonFiniteError, match=r"step 2: .*it was skipped, as were 2 others.*guards.max_skipped"):
-        guards.check(2, {"total": value})
+        check(guards, 2, {"total": value})
 
 
 def test_guards_go_on_where_they_were():
     first, second = (GuardConfig(on_nonfinite="skip", spikes=SpikeConfig(window=10)).build() for _ in range(2))
     for step in range(12):
-        first.check(step, {"total": 1.0 if step != 5 else math.nan})
+        check(first, step, {"total": 1.0 if step != 5 else math.nan})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.skipped == 1
-    assert second.check(12, {"total": 5.0}) == first.check(12, {"total": 5.0}) is not None
+    assert check(second, 12, {"total": 5.0}) == check(first, 12, {"total": 5.0}) is not None
 
 
 def train_poisoned(tree, cache):
@@ -210,7 +218,7 @@ class Watched:
     def step(self, x, loss=1.0, chance=5.0, **others):
         """Messages after a step with the tokens ``x``; ``others`` are figures that are not those of a healthy run."""
         stats = self.quantizer(x).stats.local()
-        self.watch.count({"image": stats})
+        self.watch.count({"image": stats}, torch.tensor(False))
         self.done += 1
         metrics = self.quantizer.metrics(self.watch.window("image", stats))
         self.figures = {f"image/{name}": float(value) for name, value in metrics.items()}

@@ -139,7 +139,7 @@ def differences_after_a_resume(tree, cache):
         for _ in range(2):
             run(tree, cache)
     assert len(loops) == 2
-    assert loops[1].step.guards._losses
+    assert loops[1].step.guards._losses.isfinite().any()
     return compared
 
 

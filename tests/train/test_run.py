@@ -112,14 +112,14 @@ def stop_from_one_rank(tree, cache, checkpoint):
 
 
 def test_one_rank_stops_all(tmp_path, shards, ranks):
-    """In the group that `ranks` has made, which stays."""
+    """After the step that follows, in the group that `ranks` has made, which stays."""
     for checkpoint in (False, True):
         tree = run_tree(tmp_path, shards, train__steps=5)
         one, other = ranks(2, stop_from_one_rank, tree, str(tmp_path / "cache"), checkpoint)
         assert one == other
-        assert one[:2] == (3, "not worth it")
+        assert one[:2] == (4, "not worth it")
         assert [path.name for path in (tmp_path / "tiny" / "checkpoints").glob("step-*")] == (
-            ["step-00000003"] if checkpoint else []
+            ["step-00000004"] if checkpoint else []
         )
 
 

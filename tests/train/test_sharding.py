@@ -139,7 +139,7 @@ def evaluate_on_rank_zero_alone(settings):
     Also whether it alone has them for an export.
     """
     step, before = build_step(settings)
-    step.ema.update(0)
+    step.ema.update(0, torch.tensor(False))
     for each in step.ema.averages.values():
         each += 1
     found = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,62 +15,70 @@ from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
 from tests.ranks import for_each
 from tests.training import run_tree
-from vqclip.train import loop
+from vqclip.runlog.clock import Clock
 from vqclip.train import run as train
 from vqclip.train.tasks.kinds import load_task_config
 
 LATER = 9
-"""A step in which every codebook is initialised. Neither it nor the step before it is reported."""
-HOST_ONLY = {"tokenizer/text.py:needed_tokens"}
-"""Reads of the loader's batch, which is never on the device."""
+"""A step in which every codebook is initialised. It is not reported, and the next one is."""
+HOST_ONLY = {
+    "tokenizer/text.py:needed_tokens",
+    "dist/_control.py:end",
+    "dist/_control.py:gather_json",
+    "train/verdicts.py:read",
+}
+"""Reads of what is never on the device: the loader's batch, messages of ranks, a copy that was made a step before."""
 
 
 def count_waits(tree, cache):
-    """Train; return the reads and the collectives of the step ``LATER``, its callbacks included."""
+    """Train; return the reads and the collectives of the step ``LATER`` and of the next one, from batch to batch."""
     os.environ["VQCLIP_CACHE"] = cache
-    found, run_step, call = [], loop._run_step, loop._call
+    found, make_clock = {}, Clock.time_waits
 
-    def counted(function, training, *args):
-        with counting() as mode:
-            result = function(*args)
-        if training.batch.step == LATER:
-            found.append(mode)
-        return result
+    def counted(clock, batches):
+        for batch in make_clock(clock, batches):
+            with counting() as mode:
+                yield batch
+            found[batch.step] = mode
 
-    def hook(callbacks, name, training, *args):
-        inside = name.startswith("on_step")
-        return (
-            counted(call, training, callbacks, name, training, *args)
-            if inside
-            else call(callbacks, name, training, *args)
-        )
-
-    with (
-        mock.patch.object(loop, "_run_step", lambda training: counted(run_step, training, training)),
-        mock.patch.object(loop, "_call", hook),
-    ):
+    with mock.patch.object(Clock, "time_waits", counted):
         train(load_task_config(tree))
-    reads = {place: number for mode in found for place, number in mode.reads.items() if place not in HOST_ONLY}
-    return reads, {name: number for mode in found for name, number in mode.collectives.items()}
+    modes = [found[step] for step in (LATER, LATER + 1)]
+    reads = [{each: number for each, number in mode.reads.items() if each not in HOST_ONLY} for mode in modes]
+    return [*reads, *(mode.collectives for mode in modes)]
 
 
 CASES = {
     "fsq": (FSQ, {}),
     "vq": (BUSY_VQ, {"train__ema": {}, "train__precision": "bf16"}),
     "residual": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
+    "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
 }
+COUNTS = 2
+"""Further `all_gather` of a report: the counts of replaced samples."""
+
+
+def stated_exchanges(parallel):
+    """Exchanges of a step by the table in docs/machines.md."""
+    text = (Path(__file__).parents[2] / "docs/machines.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (\d) \| (\d) \|", text, re.MULTILINE)
+    return {name: int(fsdp if parallel == "fsdp" else ddp) for name, ddp, fsdp in rows}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_reads_the_device_once(tmp_path, ranks, world_size):
+def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, ranks, world_size):
     shards = caption_shards(tmp_path / "shards", counts=(17, 13))
-    common = {"train__steps": LATER + 3, "train__precision": "fp32", "train__report_every": LATER + 2}
+    common = {"train__steps": LATER + 4, "train__precision": "fp32", "train__report_every": LATER + 2}
     trees = [
         (run_tree(tmp_path / name, shards, quantizer, **common | changes), str(tmp_path / "cache"))
         for name, (quantizer, changes) in CASES.items()
     ]
-    collectives = {"replicated_sum": 1, "all_gather": 2, "reduce_": 2, "reduce_scatter": 2}
     for found in ranks(world_size, for_each, count_waits, trees, init=False):
-        for reads, calls in found:
-            assert reads == {"train/step.py:_check": 1}
-            assert calls == (collectives if world_size > 1 else {})
+        for name, (reads, reads_of_report, calls, calls_of_report) in zip(CASES, found, strict=True):
+            assert reads == {}
+            assert reads_of_report == {"train/callbacks/report.py:_read": 1}
+            stated = Counter(stated_exchanges(name)) if world_size > 1 else Counter()
+            assert len(stated) in (0, 7)
+            more = Counter({"all_gather": COUNTS}) if world_size > 1 else Counter()
+            assert calls == +stated
+            assert calls_of_report == stated + more

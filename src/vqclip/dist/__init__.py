@@ -51,6 +51,7 @@ from vqclip.dist._control import (
     raise_on_all_ranks,
     run_on_main,
     shared_seed,
+    start_any_rank,
 )
 from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
@@ -106,6 +107,7 @@ __all__ = [
     "shared_seed",
     "shutdown",
     "signal_at_parent_death",
+    "start_any_rank",
     "stop_with_launcher",
     "unwrap_ddp",
     "world_size",

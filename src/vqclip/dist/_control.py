@@ -14,7 +14,15 @@ from torch import Tensor
 
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
-from vqclip.dist._state import control_device, is_distributed, is_main, rank, run_collective, world_size
+from vqclip.dist._state import (
+    control_device,
+    is_distributed,
+    is_main,
+    named_errors,
+    rank,
+    run_collective,
+    world_size,
+)
 from vqclip.errors import DistributedError, StopRequested
 
 
@@ -31,6 +39,30 @@ def any_rank_each(flags: Sequence[bool | Tensor]) -> list[bool]:
     return [
         bool(each) for each in reduce_(torch.tensor(mine, device=control_device()).int(), "max").tolist()
     ]
+
+
+def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Sequence[bool]]:
+    """Begin `any_rank_each` and return a function that ends it, so that no rank waits for the others in between.
+
+    Both are collectives, and other ones may come between them.
+
+    Args:
+        read_flags: returns this rank's flags. Called now; in one process, when the result is wanted.
+    """
+    if not is_distributed():
+        return read_flags
+    flags = torch.tensor(list(read_flags()), dtype=torch.int32, device=control_device())
+    started: list[c10d.Work] = []
+    run_collective(
+        "any_rank", lambda: started.append(c10d.all_reduce(flags, op=c10d.ReduceOp.MAX, async_op=True))
+    )
+
+    def end() -> list[bool]:
+        with named_errors("any_rank"):
+            started[0].wait()
+        return [bool(each) for each in flags.tolist()]
+
+    return end
 
 
 def barrier() -> None:

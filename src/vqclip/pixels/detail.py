@@ -169,7 +169,7 @@ class Detail(nn.Module):
         if self.dropout == 0:
             return torch.full_like(places, self.stages)
         key = derive_seed(self.quantizer.key, "detail stages", step)
-        number = random_integers(torch.tensor(key, device=places.device), places)
+        number = random_integers(torch.full((), key, device=places.device), places)
         low = number & (2**30 - 1)
         return torch.where(low < self.dropout * 2**30, 0, 1 + (number >> 30) % self.stages)
 

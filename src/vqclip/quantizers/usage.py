@@ -67,8 +67,17 @@ def perplexity(counts: Tensor) -> Tensor:
     return torch.special.entr(share).sum(dim=-1).exp()
 
 
-def summary(name: str, each: Tensor) -> Tensor:
-    """Reduce a metric of several codebooks or stages, ``(C,)``, to its sum, maximum or mean, depending on the name."""
+def summary(name: str, each: Tensor, used: Tensor | None = None) -> Tensor:
+    """Reduce a metric of several codebooks or stages to its sum, maximum or mean, depending on the name.
+
+    Args:
+        name: of the metric.
+        each: ``(C,)``, at least 0.
+        used: ``(C,)`` bool, True for those that count, at least one of them; None: all do.
+    """
+    each = each if used is None else each.where(used, 0)
     if name == "bits_used":
         return each.sum()
-    return each.max() if name == "oldest" else each.mean()
+    if name == "oldest":
+        return each.max()
+    return each.mean() if used is None else each.sum() / used.sum()

@@ -104,11 +104,12 @@ class CollapseWatch:
         self._warnings: list[dict[str, Any]] = []
         self._codebooks: list[dict[str, Any]] = []
 
-    def count(self, stats: Mapping[str, Stats]) -> None:
+    def count(self, stats: Mapping[str, Stats], skip: Tensor) -> None:
         """Add the codes of a step to the windows, without waiting for the device.
 
         Args:
             stats: by modality, over the global batch.
+            skip: () bool on the device, True for a step that does not count.
         """
         windows = {}
         for modality, name in ((modality, name) for modality, each in stats.items() for name in _code_counts(each)):
@@ -120,7 +121,7 @@ class CollapseWatch:
             older, newer = window.to(new.device)
             full = newer[0] >= TOKENS_PER_CODE * codes.shape[-1]
             parts = torch.where(full, newer, older), torch.where(full, new, newer + new)
-            windows[f"{modality}/{name}"] = torch.stack(parts)
+            windows[f"{modality}/{name}"] = torch.where(skip, torch.stack((older, newer)), torch.stack(parts))
         self._windows = windows
 
     def window(self, modality: str, stats: Stats) -> Stats:
@@ -224,10 +225,10 @@ class CollapseWatch:
 _AT_ONCE = {"gradient", "image embeddings", "text embeddings"}
 
 
-def mean_cosine(embedded: Stats, modality: str) -> float:
-    """Return the mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
-    count = float(embedded["count"])
-    return (float(embedded[modality].double().square().sum()) - count) / max(count * (count - 1), 1.0)
+def mean_cosine(embedded: Stats, modality: str) -> Tensor:
+    """Return the () mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
+    count = embedded["count"].double()
+    return (embedded[modality].double().square().sum() - count) / (count * (count - 1)).clamp(min=1)
 
 
 def _code_counts(stats: Stats) -> list[str]:

@@ -19,7 +19,6 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vqclip import dist
 from vqclip.checkpoint import Checkpoint
@@ -67,24 +66,43 @@ class Ema:
         averages: parameter name → average in float32, or in float64 for a float64 parameter.
     """
 
+    _begun: tuple[str, ...] = ()
+    """Averages that began in the last update."""
+
     def __init__(self, config: EmaConfig, model: nn.Module, shards: dist.Shards | None = None):
         self.config, self.model, self.shards = config, model, shards
         self.averages: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the averages after step number ``step`` (from 0), which was applied."""
+    def update(self, step: int, skip: Tensor) -> None:
+        """Update the averages after step number ``step`` (from 0).
+
+        Args:
+            step: number of the step.
+            skip: () bool on the device, True if the step was not applied: no average changes. Call `withdraw` when the
+                host reads it.
+        """
+        self._begun = ()
         if (step + 1) % self.config.every:
             return
-        averages, weights = [], []
-        for name, parameter in self._parameters().items():
-            if name in self.averages:
-                averages.append(self.averages[name])
-                weights.append(parameter.to(averages[-1].dtype))
-            elif parameter.requires_grad:
-                self.averages[name] = parameter.detach().to(_dtype(parameter), copy=True)
-        if averages:
-            get_ema_multi_avg_fn(self.config.decay_at(step))(averages, weights, None)
+        parameters = self._parameters()
+        shares = {
+            dtype: torch.where(skip, 0.0, 1 - self.config.decay_at(step)).to(dtype)
+            for dtype in {average.dtype for average in self.averages.values()}
+        }
+        for name, average in self.averages.items():
+            average.lerp_(parameters[name].to(average.dtype), shares[average.dtype])
+        self._begun = tuple(
+            name for name, each in parameters.items() if each.requires_grad and name not in self.averages
+        )
+        for name in self._begun:
+            self.averages[name] = parameters[name].detach().to(_dtype(parameters[name]), copy=True)
+
+    def withdraw(self) -> None:
+        """Forget averages that began in the last update, after a step that was not applied."""
+        for name in self._begun:
+            del self.averages[name]
+        self._begun = ()
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,4 +1,7 @@
-"""Checks of every step before its update: NaN and infinity, loss spikes; and the watch for collapsed codebooks.
+"""Checks of every step: NaN and infinity, loss spikes; and the watch for collapsed codebooks.
+
+    skip, facts = guards.judge(numbers)      on the device, before the update
+    event = guards.report(step, numbers)     on the host, a step later
 
 The numbers are of the global batch and equal on every rank, so all ranks decide the same without communication.
 """
@@ -6,11 +9,10 @@ The numbers are of the global batch and equal on every rank, so all ranks decide
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
@@ -56,6 +58,11 @@ class GuardConfig(Config):
         return Guards(self)
 
 
+def _median(values: Tensor) -> Tensor:
+    ordered = values.sort().values
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
 class Event(NamedTuple):
     """Report about an unusual step."""
 
@@ -88,16 +95,45 @@ class Guards:
         """Watch for collapsed codebooks; the report calls it."""
         self.divergence = config.divergence.build() if config.divergence else None
         """Watch for a loss that rises; the report calls it, too."""
-        self._losses: deque[float] = deque(maxlen=config.spikes.window if config.spikes else 0)
+        window = config.spikes.window if config.spikes else 0
+        self._losses = torch.full((window,), torch.inf, dtype=torch.float64)
+        """Last losses, the newest one at the end; infinity before the first one. On the device, from its first step."""
 
-    def check(self, step: int, values: Mapping[str, float]) -> Event | None:
-        """Check the numbers of a step, by name; ``total`` is the loss. Return a report if the step is unusual.
+    def judge(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Judge a step on its device; never waits for it.
+
+        Args:
+            numbers: ``(N,)`` float64, the loss first.
+
+        Returns:
+            () bool, whether the step must change nothing; ``(3,)`` float64, the usual loss, the deviation from it that
+            is usual, and 1 for a spike.
+        """
+        bad, spikes = ~numbers.isfinite().all(), self.config.spikes
+        if spikes is None:
+            return bad, numbers.new_zeros(3)
+        loss, losses = numbers[0], self._losses.to(numbers.device)
+        median = _median(losses)
+        deviation = torch.maximum(_SIGMA * _median((losses - median).abs()), median.abs() / 100)
+        is_full = losses[0].isfinite()
+        is_spike = is_full & ~bad & (loss > median + spikes.deviations * deviation)
+        self._losses = torch.where(bad, losses, torch.cat((losses[1:], loss[None])))
+        facts = torch.stack([median, deviation, is_spike.double()])
+        return (bad | is_spike if spikes.skip else bad), facts
+
+    def report(self, step: int, values: Mapping[str, float], facts: Sequence[float]) -> Event | None:
+        """Return a report on a step if it is unusual, and count skipped ones.
+
+        Args:
+            step: number of the step, from 0.
+            values: numbers of `judge` by name; ``total`` is the loss.
+            facts: the second result of `judge`.
 
         Raises:
             NonFiniteError: a number is not finite and the run must stop, or too many steps were skipped.
         """
         bad = ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value))
-        event = Event("nonfinite", bad, skip=True) if bad else self._spike(values["total"])
+        event = Event("nonfinite", bad, skip=True) if bad else self._spike(values["total"], *facts)
         if event is None or not event.skip:
             return event
         if bad and self.config.on_nonfinite == "stop":
@@ -113,15 +149,9 @@ class Guards:
             )
         return event
 
-    def _spike(self, loss: float) -> Event | None:
-        spikes, usual = self.config.spikes, list(self._losses)
-        self._losses.append(loss)
-        if spikes is None or len(usual) < spikes.window:
-            return None
-        median = statistics.median(usual)
-        spread = _SIGMA * statistics.median(abs(each - median) for each in usual)
-        deviation = max(spread, abs(median) / 100)
-        if loss <= median + spikes.deviations * deviation:
+    def _spike(self, loss: float, median: float, deviation: float, is_spike: float) -> Event | None:
+        spikes = self.config.spikes
+        if spikes is None or not is_spike:
             return None
         reason = f"loss {loss:.4g}, where {median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
         return Event("spike", reason, spikes.skip)
@@ -144,7 +174,7 @@ class Guards:
         """Return the JSON part of the state; `tensors` is the other."""
         collapse = self.collapse.state_dict() if self.collapse else None
         divergence = self.divergence.state_dict() if self.divergence else None
-        losses = list(self._losses)
+        losses = [each for each in self._losses.tolist() if math.isfinite(each)]
         return {"skipped": self.skipped, "losses": losses, "collapse": collapse, "divergence": divergence}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -159,8 +189,8 @@ class Guards:
         """
         saved = _State.model_validate(state)
         self.skipped = saved.skipped
-        self._losses.clear()
-        self._losses.extend(saved.losses)
+        window = len(self._losses)
+        self._losses = torch.tensor([math.inf] * window + saved.losses, dtype=torch.float64)[len(saved.losses) :]
         if self.collapse and saved.collapse:  # None if guards.collapse was null
             self.collapse.load_state_dict(saved.collapse, tensors or {})
         if self.divergence and saved.divergence:

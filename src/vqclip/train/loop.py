@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
@@ -14,6 +15,8 @@ from vqclip.train.callbacks import Callback, Training
 from vqclip.train.step import StepResult
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def train(training: Training, callbacks: Sequence[Callback]) -> None:
@@ -40,6 +43,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
         ):
             training.bar = bar
+            flags = dist.start_any_rank(lambda: _flags(training))
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
@@ -47,12 +51,18 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
-                # One rank's signal, request or bad samples stop all ranks after the same step.
-                flags = dist.any_rank_each([*training.requests, training.data.has_too_many_bad])
-                training.stopping, training.discarding, training.met_too_many_bad = flags
+                # One rank's signal, request or bad samples stop all ranks after the same step. Of several processes, it
+                # is the step after the one in which the flag was set, so that none waits for the others.
+                training.stopping, training.discarding, training.met_too_many_bad = flags()
+                if training.needs_verdict:
+                    _run_or_record(training, training.step.settle)
                 _call(callbacks, "on_step_end", training)
+                flags = dist.start_any_rank(lambda: _flags(training))
                 if training.stopping:
                     break
+            newest = flags()
+            if not training.stopping:
+                training.stopping, training.discarding, _ = newest
             _call(callbacks, "on_train_end", training)
     except StopRequested:
         raise
@@ -61,12 +71,21 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
         raise
 
 
+def _flags(training: Training) -> list[bool]:
+    return [*training.requests, training.data.has_too_many_bad]
+
+
 def _run_step(training: Training) -> StepResult:
-    """Run a step; on record on every rank, and raised with a checkpoint to return to, if it ends the run."""
-    batch, checkpointer = training.batch, training.checkpointer
+    return _run_or_record(training, lambda: training.step(training.batch, training.batch.step))
+
+
+def _run_or_record(training: Training, work: Callable[[], T]) -> T:
+    """Run a step, or read its verdict; a step that ends the run is on record, and raised with a checkpoint."""
     try:
-        return training.step(batch, batch.step)
+        return work()
     except NonFiniteError as error:
+        judged, checkpointer = training.step.verdicts.batch, training.checkpointer
+        batch = training.batch if judged is None else judged
         training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
         checkpointer.require_finite(batch.step)
         raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error

@@ -34,16 +34,16 @@ def sums_of_decoded(
     return sums | ({"detail": detail} if detail else {})
 
 
-def error_metrics(errors: Stats) -> dict[str, float]:
+def error_metrics(errors: Stats) -> dict[str, Tensor]:
     """Return the mean squared error of all pixels, its PSNR in dB, and the variance of the images.
 
     The variance is the error of one image of the mean colour.
     """
     mse, colour, power = (errors[name] / errors["count"] for name in ("squares", "colour", "power"))
     return {
-        "pixels/mse": float(mse),
-        "pixels/psnr": float(psnr(mse)),
-        "pixels/variance": float(power - colour.square().mean()),
+        "pixels/mse": mse,
+        "pixels/psnr": psnr(mse),
+        "pixels/variance": power - colour.square().mean(),
     }
 
 

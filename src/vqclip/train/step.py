@@ -5,8 +5,11 @@
     losses = losses(out, sums)              terms of the task's loss, over the global batch
     backward(losses["total"])               DDP averages the gradients over ranks
     clip()                                  limit the gradient norm
-    check(losses, gradient norm)            stop or skip the step if a number is not finite
-    update(sums)                            optimizer step; codebooks follow their statistics; moving averages
+    settle()                                read the verdict on the step before; it may end the run
+    skip = judge(losses, gradient norm)     on the device: true if a number is not finite
+    update(sums, skip)                      optimizer step; codebooks follow their statistics; moving averages
+
+The host queues all of it on the device and waits for nothing; see `vqclip.train.verdicts`.
 
 What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training.
 
@@ -29,18 +32,20 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
-from vqclip.errors import NonFiniteError, ReplayError
+from vqclip.errors import ReplayError
 from vqclip.losses import weighted_total
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
-from vqclip.train.guards import Event, GuardConfig, Guards
+from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
 from vqclip.train.sharding import Sharding
+from vqclip.train.skipping import restored_if, step_optimizer
 from vqclip.train.tasks.base import SamplesT, Task
 from vqclip.train.tasks.output import TaskOutput, join_outputs
+from vqclip.train.verdicts import Verdicts
 
 
 class ComputeConfig(Config):
@@ -86,8 +91,8 @@ class StepResult:
     """Name → sums over the global batch; those of quantizers, in contrastive training, as ``image`` and ``text``."""
     figures: dict[str, Tensor]
     """Further () figures of the task, named as in ``metrics.jsonl``, such as ``temperature/scale``."""
-    event: Event | None
-    """Report of the guards, if any; if its ``skip`` is True, weights and codebooks are unchanged."""
+    skip: Tensor
+    """() bool: whether the step was skipped, so that weights and codebooks are unchanged."""
 
 
 class TrainStep(Generic[SamplesT]):
@@ -105,6 +110,7 @@ class TrainStep(Generic[SamplesT]):
             microbatch), so towers that draw any train differently on another number of ranks (see `towers_draw`).
             Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
+            Their reports are in the `events` of ``verdicts``.
         ema: moving average of the weights; None for none.
     """
 
@@ -138,8 +144,7 @@ class TrainStep(Generic[SamplesT]):
         self.micro_batches = compute.micro_batches
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
-        self.skipped = 0
-        """Steps of the run that the gradient scaler skipped, because a gradient overflowed in fp16."""
+        self.verdicts = Verdicts(self.guards, self.scaler)
 
     @property
     def model(self) -> nn.Module:
@@ -150,8 +155,8 @@ class TrainStep(Generic[SamplesT]):
         """Run step number ``step`` (from 0) on this rank's part of its global batch.
 
         Raises:
-            NonFiniteError: loss or gradient is NaN or infinite (in fp16 at any scale of the loss) and the guards do not
-                skip such steps; on every rank, with unchanged weights.
+            NonFiniteError: loss or gradient of the step before is NaN or infinite (in fp16 at any scale of the loss)
+                and the guards do not skip such steps; on every rank, with the weights from before that step.
             ReplayError: with microbatches, two forwards of the same samples differ; on every rank, with unchanged
                 weights.
         """
@@ -166,17 +171,21 @@ class TrainStep(Generic[SamplesT]):
         losses = self._losses(out, sums, local, step)
         self._backward(losses["total"], out, local, step)
         grad_norm = self._clip()
-        event = self._check(losses, grad_norm, step)
+        self.settle()
+        skip = self.verdicts.judge(losses, grad_norm, batch)
         sums = {name: each.detach() for name, each in sums.items()}
-        applied = event is None or not event.skip
-        if applied:
-            self._update(sums)
-        if self.scaler.is_enabled():
-            applied &= self._update_scaler(step)
-        if applied and self.ema is not None:
-            self.ema.update(step)
+        self._update(sums, skip, step)
         terms = {name: term.detach() for name, term in losses.items()}
-        return StepResult(terms, grad_norm, lr, sums, self.task.figures(out), event)
+        return StepResult(terms, grad_norm, lr, sums, self.task.figures(out), skip)
+
+    def settle(self) -> None:
+        """Read the verdict on the newest step, if it is not read yet; its update is otherwise still to be judged.
+
+        Raises:
+            NonFiniteError: as a call; on every rank.
+        """
+        if self.verdicts.settle() and self.ema is not None:
+            self.ema.withdraw()
 
     def move_to_step(self, step: int) -> None:
         """Change which parts train, as in step number ``step``; a collective where this changes anything."""
@@ -230,32 +239,17 @@ class TrainStep(Generic[SamplesT]):
         norms = [clip_gradients(group, self.clip_norm, shards) for group in groups if group]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
-    def _check(self, losses: dict[str, Tensor], grad_norm: Tensor, step: int) -> Event | None:
-        """Have the guards check the step; waits for the device, once."""
-        # fp16 expects a gradient to overflow now and then: its scaler skips that step.
-        values = losses if self.scaler.is_enabled() else losses | {"gradient norm": grad_norm}
-        numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
-        return self.guards.check(step, dict(zip(values, numbers, strict=True)))
-
-    def _update(self, sums: dict[str, Stats]) -> None:
-        """Update the weights and the codebooks."""
-        self.scaler.step(self.optimizer)
-        self.task.update(sums)
+    def _update(self, sums: dict[str, Stats], skip: Tensor, step: int) -> None:
+        """Update weights, codebooks and moving averages, unless ``skip``, () bool on the device, is True."""
+        step_optimizer(self.optimizer, skip)
+        # To initialise a codebook, the host reads tokens anyway.
+        if all(each.started for each in self.task.quantizers().values()) or not skip:
+            with restored_if(skip, self.task.tensors_to_update()):
+                self.task.update(sums)
         if self.guards.collapse:
-            self.guards.collapse.count(sums)
-
-    def _update_scaler(self, step: int) -> bool:
-        """Adapt the scale of the loss; return False if the gradient had overflowed and the step was skipped."""
-        before = self.scaler.get_scale()
-        self.scaler.update()
-        after = self.scaler.get_scale()
-        self.skipped += after < before
-        if after < 1:
-            raise NonFiniteError(
-                f"step {step}: the gradient is not finite even with the loss scaled by {before:g}, after "
-                f"{self.skipped} skipped steps; use train.precision: bf16 or fp32"
-            )
-        return after >= before
+            self.guards.collapse.count(sums, skip)
+        if self.ema is not None:
+            self.ema.update(step, skip)
 
     @contextmanager
     def whole_task(self, averaged: bool = True, for_export: bool = False) -> Iterator[Task[SamplesT]]:

@@ -71,6 +71,8 @@ class Training:
     def request_stop(self, reason: str, *, checkpoint: bool = True) -> None:
         """Stop the run after the current step: on all ranks if one asks for it, and from any thread.
 
+        With several processes, the run stops after the next step, so that no rank waits for the others' answers.
+
         Args:
             reason: reason in a few words, for the log and `RunResult.stopped`.
             checkpoint: save a checkpoint, from which the run can resume.
@@ -87,6 +89,13 @@ class Training:
     def is_last(self) -> bool:
         """True after the last step of the training."""
         return self.stopping or self.done == self.config.train.steps
+
+    @property
+    def needs_verdict(self) -> bool:
+        """True if this step reads the device in any case: for a report, a checkpoint or an evaluation."""
+        settings = self.config.train
+        every = (settings.report_every, settings.checkpoint_every, settings.evaluate_every)
+        return any(each and self.is_due(each) for each in every)
 
     def is_due(self, every: int) -> bool:
         """Return True every ``every`` steps and after the last step."""
@@ -117,7 +126,8 @@ class Callback:
     A hook that may take longer than ``run.step_timeout_s`` first calls ``training.watchdog.at(training.done, "what it
     does", patient=True)``; it then has ``run.timeout_s``.
 
-    `Training.request_stop` ends the run after the current step, such as a trial of a sweep that is not worth its time.
+    `Training.request_stop` ends the run after the current step (the next one, with several processes), such as a trial
+    of a sweep that is not worth its time. A hook that reads a tensor of ``training.result`` waits for the device.
 
     Random numbers need a generator of their own, and a state that must survive a resume is the callback's to save:
     checkpoints contain none of it.

@@ -24,9 +24,9 @@ class RecordEvents(Callback):
     """Write steps with a NaN, infinite or unusually large loss to ``events.jsonl``, with their samples."""
 
     def on_step_end(self, training: Training) -> None:
-        """Record the step, if the guards have reported an event."""
-        event, batch = training.result.event, training.batch
-        if event is not None:
+        """Record the events that the guards have reported since the step before."""
+        events, training.step.verdicts.events = training.step.verdicts.events, []
+        for event, batch in events:
             training.records.events.record(event.kind, event.reason, not event.skip, batch)
             if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
                 training.checkpointer.require_finite(batch.step)
@@ -107,12 +107,12 @@ class LimitBadSamples(Callback):
 
 
 class StopOnRequest(Callback):
-    """Stop after this step if a callback has asked for it on any rank."""
+    """Stop after this step if a callback has asked for it; of several processes, the loop combines the requests."""
 
     def on_step_end(self, training: Training) -> None:
-        """Combine the requests of all ranks."""
-        if not training.stopping:
-            training.stopping, training.discarding = dist.any_rank_each(training.requests)
+        """Read the requests of the only process."""
+        if not training.stopping and not dist.is_distributed():
+            training.stopping, training.discarding = training.requests
 
 
 class Heartbeat(Callback):

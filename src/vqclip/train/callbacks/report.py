@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 from vqclip.train.callbacks.base import Callback, Training
 
@@ -45,17 +49,24 @@ def _metrics(training: Training) -> dict[str, float]:
     """Return the metrics of the last step, those of codebooks over a window of tokens."""
     step, result = training.step, training.result
     watch = step.guards.collapse
-    figures = {f"loss/{name}": float(term) for name, term in result.terms.items()}
-    figures |= {name: float(value) for name, value in result.figures.items()}
-    figures |= {"grad_norm": float(result.grad_norm), "lr": result.lr}
+    found: dict[str, float | Tensor] = {f"loss/{name}": term for name, term in result.terms.items()}
+    found |= {**result.figures, "grad_norm": result.grad_norm, "lr": result.lr}
     if step.scaler.is_enabled():
-        figures |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.skipped)}
+        found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.verdicts.overflows)}
     sums = {name: watch.window(name, each) if watch else each for name, each in result.stats.items()}
-    figures |= step.task.metrics(sums, training.done - 1)
+    figures = _read(found | step.task.metrics(sums, training.done - 1))
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:
         _warn(training, figures)
     return figures
+
+
+def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return figures as numbers; those on the device are read at once."""
+    tensors = {name: each for name, each in figures.items() if isinstance(each, Tensor)}
+    numbers = torch.stack([each.detach().double().reshape(()) for each in tensors.values()]).tolist()
+    known = dict(zip(tensors, numbers, strict=True))
+    return {name: known[name] if isinstance(each, Tensor) else each for name, each in figures.items()}
 
 
 def _warn(training: Training, figures: dict[str, float]) -> None:

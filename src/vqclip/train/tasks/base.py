@@ -115,7 +115,11 @@ class Task(ABC, Generic[SamplesT]):
         """
 
     def update(self, sums: Mapping[str, Stats]) -> None:
-        """Update what no gradient trains, after the optimizer's step."""
+        """Update what no gradient trains, after the optimizer's step: the tensors of `tensors_to_update`, in place."""
+
+    def tensors_to_update(self) -> list[Tensor]:
+        """Return the tensors that `update` changes; by default those of the quantizers."""
+        return [tensor for each in self.quantizers().values() for tensor in each.state_dict().values()]
 
     # What changes from step to step.
 
@@ -149,8 +153,8 @@ class Task(ABC, Generic[SamplesT]):
         return {}
 
     @abstractmethod
-    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
-        """Return the metrics of step number ``step``, named as in ``metrics.jsonl``.
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float | Tensor]:
+        """Return the metrics of step number ``step``, named as in ``metrics.jsonl``; tensors are (), not read yet.
 
         Args:
             sums: those of the step, with the counts of codes over a window of steps.

@@ -149,6 +149,10 @@ class ContrastiveTask(Task[RankBatch]):
         for name, quantizer in self.quantizers().items():
             quantizer.update(sums[name])
 
+    def tensors_to_update(self) -> list[Tensor]:
+        """Return the temperature and the tensors of the quantizers."""
+        return [self.model.logit_scale, *super().tensors_to_update()]
+
     def configure(self, seed: int, precision: Precision) -> None:
         """Key the quantizers' draws."""
         super().configure(seed, precision)
@@ -186,12 +190,14 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the scale of the logits."""
         return {"temperature/scale": out.shared["scale"].detach()}
 
-    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float | Tensor]:
         """Return the share of the bottleneck, the quantizers' metrics, the similarity of the embeddings, and errors."""
-        found = {} if self.bottleneck is None else {"bottleneck/share": self.bottleneck.share(step)}
+        found: dict[str, float | Tensor] = {}
+        if self.bottleneck is not None:
+            found["bottleneck/share"] = self.bottleneck.share(step)
         found |= error_metrics(sums["errors"]) if "errors" in sums else {}
         for modality, quantizer in self.quantizers().items():
-            found |= {f"{modality}/{name}": float(value) for name, value in quantizer.metrics(sums[modality]).items()}
+            found |= {f"{modality}/{name}": value for name, value in quantizer.metrics(sums[modality]).items()}
             found[f"{modality}/embedding_cosine"] = mean_cosine(sums["embedded"], modality)
         return found
 

@@ -186,11 +186,11 @@ class PixelTask(Task[PixelBatch]):
         """Return that of the detail codebooks."""
         return {} if self.decoder.detail is None else {"detail": self.decoder.detail.quantizer}
 
-    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Stats], step: int) -> dict[str, float | Tensor]:
         """Return the metrics of the errors and of the detail codebooks."""
-        found = error_metrics(sums["errors"])
+        found: dict[str, float | Tensor] = {**error_metrics(sums["errors"])}
         for name, quantizer in self.quantizers().items():
-            found |= {f"{name}/{key}": float(value) for key, value in quantizer.metrics(sums[name]).items()}
+            found |= {f"{name}/{key}": value for key, value in quantizer.metrics(sums[name]).items()}
         return found
 
     def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:

@@ -1,0 +1,175 @@
+"""A step that must not be applied changes no bit, on any rank, whatever it would have changed."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data.making import caption_shards
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
+from tests.ranks import for_each
+from tests.training import run_tree
+from vqclip import dist
+from vqclip.errors import NonFiniteError
+from vqclip.losses import weighted_total
+from vqclip.runlog.metrics import read_metrics
+from vqclip.train import Callback, step
+from vqclip.train import run as train
+from vqclip.train.step import StepResult, TrainStep
+from vqclip.train.tasks.kinds import load_task_config
+
+STEPS, STOP = 10, 6
+BAD = {0, 4, 5, 6, 9}
+"""First step, two in a row, the one before a checkpoint, the first one after a resume, the last one."""
+NO_METRICS = mock.patch("vqclip.train.callbacks.report._metrics", return_value={})
+EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {}, torch.tensor(True))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def tree(folder, shards, quantizer, **changes):
+    settings = {
+        "train__steps": STEPS,
+        "train__report_every": 1000,
+        "train__checkpoint_every": STOP,
+        "train__keep_checkpoints": 9,
+        "train__precision": "fp32",
+        "train__ema": {"decay": 0.9},
+        "guards": {"on_nonfinite": "skip"},
+    }
+    return run_tree(folder, shards, quantizer, **settings | changes)
+
+
+class Stop(Callback):
+    """Stops the run for a resume; several processes stop a step later."""
+
+    def on_step_end(self, training):
+        if training.done == STOP - dist.is_distributed():
+            training.request_stop("to resume")
+
+
+def poison(text_tower, kind):
+    """Make the output of a tower, or its gradient alone, not finite on the last rank."""
+
+    def harm(module, inputs, output):
+        if kind == "loss":
+            return output * torch.nan
+        if kind == "gradient" and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * torch.inf)
+        return output
+
+    return text_tower.register_forward_hook(harm if dist.rank() == dist.world_size() - 1 else lambda *_: None)
+
+
+def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
+    """Train up to a resume and to the end, with bad steps, of ``factor`` times the loss; kind None: without them."""
+    os.environ["VQCLIP_CACHE"] = cache
+    call, results = TrainStep.__call__, [EMPTY]
+
+    def harmed(self, batch, number):
+        if number not in bad:
+            results.append(call(self, batch, number))
+        elif kind is None:
+            self.settle()
+        else:
+            hook = poison(self.model.text.tower, kind)
+            larger = mock.patch.object(
+                step, "weighted_total", lambda terms, weights: factor * weighted_total(terms, weights)
+            )
+            with larger:
+                found = call(self, batch, number)
+            hook.remove()
+            return found
+        return results[-1]
+
+    with mock.patch.object(TrainStep, "__call__", harmed), NO_METRICS:
+        train(load_task_config(settings), [Stop()])
+        train(load_task_config(settings))
+
+
+def checkpoint(folder, done):
+    """All tensors of a checkpoint."""
+    path = folder / "tiny" / "checkpoints" / f"step-{done:08d}"
+    files = sorted(path.rglob("*.safetensors"))
+    assert len(files) >= 3
+    return {f"{file.relative_to(path)}: {name}": each for file in files for name, each in load_file(file).items()}
+
+
+def require_same_bits(folder, other):
+    for done in sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*")):
+        one, two = checkpoint(folder, done), checkpoint(other, done)
+        assert one.keys() == two.keys()
+        assert [name for name in one if not torch.equal(one[name], two[name])] == [], done
+        assert all(each.isfinite().all() for each in one.values() if each.is_floating_point())
+
+
+CASES = {
+    "residual, 3 microbatches": (BUSY_RESIDUAL, {"train__micro_batches": 3}),
+    "vq": (BUSY_VQ, {}),
+    "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
+    "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
+}
+FEW = {1: ("residual, 3 microbatches",), 2: ("vq", "fsdp")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"), [*FEW.items(), *(pytest.param(n, tuple(CASES), marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
+def test_bad_steps_leave_the_bits_of_a_run_without_them(ranks, tmp_path, shards, world_size, names):
+    jobs = [
+        (tree(tmp_path / f"{name} {kind}", shards, CASES[name][0], **CASES[name][1]), str(tmp_path / "cache"), kind)
+        for name in names
+        for kind in ("loss", "gradient", None)
+    ]
+    ranks(world_size, for_each, train_twice, jobs, init=False, timeout=400.0)
+    for name in names:
+        for kind in ("loss", "gradient"):
+            require_same_bits(tmp_path / f"{name} {kind}", tmp_path / f"{name} None")
+            events = list(read_metrics(tmp_path / f"{name} {kind}" / "tiny" / "events.jsonl"))
+            assert [(each["step"], each["applied"]) for each in events] == [
+                (number + 1, False) for number in sorted(BAD)
+            ]
+            assert all(len(set(each["sample_ids"])) == 12 for each in events)
+
+
+def test_a_spike_leaves_the_bits_of_a_run_without_it(tmp_path, shards):
+    settings = {"train__steps": 16, "guards": {"spikes": {"window": 10, "skip": True}}}
+    for name in ("spike", None):
+        config = tree(tmp_path / str(name), shards, FSQ, **settings)
+        train_twice(config, str(tmp_path / "cache"), name, bad={12}, factor=100.0)
+    require_same_bits(tmp_path / "spike", tmp_path / "None")
+    (event,) = read_metrics(tmp_path / "spike" / "tiny" / "events.jsonl")
+    assert (event["step"], event["event"], event["applied"]) == (13, "spike", False)
+
+
+@pytest.mark.parametrize("bad", [3, STEPS - 1])
+def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(tmp_path, shards, monkeypatch, bad):
+    """Also after the next step, in which the host reads the verdict; with the samples of the bad step on record."""
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    call, states, samples = TrainStep.__call__, [], []
+
+    def harmed(self, batch, number):
+        states.append({name: each.clone() for name, each in self.model.state_dict().items()})
+        samples.append(sorted(batch.sample_ids.tolist()))
+        hook = poison(self.model.text.tower, "loss" if number == bad else "")
+        try:
+            return call(self, batch, number)
+        finally:
+            hook.remove()
+            states.append(self.model.state_dict())
+
+    monkeypatch.setattr(TrainStep, "__call__", harmed)
+    with pytest.raises(NonFiniteError, match=rf"step {bad}: total = nan.*the step was not applied.*There is no checkp"):
+        train(load_task_config(tree(tmp_path, shards, BUSY_VQ, guards={}, train__checkpoint_every=1000)))
+    assert len(samples) == min(bad + 2, STEPS)
+    before, after = states[2 * bad], states[-1]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
+    assert (event["step"], sorted(event["sample_ids"])) == (bad + 1, samples[bad])
