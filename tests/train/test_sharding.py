@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
-from tests.training import largest_difference, metrics, run, run_tree, weights
+from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.train import Callback, main
@@ -124,6 +125,22 @@ def test_shards_on_each_of_two_machines_train_the_same_model(ranks, tmp_path, sh
 def run_on_two_machines(settings, cache):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     run(settings, cache)
+
+
+@pytest.mark.slow
+def test_the_best_step_is_read_back_and_exported(ranks, tmp_path, shards):
+    """By rows on 2 ranks, and by one process; with moving averages."""
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    settings = {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "train__evaluate_every": 2, "evaluation": pairs}
+    settings |= {"train__steps": 6, "train__checkpoint_every": 2, "train__export": "best"}
+    settings |= {"optim__lr": 1e-6}  # so that the first evaluation stays the best
+    for name, world_size in (("two", 2), ("one", 1)):
+        ranks(world_size, run, tree(tmp_path / name, shards, **settings), str(tmp_path / "cache"), init=False)
+    two, one = (tmp_path / name / "tiny" for name in ("two", "one"))
+    assert json.loads((two / "summary.json").read_text())["step"] == 2
+    exported = [load_file(folder / "tokenizer" / "model.safetensors") for folder in (two, one)]
+    assert largest_difference(*exported) < 1e-9
+    assert not all_equal(exported[0], load_file(two / "checkpoints" / "step-00000006" / "model" / "model.safetensors"))
 
 
 def build_step(settings):
