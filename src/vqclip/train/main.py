@@ -216,8 +216,7 @@ def _build_checkpointer(
     config: TaskConfig, step: TrainStep[Any], data: TrainData, mirror: RunMirror | None
 ) -> Checkpointer:
     _require_same_data(config, data.fingerprint)
-    folder = config.run.path / "checkpoints"
-    identity = config.run_identity(step.task, data.fingerprint)
+    folder, identity = config.run.path / "checkpoints", config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
     retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
     background, timeout_s = config.train.save_in_background, config.run.timeout_s
