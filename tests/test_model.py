@@ -12,7 +12,8 @@ from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.digest import digest_file
 from vqclip.io.json_files import add_checksum
-from vqclip.model import CLIP, ModelConfig
+from vqclip.model import CLIP, ImageModel, ModelConfig, load_pretrained
+from vqclip.tokenizer.folder import TokenizerFolder
 
 BIAS = "image.project_out.0.bias"
 
@@ -40,6 +41,16 @@ def test_what_is_saved_is_what_is_loaded(saved):
         assert torch.equal(loaded.encode(["a red star"]), model.text.encode(["a red star"]))
     assert torch.equal(whole.logit_bias, model.logit_bias)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "preprocessor_config.json"}
+
+
+def test_a_folder_of_images_or_of_both_is_verified_once(saved, tmp_path, monkeypatch):
+    model, folder = saved
+    model.image.save_pretrained(tmp_path / "image")
+    opened, verify = [], TokenizerFolder.open
+    monkeypatch.setattr(TokenizerFolder, "open", lambda path: opened.append(path) or verify(path))
+    assert isinstance(load_pretrained(folder), CLIP)
+    assert isinstance(load_pretrained(tmp_path / "image"), ImageModel)
+    assert opened == [folder, tmp_path / "image"]
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -17,7 +17,7 @@ from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder, save_and_push
-from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.tokenizer.loading import load_whole
 from vqclip.tokenizer.saving import save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
@@ -206,23 +206,7 @@ class CLIP(nn.Module):
         Raises:
             CheckpointError: the folder is missing or damaged, or contains only one modality.
         """
-        opened = TokenizerFolder.open(find_folder(folder, revision))
-        config = ModelConfig(
-            embed_dim=opened.section("image").embed_dim,
-            image=opened.tokenizer_config("image", ImageTokenizerConfig),
-            text=opened.tokenizer_config("text", TextTokenizerConfig),
-            temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers
-        )
-
-        def build() -> CLIP:
-            built = CLIP(config, section="")
-            opened.require_counts(built.image)
-            opened.require_counts(built.text)
-            return built
-
-        model = opened.load(build)
-        opened.load_pixels(model.image)
-        return model
+        return _load_both(TokenizerFolder.open(find_folder(folder, revision)))
 
 
 class ImageModel(nn.Module):
@@ -247,7 +231,28 @@ def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
     Raises:
         CheckpointError: the folder is missing or damaged, or contains a text tokenizer alone.
     """
-    found = find_folder(folder)
-    if TokenizerFolder.open(found).config.modalities == ["image"]:
-        return ImageModel(load_tokenizer(found, "image"))
-    return CLIP.from_pretrained(found)
+    opened = TokenizerFolder.open(find_folder(folder))
+    if opened.config.modalities != ["image"]:
+        return _load_both(opened)
+    image = load_whole(opened, "image")
+    assert isinstance(image, ImageTokenizer)
+    return ImageModel(image)
+
+
+def _load_both(opened: TokenizerFolder) -> CLIP:
+    config = ModelConfig(
+        embed_dim=opened.section("image").embed_dim,
+        image=opened.tokenizer_config("image", ImageTokenizerConfig),
+        text=opened.tokenizer_config("text", TextTokenizerConfig),
+        temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers
+    )
+
+    def build() -> CLIP:
+        built = CLIP(config, section="")
+        opened.require_counts(built.image)
+        opened.require_counts(built.text)
+        return built
+
+    model = opened.load(build)
+    opened.load_pixels(model.image)
+    return model

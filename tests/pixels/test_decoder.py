@@ -119,6 +119,8 @@ def test_wrong_settings_are_refused(section, message):
 def test_sizes_of_images_are_limited():
     with pytest.raises(ValidationError, match="less than or equal to 4096"):
         PixelsConfig(image_size=2**20)
+    with pytest.raises(ConfigError, match=r"image_size: got 4 \(int\); expected an integer >= 8 and <= 4096"):
+        ConvolutionalPixelsConfig().build(3, 4, 4)
 
 
 def test_a_decoder_of_other_sizes_is_not_attached(config):

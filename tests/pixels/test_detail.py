@@ -124,6 +124,8 @@ def test_wrong_settings_and_ids_are_named():
         detail.decode(torch.zeros(1, 4, 4, dtype=torch.int64))
     with pytest.raises(ShapeError, match="detail ids: id 12 in codebook 1, expected 0 to 11, or -1 for none"):
         detail.decode(torch.tensor([0, 12, 0]).expand(1, 4, 3))
+    short = torch.zeros(1, 4, 2, dtype=torch.uint8)
+    assert torch.equal(detail.decode(short), detail.decode(short.long()))
     for stages in (4, -1, 1.5, "1", True):
         with pytest.raises(ConfigError, match=f"detail: got {stages!r} stages for 3 detail ids a token; expected 0 to"):
             detail.decode(torch.zeros(1, 4, 3, dtype=torch.int64), stages)
@@ -232,6 +234,11 @@ def test_detail_codebooks_read_images_of_the_towers_size(tmp_path):
     assert image.pixels is None
     image.save_pretrained(tmp_path)
     attach(reader := load_tokenizer(tmp_path, "image", encode=False), wrong)  # decodes images of any size
+    for encode in (reader.encode_pixels, reader.encode_detail):
+        with pytest.raises(VqclipError, match="loaded with encode=False, .* expected load_tokenizer"):
+            encode(images())
+    with pytest.raises(VqclipError, match="this text tokenizer has no pixel decoder"):
+        tiny_model(FSQ_3).build().text.encode_pixels(["a"])
     image.pixels = wrong
     image.save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path, "image", encode=False).pixels.image_size == reader.pixels.image_size == 32

@@ -74,5 +74,8 @@ def test_nested_quantizers_have_a_bound() -> None:
         Product(half, codebooks=3)
     with pytest.raises(ConfigError, match="Residual: got 98304 codebooks and 32768 channels a token"):
         Residual(half, depth=3)
+    nested = Residual(Product(Residual(VQ(2, 2), depth=16), codebooks=2), depth=16)
+    with pytest.raises(ConfigError, match="Residual: got 512 stages, nested ones counted; expected at most 256"):
+        Residual(nested, depth=2)
     with pytest.raises(ConfigError, match="Product: got 0 codebooks and 131072 channels"):
         Product(Identity(2**16), codebooks=2)

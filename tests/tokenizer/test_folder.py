@@ -89,7 +89,7 @@ def set_each(**values):
         (set_each(quantizer=VQ | {"dim": 10**9}), "vq.dim: got -?\\d+; Input should be less than or equal to 65536"),
         (
             set_each(quantizer=RESIDUAL | {"depth": 10**9}),
-            "residual.depth: got -?\\d+; Input should be less than or equal to 65536",
+            "residual.depth: got -?\\d+; Input should be less than or equal to 256",
         ),
         (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
         (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),

@@ -12,6 +12,8 @@ MAX_LAYERS = 2**10
 """Most layers of a transformer."""
 MAX_CODEBOOKS = 2**16
 """Most codebooks, and so ids, of a token."""
+MAX_STAGES = 2**8
+"""Most residual stages, each a module of its own."""
 
 EmbedDim = Annotated[int, Field(ge=2, le=MAX_WIDTH)]
 """E, width of the joint embedding."""

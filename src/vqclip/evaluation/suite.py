@@ -119,7 +119,7 @@ def evaluate(
     up to rounding.
 
     Args:
-        model: a `CLIP`, or one wrapped by `vqclip.dist.wrap_ddp`.
+        model: a `CLIP`, for tasks without texts also an `ImageModel`; or one wrapped by `vqclip.dist.wrap_ddp`.
         tasks: data and settings of each evaluation.
         precision: ``"bf16"`` or ``"fp16"`` for autocast; ``"fp32"`` and ``"fp64"`` compute in the weights' own type, in
             which codes-only equals quantized bit for bit.

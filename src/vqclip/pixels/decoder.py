@@ -18,7 +18,7 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
+from vqclip.config import Config, parse_config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import Block, heads_divide_width
@@ -235,9 +235,10 @@ class _LayersConfig(Config, ABC):
             image_size: height and width of the images in pixels.
 
         Raises:
-            ConfigError: the tokens are no square grid, or do not divide the image.
+            ConfigError: the tokens are no square grid, or do not divide the image, or the image has another size than
+                `ImageSize` allows.
         """
-        return PixelsConfig.model_validate({"decoder": self, "image_size": image_size}).build(dim, num_tokens)
+        return parse_config(PixelsConfig, {"decoder": self, "image_size": image_size}).build(dim, num_tokens)
 
 
 class TransformerPixelsConfig(_LayersConfig):

@@ -128,7 +128,8 @@ class Detail(nn.Module):
             ShapeError: more ids than codebooks, an id outside its codebook, or another shape or dtype.
             ConfigError: more stages than the ids have.
         """
-        columns, most = require_ids(ids).shape[-1], len(self.codebook_sizes)
+        ids = require_ids(ids)  # int64, which has room for -1
+        columns, most = ids.shape[-1], len(self.codebook_sizes)
         if columns > most:
             raise ShapeError(f"detail ids: got {columns} a token; expected at most {most}, of {self.stages} stages")
         if stages is not None:

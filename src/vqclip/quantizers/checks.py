@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
+from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 
 
@@ -52,17 +52,19 @@ def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
         )
 
 
-def check_size(name: str, dim: int, codebooks: int) -> None:
-    """Check the width and the number of codebooks of a quantizer that contains others, before it is made.
+def check_size(name: str, dim: int, codebooks: int, stages: int = 1) -> None:
+    """Check the width and the numbers of codebooks and stages of a quantizer that contains others, before it is made.
 
     Raises:
-        ConfigError: more than `MAX_WIDTH` channels or `MAX_CODEBOOKS` codebooks.
+        ConfigError: more than `MAX_WIDTH` channels, `MAX_CODEBOOKS` codebooks or `MAX_STAGES` stages.
     """
     if codebooks > MAX_CODEBOOKS or dim > MAX_WIDTH:
         raise ConfigError(
             f"{name}: got {codebooks} codebooks and {dim} channels a token, nested ones counted; expected at most "
             f"{MAX_CODEBOOKS} of each"
         )
+    if stages > MAX_STAGES:
+        raise ConfigError(f"{name}: got {stages} stages, nested ones counted; expected at most {MAX_STAGES}")
 
 
 def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.config.bounds import MAX_CODEBOOKS
+from vqclip.config.bounds import MAX_STAGES
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.checks import check_size
@@ -56,7 +56,7 @@ class Residual(Quantizer):
 
     Raises:
         ConfigError: a number out of range, a layer that cannot be refined (cosine VQ, other layouts of FSQ, Identity),
-            more stages than the precision of float32 allows, or more codebooks than `check_size` allows.
+            more stages than the precision of float32 allows, or more stages or codebooks than `check_size` allows.
     """
 
     step: Tensor
@@ -64,7 +64,7 @@ class Residual(Quantizer):
     def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
         _check_least(depth, least)
         _check_refinement(layer, depth)
-        check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth)
+        check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth, layer.extent.stages * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
         self.dropout = dropout
@@ -212,7 +212,7 @@ class ResidualConfig(Config):
     kind: Literal["residual"] = "residual"
     layer: QuantizerConfig
     """The quantizer of every stage."""
-    depth: Annotated[int, Field(ge=1, le=MAX_CODEBOOKS)]
+    depth: Annotated[int, Field(ge=1, le=MAX_STAGES)]
     """Number of stages, and so of ids per codebook of the layer."""
     dropout: bool = False
     """Use a random number of stages in every training step."""

@@ -271,6 +271,13 @@ class TokenizerDecoder(nn.Module):
             f'load_tokenizer(folder, modality="{self.modality}"), which also encodes'
         )
 
+    def encode_pixels(self, images: Any) -> Tensor:
+        """Raise VqclipError: no pixel decoder, or no tower. Image tokenizers with a tower override this."""
+        self._require_pixels()
+        return self.encode(images)
+
+    encode_detail = encode_pixels
+
     def section(self) -> dict[str, object]:
         """Raise VqclipError: the fingerprint, by which an index knows its tokenizer, covers the tower too."""
         raise VqclipError(

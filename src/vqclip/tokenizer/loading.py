@@ -49,10 +49,11 @@ def load_tokenizer(
     if modality not in MODALITIES:
         raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
     opened = TokenizerFolder.open(find_folder(folder, revision))
-    return _load_whole(opened, modality) if encode else opened.load_decoder(modality)
+    return load_whole(opened, modality) if encode else opened.load_decoder(modality)
 
 
-def _load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
+def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
+    """Load a tokenizer with its tower from an opened folder, in evaluation mode."""
     from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
     from vqclip.towers.training import rename_tower_errors
 

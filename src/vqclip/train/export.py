@@ -131,7 +131,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weig
     of_current = weights == "current" and has_averages
     figures = _recorded_figures(run, step, of_current) or "No evaluation was recorded after this step."
     kind = ", without its moving average" if of_current else ""
-    what = f"An image and a text tokenizer with one joint embedding, trained with vqclip: step {step} of a run{kind}."
+    what = f"A tokenizer with a joint embedding of images and texts, trained with vqclip: step {step} of a run{kind}."
     model.save_pretrained(out)
     write_text(out / CARD_FILE, card(printable(run.resolve().name, one_line=True), what, f"## Measured\n\n{figures}"))
     return out

@@ -201,7 +201,7 @@ is given, and no credentials):
 
 {_indent(to_yaml(config, _publishable))}
 """
-    what = "An image and a text tokenizer with one joint embedding, trained with vqclip."
+    what = "A tokenizer with a joint embedding of images and texts, trained with vqclip."
     return card(printable(summary.name, one_line=True), what, more)
 
 
