@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from unittest import mock
 
@@ -10,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
+from tests.train.test_pixels import ADVERSARIAL, DETAIL, pixel_tree
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import NonFiniteError
@@ -55,8 +57,9 @@ class Stop(Callback):
             training.request_stop("to resume")
 
 
-def poison(text_tower, kind):
-    """Make the output of a tower, or its gradient alone, not finite on the last rank."""
+def poison(tokenizer, kind):
+    """Make the output of a tokenizer's tower, or its gradient alone, not finite on the last rank."""
+    module = getattr(tokenizer, "tower", tokenizer)
 
     def harm(module, inputs, output):
         if kind == "loss":
@@ -65,7 +68,7 @@ def poison(text_tower, kind):
             output.register_hook(lambda gradient: gradient * torch.inf)
         return output
 
-    return text_tower.register_forward_hook(harm if dist.rank() == dist.world_size() - 1 else lambda *_: None)
+    return module.register_forward_hook(harm if dist.rank() == dist.world_size() - 1 else lambda *_: None)
 
 
 def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
@@ -79,7 +82,7 @@ def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
         elif kind is None:
             self.settle()
         else:
-            hook = poison(self.model.text.tower, kind)
+            hook = poison(getattr(self.model, "text", self.model), kind)
             larger = mock.patch.object(
                 step, "weighted_total", lambda terms, weights: factor * weighted_total(terms, weights)
             )
@@ -110,11 +113,17 @@ def require_same_bits(folder, other):
         assert all(each.isfinite().all() for each in one.values() if each.is_floating_point())
 
 
+PIXELS = {
+    "decoder": {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3},
+    "losses": [{"kind": "l1"}, ADVERSARIAL],
+}
 CASES = {
     "residual, 3 microbatches": (BUSY_RESIDUAL, {"train__micro_batches": 3}),
     "vq": (BUSY_VQ, {}),
     "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
+    "decoder and discriminators": (FSQ, {"model__image__pixels": PIXELS}),
+    "another kernel": (FSQ, {"optim__implementation": "foreach"}),
 }
 FEW = {1: ("residual, 3 microbatches",), 2: ("vq", "fsdp")}
 
@@ -139,6 +148,19 @@ def test_bad_steps_leave_the_bits_of_a_run_without_them(ranks, tmp_path, shards,
             assert all(len(set(each["sample_ids"])) == 12 for each in events)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_steps_of_a_pixel_decoder_leave_its_bits(ranks, tmp_path, shards, world_size):
+    tiny_model().build().eval().save_pretrained(tmp_path / "tokenizer")
+    settings, jobs = tree(tmp_path, shards, FSQ), []
+    for name in ("bad", None):
+        own = pixel_tree(tmp_path / str(name), shards, tmp_path / "tokenizer", detail=DETAIL, guards=settings["guards"])
+        own["train"] = settings["train"]
+        jobs.append((own, str(tmp_path / "cache"), name, BAD, math.nan))
+    ranks(world_size, for_each, train_twice, jobs, init=False, timeout=400.0)
+    require_same_bits(tmp_path / "bad", tmp_path / "None")
+
+
 def test_a_spike_leaves_the_bits_of_a_run_without_it(tmp_path, shards):
     settings = {"train__steps": 16, "guards": {"spikes": {"window": 10, "skip": True}}}
     for name in ("spike", None):
@@ -158,7 +180,7 @@ def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(tmp_path, 
     def harmed(self, batch, number):
         states.append({name: each.clone() for name, each in self.model.state_dict().items()})
         samples.append(sorted(batch.sample_ids.tolist()))
-        hook = poison(self.model.text.tower, "loss" if number == bad else "")
+        hook = poison(self.model.text, "loss" if number == bad else "")
         try:
             return call(self, batch, number)
         finally:
