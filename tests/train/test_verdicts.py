@@ -118,7 +118,7 @@ PIXELS = {
     "losses": [{"kind": "l1"}, ADVERSARIAL],
 }
 CASES = {
-    "residual, 3 microbatches": (BUSY_RESIDUAL, {"train__micro_batches": 3}),
+    "residual, 3 microbatches": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
     "vq": (BUSY_VQ, {}),
     "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
