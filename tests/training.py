@@ -22,6 +22,8 @@ from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 20
+TIMES = ("images_per_second", "data_wait", "tflops_per_second", "memory_gib")
+"""Metrics that differ between equal runs."""
 
 
 def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **changes: Any) -> dict[str, Any]:

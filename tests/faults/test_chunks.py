@@ -14,13 +14,12 @@ import pytest
 from tests.data.making import caption_shards
 from tests.data.serving import FaultyServer, reset, serving, status, truncated
 from tests.faults.jobs import global_batches, job
-from tests.training import all_equal, metrics, run_tree, weights
+from tests.training import TIMES, all_equal, metrics, run_tree, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 STEPS = 40
 EVERY = 5
-TIMES = {"images_per_second", "data_wait"}
 
 
 def tree_in(folder: Path, source: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def facts(life):
         ):
             continue
         found[name] = path.read_bytes()
-    in_json = r'(, )?"(images_per_second|data_wait)": [-+.e\d]+|"speed": {[^}]*}'
+    in_json = r'(, )?"(images_per_second|data_wait|tflops_per_second|memory_gib)": [-+.e\d]+|"speed": {[^}]*}'
     speed = in_json + r"|speed +(\d+ images/s on 2 .*|no step was left.*)"
     for name in found:
         if re.search(r"^tiny/[^/]*$|\.md$", name):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.making import caption_shards
 from tests.faults.jobs import Job, job
-from tests.training import all_equal, metrics, run, run_tree, weights
+from tests.training import TIMES, all_equal, metrics, run, run_tree, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -120,8 +120,7 @@ def goes_on(ranks, folder, tree, whole, done):
 
 
 def metrics_of(folder):
-    speeds = ("images_per_second", "data_wait")
-    return [{name: value for name, value in line.items() if name not in speeds} for line in metrics(folder)]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
 
 
 @pytest.mark.parametrize(

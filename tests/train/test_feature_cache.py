@@ -19,7 +19,7 @@ from tests.data.making import caption_members, write_tar
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
@@ -71,7 +71,7 @@ def tree_of(folder, shards, cache, frozen=("image", "text"), **changes):
 
 def timeless(folder):
     return [
-        {name: value for name, value in line.items() if name not in ("images_per_second", "data_wait")}
+        {name: value for name, value in line.items() if name not in TIMES}
         for line in metrics(folder)
     ]
 

@@ -23,7 +23,7 @@ import vqclip
 from tests.data.making import caption_shards, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
 from tests.ranks import RankError
-from tests.training import largest_difference, metrics, run, run_tree, weights
+from tests.training import TIMES, largest_difference, metrics, run, run_tree, weights
 from vqclip import dist
 from vqclip.cli.tokenize import main as tokenize_command
 from vqclip.cli.train import command_line, main
@@ -833,9 +833,8 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
         assert not (marker.parent / "summary.json").exists()
     assert train(config).finished
     assert not marker.exists()
-    speeds = ("images_per_second", "data_wait")
     one, other = (
-        [{name: value for name, value in line.items() if name not in speeds} for line in metrics(tmp_path / name)]
+        [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(tmp_path / name)]
         for name in ("whole", "stopped")
     )
     assert one == other

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import start_process
-from tests.training import all_equal, differences, largest_difference, metrics, run, run_tree, weights
+from tests.training import TIMES, all_equal, differences, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import OptimizerState
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.cli.main import main
@@ -86,7 +86,7 @@ def assert_same_run(one, other, steps=STEPS):
     assert all_equal(first.tensors, second.tensors)
     timeless = [
         [
-            {name: value for name, value in line.items() if name not in ("images_per_second", "data_wait")}
+            {name: value for name, value in line.items() if name not in TIMES}
             for line in lines
         ]
         for lines in (metrics(one), metrics(other))

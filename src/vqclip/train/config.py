@@ -71,6 +71,9 @@ class RunConfig(Config):
     its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,
     which is also an upper bound of this limit. null: no watchdog."""
 
+    peak_tflops: float | None = Field(None, gt=0, le=1e6)
+    """Most TFLOP/s of a process's device in the precision of the run, from its data sheet, such as 989 (H100 SXM, bf16,
+    dense): the metrics then include `mfu`, model FLOPs utilisation."""
     trackers: Trackers = (TensorBoardConfig(),)
     """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard`, `wandb` and
     `trackio`, or mappings with settings, such as `{kind: wandb, project: mine}`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vqclip.train.callbacks.base import Callback, Training
+from vqclip.train.speed import SpeedMeter
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,21 @@ class ReportMetrics(Callback):
     def __init__(self) -> None:
         self._warned_of_cut_captions = False
 
+    def on_train_start(self, training: Training) -> None:
+        """Begin to measure."""
+        self._speed = SpeedMeter(training.config.run.peak_tflops)
+
+    def on_step_start(self, training: Training) -> None:
+        """Count the FLOPs of the first step."""
+        self._speed.count(training.step, training.batch)
+
     def on_step_end(self, training: Training) -> None:
         """Report, if a report is due."""
         if not training.is_due(training.config.train.report_every):
             return
-        figures = _metrics(training) | training.records.bad.figures() | training.clock.lap()
+        figures = _metrics(training) | training.records.bad.figures()
+        if lap := training.clock.lap():
+            figures |= lap | self._speed.figures(lap["images_per_second"], training.step.device)
         training.records.record(training.done, figures)
         training.bar.show(figures)
         self._warn_of_cut_captions(training)
