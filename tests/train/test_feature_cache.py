@@ -70,10 +70,7 @@ def tree_of(folder, shards, cache, frozen=("image", "text"), **changes):
 
 
 def timeless(folder):
-    return [
-        {name: value for name, value in line.items() if name not in TIMES}
-        for line in metrics(folder)
-    ]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
 
 
 def bad_samples(folder):

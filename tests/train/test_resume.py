@@ -85,10 +85,7 @@ def assert_same_run(one, other, steps=STEPS):
     first, second = optimizer_state(one, steps), optimizer_state(other, steps)
     assert all_equal(first.tensors, second.tensors)
     timeless = [
-        [
-            {name: value for name, value in line.items() if name not in TIMES}
-            for line in lines
-        ]
+        [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
         for lines in (metrics(one), metrics(other))
     ]
     assert timeless[0] == timeless[1]
