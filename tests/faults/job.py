@@ -126,7 +126,7 @@ def inject(fault: dict[str, Any]) -> None:
         mark("indexing")
         time.sleep(fault.get("each_shard_s", 0))
 
-    def in_save(*args: Any) -> None:
+    def in_save(*args: Any, **kwargs: Any) -> None:
         mark("saving")
         time.sleep(fault.get("saving_s", 0))
         if first_life and fault.get("in") == "saving":
