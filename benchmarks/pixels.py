@@ -1,14 +1,15 @@
 """Images from ids on real and drawn data: decoders trained after the tokenizer, together with it, and for pixels alone.
 
-Prints two tables, after 90 trainings: about 8 hours on two CPU cores.
+Prints two tables, after 78 trainings: about 7 hours on two CPU cores.
 
     python benchmarks/pixels.py --data ../shared/data
-    python benchmarks/pixels.py --sets scenes --families fsq --seeds 0 --jobs 4
+    python benchmarks/pixels.py --sets scenes --families fsq --seeds 0 --share 0.25 --ways after detail
 
 For each data set, family of quantizers and seed: a contrastive run alone; on its exported tokenizer a decoder, and a
 decoder with detail codebooks; a contrastive run with a decoder beside it (`model.image.pixels`), with one weight or
-several; and with a weight of 1,000, which leaves next to nothing of the contrastive gradient: an autoencoder of equal
-bits. Both modalities get the same quantizer; decoder and losses are those of `configs/pixels.yaml`.
+several; and, for the first seed, with a weight of 1,000, which leaves next to nothing of the contrastive gradient: an
+autoencoder of equal bits. `--ways` leaves some of them out. Both modalities get the same quantizer; decoder and losses
+are those of `configs/pixels.yaml`.
 
 Each run is a process of its own with one thread, under the folder; one that is done is not run again (delete its folder
 after a change of code), so that the command can be stopped and repeated. Figures are means over the seeds, with the
@@ -37,10 +38,10 @@ FAMILIES = {
     "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
     "layer: {kind: vq, dim: 16, codebook_size: 1024}}}",
 }
-DECODER_STEPS = 480
-"""Steps of a decoder whose tokenizer is frozen."""
 ALONE = 1000.0
 """Weight of the losses on pixels where nothing else is to count."""
+WAYS = ("after", "detail", "together", "alone")
+"""Decoders: of a frozen tokenizer, the same with detail codebooks, beside the tokenizers, for pixels alone."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """0.975 quantile of Student's t for the mean of so many."""
 
@@ -78,6 +79,9 @@ class Runs(NamedTuple):
     share: float
     """Share of the steps of each contrastive configuration."""
     weights: Sequence[float]
+    ways: Sequence[str]
+    decoder_steps: int
+    """Steps of a decoder whose tokenizer is frozen."""
 
     def run(self, name: str, config: str, *overrides: str) -> dict[str, Any] | None:
         """Return the summary of one training run; None, with a message, if it failed."""
@@ -120,29 +124,30 @@ class Runs(NamedTuple):
     def after(self, name: str, data: DataSet, tokenizer: str, seed: int, *more: str) -> Any:
         """Train a decoder from the codes of an exported tokenizer."""
         return self.run(
-            name, "pixels", f"run.seed={seed}", f"train.steps={DECODER_STEPS}",
+            name, "pixels", f"run.seed={seed}", f"train.steps={self.decoder_steps}",
             f"tokenizer={self.folder / tokenizer / 'tokenizer'}", f"data.sources=[{data.seen}]",
             f"evaluation=[{{kind: pixels, data: {data.unseen}, limit: 500}}]", *more,
         )  # fmt: skip
 
-    def chains(self, data: DataSet, start: str, family: str, seed: int) -> dict[str, Callable[[], Any]]:
-        """Return the runs that do not wait for one another."""
+    def chains(self, data: DataSet, start: str, family: str, seed: int, first: bool) -> Iterator[Callable[[], Any]]:
+        """Yield the runs that do not wait for one another; ``first``: the first seed, with an autoencoder."""
 
-        def without() -> dict[str, Any]:
+        def train_on_frozen() -> dict[str, Any]:
             found = {"contrastive": self.contrastive(f"{start}-contrastive", data, family, seed, None)}
             if found["contrastive"] is not None:
-                detail = "detail={stages: 4, quantizer: {kind: fsq, levels: [8, 8, 8, 8]}}"
-                tokenizer = f"{start}-contrastive"
-                found["after"] = self.after(f"{start}-after", data, tokenizer, seed)
-                found["detail"] = self.after(f"{start}-detail", data, tokenizer, seed, detail)
+                more = {"after": [], "detail": ["detail={stages: 4, quantizer: {kind: fsq, levels: [8, 8, 8, 8]}}"]}
+                for way in (each for each in more if each in self.ways):
+                    found[way] = self.after(f"{start}-{way}", data, f"{start}-contrastive", seed, *more[way])
             return found
 
         def beside(weight: float) -> dict[str, Any]:
             name = f"together-{weight:g}"
             return {name: self.contrastive(f"{start}-{name}", data, family, seed, weight)}
 
-        weights = sorted({*self.weights, ALONE})
-        return {"alone": without} | {f"{weight:g}": lambda weight=weight: beside(weight) for weight in weights}
+        yield train_on_frozen
+        weights = set(self.weights) if "together" in self.ways else set()
+        for weight in sorted(weights | ({ALONE} if first and "alone" in self.ways else set())):
+            yield lambda weight=weight: beside(weight)
 
 
 def decoder() -> tuple[str, str]:
@@ -186,7 +191,9 @@ def quality(start: str, runs: Sequence[dict[str, Any]], data: DataSet) -> Iterat
         yield f"| {' | '.join(cells)} |"
 
 
-def cost(name: str, alone: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], best: float, data: DataSet) -> str:
+def cost(
+    name: str, alone: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], best: float | None, data: DataSet
+) -> str:
     """Line of the second table: accuracy that a decoder beside the tokenizers costs."""
     accuracy = [
         [100 * each["results"][0]["figures"]["codes_only"][data.accuracy] for each in some] for some in (alone, runs)
@@ -198,8 +205,8 @@ def cost(name: str, alone: Sequence[dict[str, Any]], runs: Sequence[dict[str, An
     if count in STUDENT:
         half = STUDENT[count] * statistics.stdev(lost) / math.sqrt(count)
         interval = f" ({mean - half:.1f} to {mean + half:.1f})"
-    below = best - statistics.fmean(psnr)
-    return f"| {name} | {means(accuracy[1])} | {mean:.1f}{interval} | {means(psnr)} | {below:.1f} |"
+    below = "" if best is None else f"{best - statistics.fmean(psnr):.1f}"
+    return f"| {name} | {means(accuracy[1])} | {mean:.1f}{interval} | {means(psnr)} | {below} |"
 
 
 def main() -> None:
@@ -214,8 +221,10 @@ def main() -> None:
         nargs="*",
         type=float,
         default=[30.0],
-        help=f"of the losses on pixels, together; {ALONE:g} always runs",
+        help="of the losses on pixels, together",
     )
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--decoder-steps", type=int, default=480, help="of a decoder whose tokenizer is frozen")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the steps of each contrastive run; another share, another folder"
     )
@@ -223,15 +232,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
     options = parser.parse_args()
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
-    sets, runs = data_sets(options.data.resolve()), Runs(options.folder.resolve(), options.share, options.weights)
+    runs = Runs(options.folder.resolve(), options.share, options.weights, options.ways, options.decoder_steps)
+    sets = data_sets(options.data.resolve())
     pool = ThreadPoolExecutor(options.jobs)
     keys = [(s, name, family) for s in options.seeds for name in options.sets for family in options.families]
     jobs = {  # seed by seed, so that a part of it can be looked at
-        key: [
+        (seed, name, family): [
             pool.submit(job)
-            for job in runs.chains(sets[key[1]], f"{key[1]}-{key[2]}-{key[0]}", key[2], key[0]).values()
+            for job in runs.chains(sets[name], f"{name}-{family}-{seed}", family, seed, first=seed == options.seeds[0])
         ]
-        for key in keys
+        for seed, name, family in keys
     }
     try:
         found = {key: {k: v for job in some for k, v in job.result().items()} for key, some in jobs.items()}
@@ -251,19 +261,20 @@ def print_tables(options: argparse.Namespace, sets: dict[str, DataSet], found: d
     for name in options.sets:
         for family in options.families:
             whole = [f for s in options.seeds if None not in (f := found[s, name, family]).values()]
-            if not whole:
-                continue
-            start, ways = f"{name}, {family}", [way for way in whole[0] if way != "contrastive"]
-            best = statistics.fmean(
-                pixel_rows(each[f"together-{ALONE:g}"])["codes"]["figures"]["psnr"] for each in whole
-            )
-            for way in ways:
-                lines += quality(f"{start}, {way}", [each[way] for each in whole], sets[name])
-            alone = [each["contrastive"] for each in whole]
-            together = [way for way in ways if way.startswith("together")]
-            costs += [
-                cost(f"{start}, {way}", alone, [each[way] for each in whole], best, sets[name]) for way in together
-            ]
+            start = f"{name}, {family}"
+            by_way = {
+                way: [each for each in whole if way in each] for way in dict.fromkeys(w for f in whole for w in f)
+            }
+            pixels_alone = [each[f"together-{ALONE:g}"] for each in by_way.get(f"together-{ALONE:g}", [])]
+            best = pixel_rows(pixels_alone[0])["codes"]["figures"]["psnr"] if pixels_alone else None
+            for way, some in by_way.items():
+                runs = [each[way] for each in some]
+                if way != "contrastive":
+                    lines += quality(f"{start}, {way}", runs, sets[name])
+                if way.startswith("together"):
+                    costs.append(
+                        cost(f"{start}, {way}", [each["contrastive"] for each in some], runs, best, sets[name])
+                    )
     print("\n".join([*lines, "", *costs]))
 
 

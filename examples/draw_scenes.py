@@ -317,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pictures["drawn, masked"] = in_batches(image.decode_pixels, drawn)
     pictures["drawn, causal"] = in_batches(image.decode_pixels, written)
     found = {name: judge.names(each) for name, each in pictures.items()}
-    found["chance"] = found["drawn, masked"].roll(len(asked) // 2, dims=0)
+    others = torch.randperm(len(asked), generator=torch.Generator().manual_seed(options.seed))
+    found["chance"] = found["drawn, masked"][others]
     print(
         f"\n| {len(asked)} scenes | number | colour | shape | colour and shape | all three |\n|---|---|---|---|---|---|"
     )
