@@ -319,7 +319,7 @@ def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
     save_file(weights, broken / "model.safetensors")
     config = json.loads((broken / "config.json").read_text())
     write_config(broken, {name: config[name] for name in ("image", "text", "temperature")})
-    with pytest.raises(CheckpointError, match=r"contain NaN or infinity: pool.position"):
+    with pytest.raises(CheckpointError, match=r"contain NaN or infinity: text.pool.position"):
         run(str(broken), tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -102,7 +102,7 @@ DAMAGES = {
     ),
     "nan": (
         rewritten(lambda state: state[POSITION].fill_(torch.nan)),
-        "pixels.safetensors: these tensors contain NaN or infinity: layers.position",
+        "pixels.safetensors: these tensors contain NaN or infinity: image.pixels.layers.position",
     ),
     "types": (
         rewritten(lambda state: state.update({POSITION: state[POSITION].half()})),

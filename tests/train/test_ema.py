@@ -112,14 +112,14 @@ def test_a_skipped_step_changes_no_average_and_begins_none():
     model = Walk()
     ema = Ema(EmaConfig(decay=0.5, warmup=False), model)
     ema.update(0, SKIPPED)
-    ema.withdraw()
+    ema.settle(skipped=True)
     assert ema.averages == {}
     for step in range(2):
         model.move(step)
         ema.update(step, APPLIED)
         before = ema.averages["first"].clone()
         ema.update(step, SKIPPED)
-        ema.withdraw()
+        ema.settle(skipped=True)
         assert torch.equal(ema.averages["first"], before)
 
 

@@ -201,8 +201,9 @@ def test_stored_ids_train_the_same_bits(tmp_path, shards, tokenizer):
             lambda self, images, seen=calls: (seen.append(len(images)), encode(self, images))[1],
         ):
             run(tree, str(tmp_path / "cache"))
-        # Chunks of one shape, so that ids do not depend on the batch: 12 samples a step, or 30 samples x 2 views.
-        assert calls == [16] * (STEPS if stored is None else 4)
+        # Chunks of one shape, so that ids do not depend on the batch: 12 samples a step and to count the FLOPs, or 30
+        # samples x 2 views.
+        assert calls == [16] * (STEPS + 1 if stored is None else 4)
     assert all_equal(saved(tmp_path / "computed"), saved(tmp_path / "stored"))
 
 

@@ -66,12 +66,11 @@ class Ema:
         averages: parameter name → average in float32, or in float64 for a float64 parameter.
     """
 
-    _begun: tuple[str, ...] = ()
-    """Averages that began in the last update."""
-
     def __init__(self, config: EmaConfig, model: nn.Module, shards: dist.Shards | None = None):
         self.config, self.model, self.shards = config, model, shards
         self.averages: dict[str, Tensor] = {}
+        self._begun: tuple[str, ...] = ()
+        """Averages that began in the last update, until the host knows whether its step was skipped."""
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
@@ -79,7 +78,7 @@ class Ema:
 
         Args:
             step: number of the step.
-            skip: () bool on the device, True if the step was not applied: no average changes. Call `withdraw` when the
+            skip: () bool on the device, True if the step was not applied: no average changes. Call `settle` when the
                 host reads it.
         """
         self._begun = ()
@@ -98,9 +97,9 @@ class Ema:
         for name in self._begun:
             self.averages[name] = parameters[name].detach().to(_dtype(parameters[name]), copy=True)
 
-    def withdraw(self) -> None:
-        """Forget averages that began in the last update, after a step that was not applied."""
-        for name in self._begun:
+    def settle(self, skipped: bool) -> None:
+        """Forget averages that began in the last update if its step was ``skipped``."""
+        for name in self._begun if skipped else ():
             del self.averages[name]
         self._begun = ()
 

@@ -184,8 +184,9 @@ class TrainStep(Generic[SamplesT]):
         Raises:
             NonFiniteError: as a call; on every rank.
         """
-        if self.verdicts.settle() and self.ema is not None:
-            self.ema.withdraw()
+        skipped = self.verdicts.settle()
+        if self.ema is not None:
+            self.ema.settle(skipped)
 
     def move_to_step(self, step: int) -> None:
         """Change which parts train, as in step number ``step``; a collective where this changes anything."""
