@@ -9,6 +9,7 @@ next call starts a new one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -25,12 +26,19 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_RANKS = 4
+_PORTS, _PORTS_OF_A_CALL = "VQCLIP_TEST_PORTS", 4
 GRACE_S = 15.0  # what the other ranks get to report after the first one failed
 
 
 def for_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call ``fn(*case)`` for every case. ``ranks(2, for_each, fn, cases)`` saves the overhead of a call per case."""
-    return [fn(*case) for case in cases]
+    """Call ``fn(*case)`` for every case. ``ranks(2, for_each, fn, cases)`` saves the overhead of a call per case.
+
+    A case that makes a process group finds a port of its own: at that of the case before, rank 0 may still serve.
+    """
+    ports, results = itertools.cycle(os.environ[_PORTS].split()), []
+    for case, os.environ["MASTER_PORT"] in zip(cases, ports, strict=False):
+        results.append(fn(*case))
+    return results
 
 
 def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
@@ -78,11 +86,11 @@ class RankPool:
         request = pickle.dumps((fn, args, init, timeout))
         self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
-            port = _free_port()
+            ports = [_free_port() for _ in range(_PORTS_OF_A_CALL)]
             healthy = False
             try:
                 for rank, (_, connection) in enumerate(self._workers[:world_size]):
-                    env = _torchrun_env(rank, world_size, port)
+                    env = _torchrun_env(rank, world_size, ports)
                     connection.send_bytes(pickle.dumps((env, f"file://{folder}/rendezvous", request)))
                 results, failures, healthy = self._collect(world_size, timeout)
             finally:  # also when pytest's own timeout interrupts the wait
@@ -139,14 +147,15 @@ class RankPool:
         return results, failures, healthy and not pending
 
 
-def _torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _torchrun_env(rank: int, world_size: int, ports: Sequence[int]) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ports[0]),
+        _PORTS: " ".join(map(str, ports)),
     }
 
 

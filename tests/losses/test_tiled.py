@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError, for_each
 from vqclip import dist
+from vqclip.dist._collectives import REDUCE_SCATTER
 from vqclip.errors import ConfigError, DistributedError, ShapeError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
 from vqclip.losses.features import Implementation
@@ -285,7 +286,7 @@ def backward_of_a_step(kind, impl):
     return forward, backward
 
 
-@pytest.mark.parametrize(("impl", "told_by"), [("tiled", "reduce_scatter_tensor"), ("ring", "batch_isend_irecv")])
+@pytest.mark.parametrize(("impl", "told_by"), [("tiled", REDUCE_SCATTER), ("ring", "batch_isend_irecv")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_holds_no_collective(ranks, kind, impl, told_by):
     for forward, backward in ranks(2, backward_of_a_step, kind, impl):

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
 from vqclip import dist
+from vqclip.dist._collectives import ALL_GATHER, REDUCE_SCATTER
 from vqclip.quantizers import LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
 
 OF_THE_CODES = {"codebook", "orthogonality"}
@@ -34,7 +35,7 @@ def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
 def collectives() -> Iterator[list[str]]:
     """The names of torch's collectives that are called within the block."""
     calls: list[str] = []
-    names = ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor", "barrier")
+    names = ("all_reduce", ALL_GATHER, "all_gather", "broadcast", REDUCE_SCATTER, "barrier")
     names += ("batch_isend_irecv",)
     originals = {name: getattr(c10d, name) for name in names}
     for name, original in originals.items():

@@ -24,6 +24,7 @@ from tests.test_world_size import ENTROPY_LFQ
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, quantizers
 from vqclip.data import Batch
+from vqclip.dist._collectives import REDUCE_SCATTER
 from vqclip.errors import ConfigError, ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
 from vqclip.train.optim import OptimConfig
@@ -324,7 +325,7 @@ def test_collectives_run_once_a_step_and_none_in_backward_but_ddps_own(ranks):
     once, three_times = (ranks(2, collectives_of_a_step, micro_batches) for micro_batches in (1, 3))
     assert once == three_times
     for calls, in_backward in once:
-        assert "reduce_scatter_tensor" in calls
+        assert REDUCE_SCATTER in calls
         assert in_backward == []
 
 

@@ -1,6 +1,6 @@
 """Collectives on tensors. The docstring of the package states how their gradients are scaled.
 
-The autograd functions below use the public `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce`.
+The autograd functions below use the public `all_gather_single`, `reduce_scatter_single` and `all_reduce`.
 `torch.distributed.nn.functional` has similar functions, but from torch 2.15 on it is deprecated and cannot be compiled.
 A test compares the gradients with it.
 """
@@ -20,6 +20,11 @@ from torch import Tensor
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
+
+_IS_RENAMED = hasattr(c10d, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
+"""Names in `torch.distributed`; where there are new ones, the former ones warn."""
 
 
 def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -78,7 +83,7 @@ def gather_sizes(x: Tensor, note: str = "") -> list[int]:
     wants_grad = torch.is_grad_enabled() and x.requires_grad
     mine = torch.tensor([x.shape[0], zlib.crc32(row.encode()), wants_grad], device=control_device())
     gathered = mine.new_empty(world_size() * len(mine))
-    run_collective("all_gather (sizes)", c10d.all_gather_into_tensor, gathered, mine)
+    run_collective("all_gather (sizes)", getattr(c10d, ALL_GATHER), gathered, mine)
     sizes, rows, wants = (list(column) for column in zip(*gathered.view(-1, len(mine)).tolist(), strict=True))
     if len(set(rows)) > 1:
         others = [r for r, other in enumerate(rows) if other != rows[rank()]]
@@ -165,7 +170,7 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int]) -> Tensor:
         parts = [F.pad(part, (0, 0, 0, longest - len(part))) for part in rows]
         wide = torch.cat(parts).view(-1, *x.shape[1:])
     mine = wide.new_empty(longest, *x.shape[1:])
-    run_collective("reduce_scatter", c10d.reduce_scatter_tensor, mine, wide.contiguous())
+    run_collective("reduce_scatter", getattr(c10d, REDUCE_SCATTER), mine, wide.contiguous())
     return mine[: sizes[rank()]].to(x.dtype)
 
 
@@ -241,7 +246,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         out = x.new_empty(world_size() * x.shape[0], *x.shape[1:])
-        run_collective("all_gather", c10d.all_gather_into_tensor, out, x.contiguous())
+        run_collective("all_gather", getattr(c10d, ALL_GATHER), out, x.contiguous())
         return out
 
     @staticmethod
@@ -249,7 +254,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         full = grad.to(_sum_dtype(grad)).contiguous()
         mine = full.new_empty(full.shape[0] // world_size(), *full.shape[1:])
-        run_collective("all_gather (backward)", c10d.reduce_scatter_tensor, mine, full)
+        run_collective("all_gather (backward)", getattr(c10d, REDUCE_SCATTER), mine, full)
         return mine.to(grad.dtype)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vqclip.dist._collectives import broadcast_
+from vqclip.dist._collectives import ALL_GATHER, broadcast_
 from vqclip.dist._control import gather_json
 from vqclip.dist._state import is_main, run_collective, world_size
 from vqclip.errors import ConfigError
@@ -133,7 +133,7 @@ class Shards:
         padded = rows.detach().new_zeros(each, *shape[1:])
         padded[: len(rows)] = rows.detach()
         found = padded.new_empty(each * self._size, *shape[1:])
-        run_collective("all_gather (shards)", c10d.all_gather_into_tensor, found, padded, group=self._group)
+        run_collective("all_gather (shards)", getattr(c10d, ALL_GATHER), found, padded, group=self._group)
         return found[: shape[0]]
 
     def part(self, name: str, rows: Tensor) -> Part:
