@@ -22,7 +22,14 @@ from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 20
-TIMES = ("images_per_second", "data_wait", "tflops_per_second", "memory_gib")
+TIMES = (
+    "images_per_second",
+    "tokens_per_second",
+    "data_wait",
+    "exchange_wait",
+    "tflops_per_second",
+    "memory_gib",
+)
 """Metrics that differ between equal runs."""
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch.nn.functional as F
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, FSQ
+from tests.ranks import for_each
 from tests.training import TIMES, all_equal, metrics, run, run_tree, weights
+from vqclip import dist
 from vqclip.train.speed import SpeedMeter
+from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
 
@@ -39,6 +45,8 @@ def test_a_run_reports_the_flops_of_its_model(tmp_path, monkeypatch):
         assert 1.05 < flops / sum(products) < 1.4  # the patches, attention
         assert line["mfu"] == pytest.approx(line["tflops_per_second"] / 0.5)
         assert 0.1 < line["memory_gib"] < 100
+        assert 4 + 2 < line["tokens_per_second"] / line["images_per_second"] < 4 + 12  # of an image and of a caption
+        assert line["exchange_wait"] == 0
 
 
 def test_counting_changes_no_bit(tmp_path, monkeypatch):
@@ -49,3 +57,32 @@ def test_counting_changes_no_bit(tmp_path, monkeypatch):
         tree = run_tree(tmp_path / name, shards, BUSY_RESIDUAL, train__steps=5, train__micro_batches=2)
         run(tree, str(tmp_path / "cache"))
     assert all_equal(weights(tmp_path / "with", 5), weights(tmp_path / "without", 5))
+
+
+LATE_S = 0.1
+
+
+def train_beside_a_late_rank(tree, cache):
+    """Train; rank 1 begins each backward late, so that rank 0 waits for it."""
+    backward = TrainStep._backward
+
+    def late(self, *args):
+        if dist.rank() == 1:
+            time.sleep(LATE_S)
+        backward(self, *args)
+
+    with mock.patch.object(TrainStep, "_backward", late):
+        run(tree, cache)
+
+
+def test_a_run_reports_the_time_in_which_it_waits_for_others(tmp_path, ranks):
+    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+    common = {"train__steps": 5, "train__precision": "fp32"}
+    cases = {"ddp": {}, "microbatches": {"train__micro_batches": 2}, "fsdp": {"train__parallel": "fsdp"}}
+    trees = {name: run_tree(tmp_path / name, shards, FSQ, **common | changes) for name, changes in cases.items()}
+    cache = str(tmp_path / "cache")
+    ranks(2, for_each, train_beside_a_late_rank, [(tree, cache) for tree in trees.values()], init=False)
+    for name, tree in trees.items():
+        for line in metrics(tmp_path / name)[1:]:
+            step_s = tree["train"]["batch_size"] / line["images_per_second"]
+            assert 0.9 * LATE_S < line["exchange_wait"] * step_s < step_s, name

@@ -55,7 +55,7 @@ from vqclip.dist._control import (
 )
 from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
-from vqclip.dist._history import Collective, recent_collectives
+from vqclip.dist._history import Collective, exchange_timer, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._nodes import nodes
 from vqclip.dist._state import (
@@ -83,6 +83,7 @@ __all__ = [
     "broadcast_json",
     "choose_device",
     "differing_ranks",
+    "exchange_timer",
     "gather_json",
     "gather_sizes",
     "init",

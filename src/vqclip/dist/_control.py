@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
+from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import (
     control_device,
     is_distributed,
@@ -59,7 +60,9 @@ def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Seq
 
     def end() -> list[bool]:
         with named_errors("any_rank"):
+            ended = exchange_timer.begin([flags])
             started[0].wait()
+            ended()
         return [bool(each) for each in flags.tolist()]
 
     return end

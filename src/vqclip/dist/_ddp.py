@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import is_distributed, named_errors
 
 # torch 2.12 to 2.14 have only `broadcast_buffers`; 2.15 renamed it and warns about the old name.
@@ -40,6 +42,7 @@ def wrap_ddp(module: nn.Module) -> nn.Module:
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
         _fix_bucket_layout(wrapped)
+    _time_waits(module)
     return wrapped
 
 
@@ -83,6 +86,17 @@ def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
             wrapped().backward()
     wrapped.module = module
     wrapped.zero_grad(set_to_none=True)
+
+
+def _time_waits(module: nn.Module) -> None:
+    """Have `exchange_timer` count the end of each backward, in which DDP waits for the averages of gradients.
+
+    DDP queues that wait as a callback of the backward, once all gradients are there. The hook of one parameter comes
+    before, so its callback is in front, and what that queues comes behind.
+    """
+    parameter = next(each for each in module.parameters() if each.requires_grad)
+    queue = Variable._execution_engine.queue_callback
+    parameter.register_hook(lambda grad: queue(lambda: queue(exchange_timer.begin([grad]))))
 
 
 class _SumOfParameters(nn.Module):

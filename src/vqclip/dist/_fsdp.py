@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -23,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vqclip.dist._collectives import ALL_GATHER, broadcast_
+from vqclip.dist._collectives import ALL_GATHER, REDUCE_SCATTER, broadcast_
 from vqclip.dist._control import gather_json
+from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import is_main, run_collective, world_size
 from vqclip.errors import ConfigError
 from vqclip.io.parts import Part
@@ -63,6 +65,8 @@ class Shards:
             root.register_forward_hook(_copy_view)
             for unit in (*units, root):  # resharded after each forward: no forward may find weights of a former step
                 fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
+                unit.set_custom_all_gather(_TimedExchange(ALL_GATHER))  # type: ignore[operator]
+                unit.set_custom_reduce_scatter(_TimedExchange(REDUCE_SCATTER))  # type: ignore[operator]
         self._sharded: dict[str, DTensor] = {
             name: each
             for name, each in model.named_parameters(remove_duplicate=False)
@@ -155,6 +159,28 @@ class Shards:
             return whole
         each = math.ceil(len(whole) / self._size)
         return whole[each * self._rank : each * (self._rank + 1)]
+
+
+class _TimedExchange:
+    """FSDP's own exchange of weights or gradients, counted by `exchange_timer`.
+
+    Args:
+        name: of the collective in `torch.distributed`.
+    """
+
+    def __init__(self, name: str):
+        self._exchange = getattr(c10d, name)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> c10d.Work | None:
+        """Run the exchange."""
+        end = exchange_timer.begin([output_tensor])
+        work: c10d.Work | None = self._exchange(output_tensor, input_tensor, **options)
+        end()
+        return work
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -154,10 +154,11 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
-    entry = _history.begin(name, args)
+    entry, end = _history.begin(name, args), _history.exchange_timer.begin(args)
     try:
         collective(*args, **kwargs)
         entry.end()
+        end()
     except RuntimeError as error:
         raise lost_peer(name, error) from error
 

@@ -45,13 +45,26 @@ class Clock:
         else:
             self.samples += samples
 
-    def lap(self) -> dict[str, float]:
-        """Return ``images_per_second`` and ``data_wait`` (0..1) since the last lap; empty without a step."""
+    @property
+    def runs(self) -> bool:
+        """True if the time of the next step counts."""
+        return self._since is not None
+
+    def lap(self, exchanged_s: float) -> dict[str, float]:
+        """Return figures since the last lap; empty without a step.
+
+        Args:
+            exchanged_s: seconds that the steps spent in collectives.
+
+        Returns:
+            ``images_per_second``, and the parts (0..1) of the time that are ``data_wait`` and ``exchange_wait``.
+        """
         self._measure()
         if self.samples == 0:
             return {}
         elapsed = max(self.measured_s, 1e-9)
         figures = {"images_per_second": self.samples / elapsed, "data_wait": self.waited_s / elapsed}
+        figures["exchange_wait"] = exchanged_s / elapsed
         self.total_samples += self.samples
         self.total_s += elapsed
         self.total_waited_s += self.waited_s

@@ -48,18 +48,24 @@ class SpeedMeter:
             step.task.run(step.task.student, part, batch.step)
         self._flops = 3 * counter.total / max(len(part), 1)
 
-    def figures(self, images_per_second: float, device: torch.device) -> dict[str, float]:
-        """Return ``tflops_per_second`` of a process, ``mfu`` (0..1) if the peak is known, and ``memory_gib``.
+    def figures(self, images_per_second: float, tokens: float, device: torch.device) -> dict[str, float]:
+        """Return the figures of a process.
+
+        They are ``tokens_per_second`` if there are tokens, ``tflops_per_second``, ``mfu`` (0..1) if the peak is known,
+        and ``memory_gib``.
 
         Args:
             images_per_second: of all processes.
+            tokens: number of image and text tokens of a sample that the quantizers get, padding left out.
             device: of the step. On a GPU the memory is the largest that PyTorch has allocated there since the start of
                 the run, on a CPU the largest resident memory of this process without its data workers.
         """
         assert self._flops is not None
-        rate = self._flops * images_per_second / dist.world_size() / 1e12
-        share = {} if self._peak is None else {"mfu": rate / self._peak}
-        return {"tflops_per_second": rate, **share, "memory_gib": _peak_memory(device) / 2**30}
+        images = images_per_second / dist.world_size()
+        rate = self._flops * images / 1e12
+        figures = {"tokens_per_second": tokens * images} if tokens else {}
+        figures |= {"tflops_per_second": rate, "memory_gib": _peak_memory(device) / 2**30}
+        return figures if self._peak is None else {**figures, "mfu": rate / self._peak}
 
 
 class _FlopCounter(TorchDispatchMode):

@@ -15,7 +15,15 @@ _CONSTANT = ("tokens", "usage_if_uniform")
 """Figures of the window over which codes are counted; they are in ``metrics.jsonl``."""
 _DRAWN = ("usage", "bits_used", "oldest")
 """Figures of single codebooks that are drawn; the perplexity is that of the bits in use."""
-_SPEED = ("images_per_second", "data_wait", "tflops_per_second", "mfu", "memory_gib")
+_SPEED = (
+    "images_per_second",
+    "tokens_per_second",
+    "data_wait",
+    "exchange_wait",
+    "tflops_per_second",
+    "mfu",
+    "memory_gib",
+)
 _CODEBOOK = re.compile(r"(image|text)/[0-9]+/")
 _SECTIONS = ("model", "loss", "distillation", "optim", "train")
 _ALWAYS = {"kind", "lr", "batch_size", "steps", "precision", "warmup_steps"}

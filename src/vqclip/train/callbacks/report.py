@@ -9,10 +9,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vqclip import dist
+from vqclip.quantizers import Stats
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.speed import SpeedMeter
 
 logger = logging.getLogger(__name__)
+
+_TOKENS = "tokens of the step"
 
 
 class ReportMetrics(Callback):
@@ -29,16 +33,20 @@ class ReportMetrics(Callback):
         self._speed = SpeedMeter(training.config.run.peak_tflops)
 
     def on_step_start(self, training: Training) -> None:
-        """Count the FLOPs of the first step."""
+        """Count the FLOPs of the first step, and the time that timed steps spend in collectives."""
         self._speed.count(training.step, training.batch)
+        if training.clock.runs:
+            dist.exchange_timer.start()
 
     def on_step_end(self, training: Training) -> None:
         """Report, if a report is due."""
+        dist.exchange_timer.stop()
         if not training.is_due(training.config.train.report_every):
             return
         figures = _metrics(training) | training.records.bad.figures()
-        if lap := training.clock.lap():
-            figures |= lap | self._speed.figures(lap["images_per_second"], training.step.device)
+        tokens = figures.pop(_TOKENS) / training.config.train.batch_size
+        if lap := training.clock.lap(dist.exchange_timer.lap()):
+            figures |= lap | self._speed.figures(lap["images_per_second"], tokens, training.step.device)
         training.records.record(training.done, figures)
         training.bar.show(figures)
         self._warn_of_cut_captions(training)
@@ -64,12 +72,18 @@ def _metrics(training: Training) -> dict[str, float]:
     found |= {**result.figures, "grad_norm": result.grad_norm, "lr": result.lr}
     if step.scaler.is_enabled():
         found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.verdicts.overflows)}
+    found[_TOKENS] = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
     sums = {name: watch.window(name, each) if watch else each for name, each in result.stats.items()}
     figures = _read(found | step.task.metrics(sums, training.done - 1))
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:
         _warn(training, figures)
     return figures
+
+
+def _count_tokens(stats: Stats) -> Tensor | float:
+    """Return the () number of tokens that were quantized; stages and parts share them."""
+    return next((each for name, each in stats.items() if name.split("/")[-1] == "tokens"), 0.0)
 
 
 def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
