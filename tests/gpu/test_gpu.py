@@ -148,3 +148,12 @@ def test_several_gpus_train_the_same_model_as_one(tmp_path, shards, count, paral
     command += ["-m", "vqclip.train", "--config", str(tmp_path / "config.json")]
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"VQCLIP_CACHE": str(tmp_path / "cache")})
     require_same(tmp_path / "more", tmp_path / "one", 1e-9)
+
+
+@pytest.mark.parametrize("count", [1, *WORLDS])
+def test_the_benchmark_runs(count):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["benchmarks/gpu.py", "--tiny", "--rounds", "1", "--steps", "2"]
+    done = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
+    assert "| vqclip, fsq |" in done.stdout
+    assert "Least time of all" in done.stdout
