@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.towers.image import ImageTower
@@ -34,16 +33,12 @@ class _Convolutions(nn.Module):
             )
             for before, after in zip([3, *channels], channels, strict=False)
         )
-        self.recompute = False
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = pixels
         for stage in self.stages:
-            x = checkpoint(stage, x, use_reentrant=False) if self.recompute else stage(x)
+            x = stage(x)
         return x.flatten(2).transpose(1, 2)
-
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        self.recompute = enable
 
 
 class ConvolutionalTowerConfig(TowerConfig):

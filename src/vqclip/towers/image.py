@@ -41,7 +41,7 @@ class ImageTower(Tower):
     """A backbone that turns pixels into patch features.
 
     Args:
-        backbone: module ``(B, 3, H, W) -> (B, N, D)``; ``set_grad_checkpointing`` is forwarded to it.
+        backbone: module ``(B, 3, H, W) -> (B, N, D)``.
         normalize: normalisation of the pixels.
 
     Attributes:
@@ -73,10 +73,6 @@ class ImageTower(Tower):
         """Return a black image ``(1, 3, H, W)``."""
         return self.normalize.mean.new_zeros(1, 3, self.image_size, self.image_size)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's activations in the backward pass, to save memory."""
-        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
-
 
 class _TimmFeatures(nn.Module):
     """A timm model's last feature map as ``(B, N, D)``, without prefix (class, register) tokens."""
@@ -93,9 +89,6 @@ class _TimmFeatures(nn.Module):
             return features[:, self.prefix :]
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
 
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        self.model.set_grad_checkpointing(enable)  # type: ignore[operator]
-
 
 class _OpenCLIPFeatures(nn.Module):
     """The last patch features of open_clip's own ViT as ``(B, N, D)``."""
@@ -111,9 +104,6 @@ class _OpenCLIPFeatures(nn.Module):
         )
         return out["image_intermediates"][-1]
 
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        self.visual.set_grad_checkpointing(enable)  # type: ignore[operator]
-
 
 class _ResNetFeatures(nn.Module):
     """The last feature map of open_clip's own ResNet as ``(B, N, D)``, without its pooling by attention."""
@@ -125,12 +115,6 @@ class _ResNetFeatures(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.visual(pixels).flatten(2).transpose(1, 2)
-
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        raise ConfigError(
-            "train.activation_checkpointing: got true; open_clip's ResNets cannot recompute their activations; "
-            "expected false, or train: none for this tower"
-        )
 
 
 class TimmTowerConfig(TowerConfig):

@@ -30,9 +30,6 @@ class TextNetwork(Protocol):
     def features(self, network: nn.Module, tokens: Tensor, real: Tensor) -> Tensor:
         """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``; B is at least 1."""
 
-    def set_grad_checkpointing(self, network: nn.Module, enable: bool) -> None:
-        """Recompute activations in the backward pass, or stop doing so."""
-
 
 class TextTower(Tower):
     """A text network that gives a feature for every token.
@@ -105,10 +102,6 @@ class TextTower(Tower):
         """Return a row of zeros ``(1, N)`` int64."""
         return torch.zeros(1, self.context_length, dtype=torch.int64, device=next(self.parameters()).device)
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the transformer's activations in the backward pass, to save memory."""
-        self.network.set_grad_checkpointing(self.transformer, enable)
-
 
 class OpenCLIPText:
     """Runs an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
@@ -134,10 +127,6 @@ class OpenCLIPText:
         visible = attendable(real)
         hidden = torch.zeros(visible.shape, dtype=dtype, device=real.device).masked_fill(~visible, float("-inf"))
         return repeat(hidden, "b keys -> (b heads) queries keys", heads=network.heads, queries=length)
-
-    def set_grad_checkpointing(self, network: Any, enable: bool) -> None:
-        """Recompute activations in the backward pass, or stop doing so."""
-        network.set_grad_checkpointing(enable)
 
 
 def attendable(real: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from vqclip.losses import weighted_total
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
+from vqclip.towers.blocks import Recomputed, recompute_blocks
 from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import GuardConfig, Guards
@@ -56,8 +57,10 @@ class ComputeConfig(Config):
     fp64 is for checking that processes agree."""
     compile: bool = False
     """Compile the model with `torch.compile`."""
-    activation_checkpointing: bool = False
-    """Recompute the towers' activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: Recomputed = False
+    """Activations that are recomputed in the backward pass: `true`, those of all blocks of the towers, for about a
+    third more compute; a number N, those of every N-th block; `operators`, those of all blocks but the outputs of
+    matrix products, convolutions and attention."""
     micro_batches: int = Field(1, ge=1)
     """Microbatches in which a process runs its part of the batch. Memory holds the activations of one microbatch. The
     gradient is the same, with all negatives of the global batch, for one more forward pass. Towers that draw random
@@ -126,8 +129,8 @@ class TrainStep(Generic[SamplesT]):
         ema: EmaConfig | None = None,
     ):
         self.task, self.optimizer, self.schedule = task, optimizer, schedule
-        if compute.activation_checkpointing:
-            task.set_grad_checkpointing()
+        training = [tower for tower in task.towers.values() if not tower.is_frozen]
+        recompute_blocks(training, compute.activation_checkpointing)
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed

@@ -51,13 +51,6 @@ class TransformersFeatures(nn.Module):
             return features.flatten(2).transpose(1, 2)
         return features[:, self.prefix :]
 
-    def set_grad_checkpointing(self, enable: bool) -> None:
-        """Recompute activations in the backward pass, or stop doing so."""
-        if enable:
-            self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            self.network.gradient_checkpointing_disable()
-
 
 class TransformersImageTowerConfig(TowerConfig):
     """An image encoder of transformers (extra ``transformers``)."""

@@ -54,13 +54,6 @@ class TransformersText:
         visible = F.pad(attendable(real), (0, 1), value=False)
         return network(input_ids=numbers, attention_mask=visible.long(), return_dict=True).last_hidden_state[:, :-1]
 
-    def set_grad_checkpointing(self, network: Any, enable: bool) -> None:
-        """Recompute activations in the backward pass, or stop doing so."""
-        if enable:
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            network.gradient_checkpointing_disable()
-
 
 class TransformersTextTowerConfig(TowerConfig):
     """A text encoder of transformers with its own vocabulary (extra ``transformers``)."""

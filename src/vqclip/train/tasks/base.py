@@ -130,9 +130,6 @@ class Task(ABC, Generic[SamplesT]):
     def mark_dynamic(self, local: SamplesT) -> None:
         """Mark the axes of the samples whose lengths differ between batches, for `torch.compile`."""
 
-    def set_grad_checkpointing(self) -> None:
-        """Recompute activations in the backward pass, where the model can."""
-
     def move_to_step(self, step: int) -> bool:
         """Change which parts train, as in step number ``step``; return whether this changes anything."""
         return False

@@ -163,12 +163,6 @@ class ContrastiveTask(Task[RankBatch]):
         """Mark the length of the captions: one graph for all lengths."""
         torch._dynamo.maybe_mark_dynamic(local.tokens, 1)
 
-    def set_grad_checkpointing(self) -> None:
-        """Recompute the activations of the towers that train."""
-        for tower in self.towers.values():
-            if not tower.is_frozen:
-                tower.set_grad_checkpointing()
-
     def move_to_step(self, step: int) -> bool:
         """Freeze and unfreeze the towers, the pixel decoder and the discriminators."""
         parts = [*self.towers.values(), *([] if self.reconstruction is None else [self.reconstruction])]

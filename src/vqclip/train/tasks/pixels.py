@@ -272,8 +272,8 @@ class PixelTrainConfig(TaskConfig):
             )
         if self.train.activation_checkpointing:
             raise ValueError(
-                "train.activation_checkpointing: got true with task: pixels, which trains no tower; expected false; "
-                "train.micro_batches saves memory"
+                f"train.activation_checkpointing: got {str(self.train.activation_checkpointing).lower()} with task: "
+                "pixels, which trains no tower; expected false; train.micro_batches saves memory"
             )
         cache = self.data.feature_cache
         if cache is not None and self.data.views is None:

@@ -1,0 +1,65 @@
+"""Blocks of a tower whose activations are recomputed in the backward pass.
+
+The forward of a block is replaced, whatever library the block comes from; names of weights stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from vqclip.errors import ConfigError
+from vqclip.towers.depth import block_names
+
+Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["operators"]
+"""True: every block; N: every N-th block; `operators`: all but the products of matrices of every block."""
+
+_aten = torch.ops.aten
+_KEPT = [
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default),
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+"""Operators whose outputs are kept: they take most of the time of a block."""
+
+
+def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
+    """Recompute the activations of the blocks of towers in the backward pass, with the same random numbers.
+
+    A forward without gradients is as before.
+
+    Args:
+        towers: changed in place; their blocks are those of `vqclip.towers.depth.block_names`.
+        which: blocks, counted in each tower, or operators, that are recomputed.
+
+    Raises:
+        ConfigError: every tower has fewer blocks than ``which``.
+    """
+    if which is False:
+        return
+    every = 1 if isinstance(which, bool | str) else which
+    blocks = [[each.get_submodule(name) for name in block_names(each)] for each in towers]
+    most = max(map(len, blocks), default=every)
+    if every > most:
+        raise ConfigError(
+            f"train.activation_checkpointing: got {every}, but no tower that trains has more than {most} blocks; "
+            f"expected at most {most}, or true for every block"
+        )
+    contexts = partial(create_selective_checkpoint_contexts, _KEPT) if which == "operators" else noop_context_fn
+    chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
+    for block in chosen:
+        block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
+
+
+def _recompute(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
