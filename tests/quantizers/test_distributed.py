@@ -170,6 +170,13 @@ def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]],
     with collectives() as second:
         assert all(a is b for a, b in zip(sync(together, order), together, strict=True))
     assert second == [], "statistics of all ranks are reduced again"
+    later = sync(stats, order, histograms=False)
+    for mine, partly, whole in zip(stats, later, together, strict=True):
+        assert partly.histograms == mine.histograms
+        assert all(torch.equal(partly[name], whole[name]) for name in partly.sums)
+    with collectives() as third:
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(sync(later), together, strict=True) for n in b)
+    assert third == ["all_reduce"]
     return [dict(entry) for entry in together], [dict(entry.sync(order)) for entry in stats], first
 
 

@@ -12,11 +12,12 @@ import torch
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
+from tests.ranks import for_each
 from tests.training import metrics, run_tree, weights
 from vqclip import dist
-from vqclip.errors import DistributedError, NonFiniteError
+from vqclip.errors import DistributedError, NonFiniteError, ShapeError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss
-from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfig
+from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfig, VQConfig, sync
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
@@ -220,7 +221,7 @@ class Watched:
         stats = self.quantizer(x).stats.local()
         self.watch.count({"image": stats}, torch.tensor(False))
         self.done += 1
-        metrics = self.quantizer.metrics(self.watch.window("image", stats))
+        metrics = self.quantizer.metrics(self.watch.windows({"image": stats})["image"])
         self.figures = {f"image/{name}": float(value) for name, value in metrics.items()}
         self.figures |= {"grad_norm": 1.0, "image/embedding_cosine": 0.5, "text/embedding_cosine": 0.5, **others}
         return self.watch.check(self.done, self.figures, {"image": self.quantizer.codebook_sizes}, loss, chance)
@@ -330,6 +331,38 @@ def test_windows_of_another_codebook_begin_anew():
     watched.watch.load_state_dict(former.watch.state_dict(), former.watch.tensors())
     watched.step(tokens(64, watched.quantizer))
     assert watched.figures["image/tokens"] == 64
+
+
+def figures_by_step(split, resumed):
+    """Metrics of a window by step; step 3 is skipped, and ``resumed`` says whether every step is one of a new run."""
+    torch.manual_seed(0)
+    quantizers = {"image": FSQConfig(levels=(4, 4)).build(), "text": VQConfig(dim=2, codebook_size=8).build()}
+    watch, found = CollapseConfig().build(), []
+    for step in range(8):
+        mine = tokens(48, quantizers["image"], step).split(list(split))[dist.rank()]
+        parts = [each(mine).stats for each in quantizers.values()]
+        stats = dict(zip(quantizers, sync(parts, histograms=False), strict=True))
+        if dist.is_distributed():
+            with pytest.raises(ShapeError, match="histograms of one"):
+                quantizers["image"].metrics(stats["image"])
+        watch.count(stats, torch.tensor(step == 3))
+        windows = watch.windows(stats)
+        of = {name: each.metrics(windows[name]) for name, each in quantizers.items()}
+        counts = {name: {"codes": each["codes"].tolist()} for name, each in windows.items()}
+        found.append({n: counts[n] | {key: float(value) for key, value in each.items()} for n, each in of.items()})
+        if resumed:
+            state, tensors = watch.state_dict(), watch.tensors()
+            watch = CollapseConfig().build()
+            watch.load_state_dict(state, tensors)
+    return found
+
+
+def test_windows_are_the_same_on_any_number_of_ranks_and_after_a_resume(ranks):
+    expected = figures_by_step((48,), False)
+    assert [int(each["image"]["tokens"]) for each in expected] == [48, 96, 144, 144, 192, 144, 192, 144]
+    for split in ((30, 18), (7, 0, 1, 40)):
+        for found in ranks(len(split), for_each, figures_by_step, [(split, False), (split, True)]):
+            assert found == [expected, expected]
 
 
 def test_too_few_tokens_tell_nothing():

@@ -54,8 +54,8 @@ CASES = {
     "residual": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
 }
-COUNTS = 2
-"""Further `all_gather` of a report: the counts of replaced samples."""
+REPORT = {"all_gather": 2, "reduce_": 1}
+"""Further exchanges of a report: the counts of replaced samples, and those of codes."""
 
 
 def stated_exchanges(parallel):
@@ -79,6 +79,6 @@ def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, r
             assert reads_of_report == {"train/callbacks/report.py:_read": 1}
             stated = Counter(stated_exchanges(name)) if world_size > 1 else Counter()
             assert len(stated) in (0, 7)
-            more = Counter({"all_gather": COUNTS}) if world_size > 1 else Counter()
+            more = Counter(REPORT) if world_size > 1 else Counter()
             assert calls == +stated
             assert calls_of_report == stated + more

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.checks import require_ids, require_vectors
 from vqclip.quantizers.prefix import Prefix
@@ -230,10 +230,15 @@ class Quantizer(nn.Module, ABC):
         bits. With several codebooks these are means (for bits, the sum), and ``0/usage``, ``1/usage``, ... describe
         each one. Codebooks with more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted, and
         ``tokens`` is then the only entry.
+
+        Raises:
+            ShapeError: the statistics cover all ranks, and their histograms this one.
         """
         metrics = {"tokens": stats["tokens"]}
         if "codes" not in stats:
             return metrics
+        if stats.is_global and stats.histograms:
+            raise ShapeError("metrics: got sums over all ranks with histograms of one; expected those of stats.sync()")
         metrics["usage_if_uniform"] = usage_if_uniform(stats["tokens"], stats["codes"].shape[-1])
         spread = perplexity(stats["codes"])
         for name, each in {"usage": usage(stats["codes"]), "perplexity": spread, "bits_used": spread.log2()}.items():
@@ -324,10 +329,9 @@ class Quantizer(nn.Module, ABC):
             keep: ``(T,)`` bool or None, True = real token.
         """
         count = keep.sum() if keep is not None else torch.full((), len(ids), dtype=torch.int64, device=ids.device)
-        sums = {"tokens": count}
-        if len(self.codebook_sizes) == 1 and self.codebook_sizes[0] <= MAX_COUNTED_CODES:
-            sums["codes"] = histogram(ids.squeeze(-1), self.codebook_sizes[0])
-        return Stats(sums)
+        if len(self.codebook_sizes) != 1 or self.codebook_sizes[0] > MAX_COUNTED_CODES:
+            return Stats({"tokens": count})
+        return Stats({"tokens": count}, histograms={"codes": histogram(ids.squeeze(-1), self.codebook_sizes[0])})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         # Codebooks stay in float32 under `.bfloat16()` and `.half()`: rounding would change the codes.

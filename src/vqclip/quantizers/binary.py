@@ -94,11 +94,11 @@ class BinaryQuantizer(Quantizer):
         if keep is not None:
             real = rearrange(keep, "t -> t 1")
             uncertainty, error = uncertainty * real, error * real
-        sums = dict(super()._statistics(bounded, values, ids, keep).sums)
-        sums.update(token_entropy=uncertainty.sum(dim=0), commitment=error.sum(dim=0))
+        counts = super()._statistics(bounded, values, ids, keep)
+        sums = counts.sums | {"token_entropy": uncertainty.sum(dim=0), "commitment": error.sum(dim=0)}
         if self.codebook_sizes[0] <= MAX_COUNTED_CODES:
             sums["code_mass"] = code_mass(logits, keep)
-        return Stats(sums)
+        return Stats(sums, histograms=counts.histograms)
 
 
 class BinaryLossWeights(Config):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.errors import ShapeError
 from vqclip.quantizers.draws import random_integers, random_order
+
+T = TypeVar("T")
 
 
 class Order(NamedTuple):
@@ -55,34 +58,37 @@ class Stats(Mapping[str, Tensor]):
     ``sync()`` joins ranks. A mean is computed only at the end, as reduced sum over reduced count: a mean of per-rank
     means is wrong when ranks have different numbers of tokens.
 
-    As a mapping it contains the sums, of this rank or of all ranks. Sums under ``own/`` are never reduced over ranks.
+    As a mapping it contains the sums and histograms, of this rank or of all ranks. Sums under
+    ``own/`` are never reduced over ranks.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
+        histograms: name → counts of codes that neither a loss nor an update reads; `sync` can leave them out.
         draws: name → request for tokens. The reduction replaces it by the sums ``<name>/vectors`` ``(M, G, D)`` and
             ``<name>/present`` ``(M, 1, 1)``, both 0 for draws without a token.
-        is_global: True if the sums cover all ranks.
+        is_global: True if the sums cover all ranks; ``histograms`` that are left are still those of this rank.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, Draw] = field(default_factory=dict)
     is_global: bool = False
+    histograms: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.sums[name]
+        return self.sums[name] if name in self.sums else self.histograms[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.sums)
+        return itertools.chain(self.sums, self.histograms)
 
     def __len__(self) -> int:
-        return len(self.sums)
+        return len(self.sums) + len(self.histograms)
 
     def __add__(self, other: Stats) -> Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
         drawn, also_drawn = ({name: draw.count for name, draw in stats.draws.items()} for stats in (self, other))
-        if self.sums.keys() != other.sums.keys() or drawn != also_drawn:
+        if self.keys() != other.keys() or drawn != also_drawn:
             raise ShapeError(
                 f"statistics of different quantizers, or from before and after an update: of {sorted(self)} and of "
                 f"{sorted(other)}, with draws {drawn} and {also_drawn}"
@@ -92,15 +98,13 @@ class Stats(Mapping[str, Tensor]):
         return Stats(
             {name: total + other.sums[name] for name, total in self.sums.items()},
             {name: _join_draws(draw, other.draws[name]) for name, draw in self.draws.items()},
+            histograms={name: counts + other.histograms[name] for name, counts in self.histograms.items()},
         )
 
     def under(self, prefix: str) -> Stats:
         """Return the entries whose names begin with ``prefix/``, without the prefix: the inverse of `nest`."""
-        start = len(prefix) + 1
         return Stats(
-            {name[start:]: total for name, total in self.sums.items() if name.startswith(f"{prefix}/")},
-            {name[start:]: draw for name, draw in self.draws.items() if name.startswith(f"{prefix}/")},
-            self.is_global,
+            _under(prefix, self.sums), _under(prefix, self.draws), self.is_global, _under(prefix, self.histograms)
         )
 
     @staticmethod
@@ -109,17 +113,20 @@ class Stats(Mapping[str, Tensor]):
         return Stats(
             {f"{prefix}/{name}": total for prefix, part in parts.items() for name, total in part.sums.items()},
             {f"{prefix}/{name}": draw for prefix, part in parts.items() for name, draw in part.draws.items()},
+            histograms={
+                f"{prefix}/{name}": counts for prefix, part in parts.items() for name, counts in part.histograms.items()
+            },
         )
 
     def detach(self) -> Stats:
         """Return the sums without gradient, e.g. for a running total for `Quantizer.metrics`."""
-        return Stats({name: total.detach() for name, total in self.sums.items()}, self.draws, self.is_global)
+        return replace(self, sums={name: total.detach() for name, total in self.sums.items()})
 
     def local(self) -> Stats:
         """Return the sums marked as global, as for a single rank, so that `Quantizer.losses` needs no collective."""
-        if self.is_global:
+        if self.is_global and not self.histograms:
             return self
-        return Stats(self.sums | _draw_tokens(self.draws, None), is_global=True)
+        return Stats(self.sums | self.histograms | _draw_tokens(self.draws, None), is_global=True)
 
     def sync(self, order: Order | None = None) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.
@@ -129,7 +136,7 @@ class Stats(Mapping[str, Tensor]):
         return sync([self], order)[0]
 
 
-def sync(stats: Sequence[Stats], order: Order | None = None) -> list[Stats]:
+def sync(stats: Sequence[Stats], order: Order | None = None, histograms: bool = True) -> list[Stats]:
     """Reduce several statistics over all ranks in one collective, keeping gradients.
 
     Call it once per step on the statistics of all quantizers of both modalities; `Quantizer.losses` and
@@ -145,6 +152,7 @@ def sync(stats: Sequence[Stats], order: Order | None = None) -> list[Stats]:
         order: positions of this rank's samples in the global batch, for draws. By default every real token counts as a
             sample, rank after rank. If there is anything to draw, this takes a second, small collective, for the
             numbers of tokens.
+        histograms: False: leave ``histograms`` as they are, of this rank; another `sync` of the result reduces them.
 
     Returns:
         One global `Stats` for each given one: counts in their integer dtype, floating-point sums in float64 (unchanged
@@ -152,16 +160,18 @@ def sync(stats: Sequence[Stats], order: Order | None = None) -> list[Stats]:
     """
     if dist.world_size() == 1 and order is None:
         return [entry.local() for entry in stats]
-    orders = _orders(stats, order)
-    pending = [None if entry.is_global else _split(entry, each) for entry, each in zip(stats, orders, strict=True)]
-    parts = [total.double().flatten() for both in pending if both for total in both[0].values()]
+    included = histograms or dist.world_size() == 1
+    pending = [_split(entry, each, included) for entry, each in zip(stats, _orders(stats, order), strict=True)]
+    parts = [total.double().flatten() for travels, _ in pending for total in travels.values()]
     if not parts:
         return list(stats)
     flat = dist.replicated_sum(torch.cat(parts))
     reduced = iter(flat.split([part.numel() for part in parts]))
     return [
-        entry if both is None else Stats(_unpack_sums(both[0], reduced) | both[1], is_global=True)
-        for entry, both in zip(stats, pending, strict=True)
+        Stats(_unpack_sums(travels, reduced) | stays, {}, True, {} if included else entry.histograms)
+        if travels or not entry.is_global
+        else entry
+        for entry, (travels, stays) in zip(stats, pending, strict=True)
     ]
 
 
@@ -173,14 +183,21 @@ def _is_own(name: str) -> bool:
     return OWN.removesuffix("/") in name.split("/")[:-1]
 
 
-def _split(entry: Stats, order: Order | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the sums to reduce over ranks and those that stay on this rank, with draws fulfilled."""
+def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{prefix}/"): each for name, each in named.items() if name.startswith(f"{prefix}/")}
+
+
+def _split(entry: Stats, order: Order | None, histograms: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the sums to reduce over ranks and those that do not change, with draws fulfilled."""
+    counts = entry.histograms if histograms else {}
+    if entry.is_global:
+        return counts, entry.sums
     shared = {name: draw for name, draw in entry.draws.items() if draw.shared}
     alone = {name: draw for name, draw in entry.draws.items() if not draw.shared}
     travels = {name: total for name, total in entry.sums.items() if not _is_own(name)}
     stays = {name: total for name, total in entry.sums.items() if _is_own(name)}
     here = order and Order(torch.arange(len(order.places), device=order.places.device), len(order.places))
-    return travels | _draw_tokens(shared, order), stays | _draw_tokens(alone, here)
+    return travels | counts | _draw_tokens(shared, order), stays | _draw_tokens(alone, here)
 
 
 def _orders(stats: Sequence[Stats], order: Order | None) -> list[Order | None]:

@@ -143,14 +143,14 @@ class Checkpointer:
         self._shard_files.write(copied, folder)
 
     def _copy(self) -> _Copied:
-        """Copy the tensors of a checkpoint to host memory. A collective if weights are in shards.
+        """Copy the tensors of a checkpoint to host memory. A collective.
 
         Each rank copies what it writes, and rank 0 everything if it alone sees the folder.
         """
         step, sharding = self.step, self.step.sharding
-        beside, model = self._beside_the_model(), self._model_tensors()
+        windows, beside, model = step.guards.tensors(), self._beside_the_model(), self._model_tensors()
         if sharding is not None and self._shard_files is not None:
-            moments, beside = checkpoint.optimizer_tensors(step.optimizer), step.guards.tensors() | beside
+            moments, beside = checkpoint.optimizer_tensors(step.optimizer), windows | beside
             files = {
                 checkpoint.MODEL_FILE: {name: (name, each) for name, each in model.items()},
                 checkpoint.OPTIMIZER_FILE: {name: (name.partition("/")[0], each) for name, each in moments.items()},
@@ -163,11 +163,11 @@ class Checkpointer:
         if sharding is not None:
             beside = {f"{AVERAGE}{name}": each for name, each in sharding.gather(_averages(step)).items()}
             copied = sharding.gather(model), sharding.gather_optimizer(step.optimizer)
-            return _Copied(*copied, self._state.copy(step.guards.tensors()) | beside)
+            return _Copied(*copied, self._state.copy(windows) | beside)
         if not dist.is_main():
             return _Copied({}, checkpoint.OptimizerState("", [], {}), {})
         optimizer = checkpoint.pack_optimizer(step.optimizer, self._optimizer)
-        return _Copied(self._model.copy(model), optimizer, self._state.copy(step.guards.tensors() | beside))
+        return _Copied(self._model.copy(model), optimizer, self._state.copy(windows | beside))
 
     def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
         # The copy of a run at a URL keeps the newest one there too: without it, this one would not be uploaded later.

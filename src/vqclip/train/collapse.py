@@ -1,7 +1,8 @@
 """Detection of runs that no longer learn and of codebooks that have collapsed.
 
-every step:    count(stats)       code counts of the global batch, added to a sliding window of tokens
-every report:  check(figures)     gradient of 0? all embeddings equal? loss at chance? few codes in use?
+every step:    count(stats)       code counts, added to a sliding window of tokens; no collective
+every report:  windows(stats)     the window, summed over ranks
+               check(figures)     gradient of 0? all embeddings equal? loss at chance? few codes in use?
                                   warn once for each sign, when it has lasted `steps` steps
 at the end:    health()           verdict for the summary
 """
@@ -15,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import first_names
@@ -83,8 +85,9 @@ class CollapseWatch:
     """Watch for collapse: counts codes over a window of tokens, checks every report, and warns once for each sign.
 
     A window contains the last T to 2 T tokens of a codebook of K codes, T = ``TOKENS_PER_CODE`` K, plus those of a
-    step. It has two parts; the older one is dropped when the newer one is full. Counts are over the global batch, so
-    they are the same for any number of processes. A window needs two int64 numbers per code.
+    step. It has two parts; the older one is dropped when the newer one is full. Each rank counts a share of the global
+    batch: its own codes, or on rank 0 those that are reduced already. The sum over ranks is the same for any number of
+    processes. A window needs two int64 numbers per code.
 
     Args:
         config: thresholds.
@@ -95,7 +98,8 @@ class CollapseWatch:
         self._last = 0
         """Step of the last report; 0 before the first."""
         self._windows: dict[str, Tensor] = {}
-        """``image/0/codes`` → ``(2, 1 + C K)`` int64: tokens and code counts of the older and of the newer part."""
+        """``image/0/codes`` → ``(2, 1 + C K)`` int64: tokens of the global batch and this rank's share of the
+        code counts, of the older and of the newer part."""
         self._since: dict[str, int] = {}
         self._reported: dict[str, str] = {}
         """Present signs that were reported → their last text."""
@@ -108,13 +112,14 @@ class CollapseWatch:
         """Add the codes of a step to the windows, without waiting for the device.
 
         Args:
-            stats: by modality, over the global batch.
+            stats: by modality, over the global batch; `Stats.histograms` of this rank.
             skip: () bool on the device, True for a step that does not count.
         """
         windows = {}
         for modality, name in ((modality, name) for modality, each in stats.items() for name in _code_counts(each)):
             codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
-            new = torch.cat((tokens.view(1), codes.flatten()))
+            is_mine = name in stats[modality].histograms or dist.is_main()
+            new = torch.cat((tokens.view(1), codes.flatten() * is_mine))
             window = self._windows.get(f"{modality}/{name}")
             if window is None or window.shape[1] != len(new):  # another codebook, where the run allows it on resume
                 window = new.new_zeros(2, len(new))
@@ -124,14 +129,21 @@ class CollapseWatch:
             windows[f"{modality}/{name}"] = torch.where(skip, torch.stack((older, newer)), torch.stack(parts))
         self._windows = windows
 
-    def window(self, modality: str, stats: Stats) -> Stats:
-        """Return the statistics of a step, with the codes and tokens of the window in place of its own."""
-        sums = dict(stats)
-        for name in _code_counts(stats):
-            if f"{modality}/{name}" in self._windows:
-                tokens, codes = self._windows[f"{modality}/{name}"].sum(dim=0).tensor_split([1])
-                sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(stats[name])}
-        return Stats(sums, is_global=True)
+    def windows(self, stats: Mapping[str, Stats]) -> dict[str, Stats]:
+        """Return the newest statistics, with the codes and tokens of the window in place of their own. A collective.
+
+        Args:
+            stats: those of the newest `count`.
+        """
+        windows = _sum_over_ranks({name: each.sum(dim=0, keepdim=True) for name, each in self._windows.items()})
+        found = {}
+        for modality, each in stats.items():
+            sums = dict(each)
+            for name in _code_counts(each):
+                tokens, codes = windows[f"{modality}/{name}"].flatten().tensor_split([1])
+                sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(each[name])}
+            found[modality] = Stats(sums, is_global=True)
+        return found
 
     def check(
         self, done: int, figures: Mapping[str, float], sizes: Mapping[str, Sequence[int]], loss: float, chance: float
@@ -201,11 +213,11 @@ class CollapseWatch:
         return {"last": self._last, "seen": self._seen, **plain}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the windows, which are never changed in place."""
-        return dict(self._windows)
+        """Return the windows over all ranks. A collective."""
+        return _sum_over_ranks(self._windows)
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore the results of `state_dict` and `tensors`.
+        """Restore the results of `state_dict` and `tensors`, the same on every rank.
 
         Raises:
             ValueError: they could not have given this.
@@ -219,7 +231,10 @@ class CollapseWatch:
         plain = _State.model_validate(state).model_dump()
         self._last, self._since, self._reported = plain["last"], plain["since"], plain["told"]
         self._seen = dict.fromkeys(self._reported, self._last) | plain["seen"]
-        self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], dict(tensors)
+        self._warnings, self._codebooks, self._windows = plain["warnings"], plain["codebooks"], {}
+        for name, window in tensors.items():  # rank 0 has the counts of all ranks until now
+            counts = window[:, 1:] * dist.is_main()
+            self._windows[name] = torch.cat((window[:, :1], counts), dim=1)
 
 
 _AT_ONCE = {"gradient", "image embeddings", "text embeddings"}
@@ -229,6 +244,16 @@ def mean_cosine(embedded: Stats, modality: str) -> Tensor:
     """Return the () mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
     count = embedded["count"].double()
     return (embedded[modality].double().square().sum() - count) / (count * (count - 1)).clamp(min=1)
+
+
+def _sum_over_ranks(windows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return windows ``(n, 1 + C K)`` with the code counts of all ranks, in one exchange."""
+    if not windows:
+        return {}
+    counts = [each[:, 1:] for each in windows.values()]
+    flat = dist.reduce_(torch.cat([each.flatten() for each in counts]))
+    parts = zip(windows.items(), flat.split([each.numel() for each in counts]), strict=True)
+    return {name: torch.cat((each[:, :1], part.view(len(each), -1)), dim=1) for (name, each), part in parts}
 
 
 def _code_counts(stats: Stats) -> list[str]:

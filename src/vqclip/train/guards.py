@@ -178,7 +178,7 @@ class Guards:
         return {"skipped": self.skipped, "losses": losses, "collapse": collapse, "divergence": divergence}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the state."""
+        """Return the tensors of the state. A collective."""
         return self.collapse.tensors() if self.collapse else {}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:

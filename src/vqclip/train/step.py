@@ -91,7 +91,8 @@ class StepResult:
     lr: float
     """Learning rate of this step."""
     stats: dict[str, Stats]
-    """Name → sums over the global batch; those of quantizers, in contrastive training, as ``image`` and ``text``."""
+    """Name → sums over the global batch; those of quantizers, in contrastive training, as ``image`` and ``text``. Their
+    `Stats.histograms` are of this rank's samples; `Stats.sync` is a collective that reduces them."""
     figures: dict[str, Tensor]
     """Further () figures of the task, named as in ``metrics.jsonl``, such as ``temperature/scale``."""
     skip: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.quantizers import Stats
+from vqclip.quantizers import Stats, sync
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.speed import SpeedMeter
 
@@ -65,7 +65,7 @@ class ReportMetrics(Callback):
 
 
 def _metrics(training: Training) -> dict[str, float]:
-    """Return the metrics of the last step, those of codebooks over a window of tokens."""
+    """Return the metrics of the last step, those of codebooks over a window of tokens. A collective."""
     step, result = training.step, training.result
     watch = step.guards.collapse
     found: dict[str, float | Tensor] = {f"loss/{name}": term for name, term in result.terms.items()}
@@ -73,7 +73,10 @@ def _metrics(training: Training) -> dict[str, float]:
     if step.scaler.is_enabled():
         found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.verdicts.overflows)}
     found[_TOKENS] = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
-    sums = {name: watch.window(name, each) if watch else each for name, each in result.stats.items()}
+    if watch is None:
+        sums = dict(zip(result.stats, sync([*result.stats.values()]), strict=True))
+    else:
+        sums = watch.windows(result.stats)
     figures = _read(found | step.task.metrics(sums, training.done - 1))
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:

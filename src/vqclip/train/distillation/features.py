@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -123,18 +124,14 @@ class ComparedCLIP(nn.Module):
             return out
         found = {name: self.comparisons[name](features, targets[name], mask) for name in names}
         sums = Stats.nest({PREFIX: Stats.nest(found)})
-        return out._replace(stats=Stats(out.stats.sums | sums.sums, out.stats.draws))
+        return out._replace(stats=replace(out.stats, sums=out.stats.sums | sums.sums))
 
 
 def separate_sums(stats: Mapping[str, Stats]) -> tuple[dict[str, Stats], Stats]:
     """Separate the quantizers' statistics, by modality, from the sums of distillation, ``<term>/sum`` and so on."""
     start = f"{PREFIX}/"
     own = {
-        modality: Stats(
-            {name: total for name, total in each.sums.items() if not name.startswith(start)},
-            each.draws,
-            each.is_global,
-        )
+        modality: replace(each, sums={name: total for name, total in each.sums.items() if not name.startswith(start)})
         for modality, each in stats.items()
     }
     sums = {name: total for each in stats.values() for name, total in each.under(PREFIX).items()}

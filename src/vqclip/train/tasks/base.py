@@ -99,7 +99,10 @@ class Task(ABC, Generic[SamplesT]):
 
     @abstractmethod
     def reduce(self, out: TaskOutput, local: SamplesT) -> dict[str, Stats]:
-        """Return the sums of `TaskOutput.stats`, and further ones, over all ranks. One collective."""
+        """Return the sums of `TaskOutput.stats`, and further ones, over all ranks. One collective.
+
+        `Stats.histograms` stay those of this rank.
+        """
 
     @abstractmethod
     def losses(

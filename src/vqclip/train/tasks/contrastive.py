@@ -117,7 +117,7 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
-        *found, embedded = sync([*out.stats.values(), Stats(totals)], local.order)
+        *found, embedded = sync([*out.stats.values(), Stats(totals)], local.order, histograms=False)
         sums = dict(zip(out.stats, found, strict=True))
         stats, followed = separate_sums({name: sums.pop(name) for name in ("image", "text")})
         return sums | stats | {"embedded": embedded, "distillation": followed}

@@ -150,7 +150,7 @@ class PixelTask(Task[PixelBatch]):
 
     def reduce(self, out: TaskOutput, local: PixelBatch) -> dict[str, Stats]:
         """Return the sums over all ranks."""
-        return dict(zip(out.stats, sync([*out.stats.values()], local.order), strict=True))
+        return dict(zip(out.stats, sync([*out.stats.values()], local.order, histograms=False), strict=True))
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[PixelBatch], step: int
