@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from vqclip.errors import ConfigError
 from vqclip.towers.depth import block_names
@@ -53,13 +53,13 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
             f"train.activation_checkpointing: got {every}, but no tower that trains has more than {most} blocks; "
             f"expected at most {most}, or true for every block"
         )
-    contexts = partial(create_selective_checkpoint_contexts, _KEPT) if which == "operators" else noop_context_fn
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)} if which == "operators" else {}
     chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
     for block in chosen:
         block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
 
 
-def _recompute(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **options: Any) -> Any:
+def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
