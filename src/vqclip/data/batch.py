@@ -56,6 +56,8 @@ class Batch:
     teachers compute."""
     captions: tuple[str, ...] = ()
     """B captions, for models with another vocabulary."""
+    draws: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → ``(B,)`` float32: draws of the augmentation that is left to the device; see `vqclip.data.augment`."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -70,6 +72,7 @@ class Batch:
             labels=self.labels.pin_memory(),
             places=self.places.pin_memory(),
             features={name: each.pin_memory() for name, each in self.features.items()},
+            draws={name: each.pin_memory() for name, each in self.draws.items()},
         )
 
 

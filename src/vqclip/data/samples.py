@@ -41,6 +41,8 @@ class Sample(NamedTuple):
     label: int
     features: Mapping[str, Tensor]
     """Name → ``(N, D)`` from the feature cache."""
+    draws: Sequence[float] = ()
+    """Draws of the augmentation that is left to the device."""
 
 
 def read_decoded(source: Source, index: int, max_pixels: int, min_side: int | None = None) -> tuple[RawSample, Tensor]:
@@ -89,7 +91,7 @@ class SampleMaker:
         """Stored features by name; those of ``image`` replace the images."""
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""
-        self._transform = transform
+        self.transform = transform
         self._max_pixels = max_pixels
         self._augmentation = KeyedGenerator(derive_seed(seed, "data", "augmentation"))
         self._caption_seed = derive_seed(seed, "data", "caption")
@@ -124,8 +126,9 @@ class SampleMaker:
             DataError: the sample is bad, as in `make`.
         """
         assert self.views is not None
-        _, image = read_decoded(*self.locate(sample_id), self._max_pixels, self._transform.min_side)
-        return torch.stack([self._view(image, view, sample_id) for view in range(self.views)])
+        _, image = read_decoded(*self.locate(sample_id), self._max_pixels, self.transform.min_side)
+        draws = (self._augmentation.at(view, sample_id) for view in range(self.views))
+        return torch.stack([self.transform(image, rng) for rng in draws])
 
     def read_captions(self, sample_id: int) -> tuple[str, ...]:
         """Return all captions of a sample.
@@ -145,11 +148,15 @@ class SampleMaker:
         return int(self.first_ids[source]) + index
 
     def _make(self, source: int, index: int, epoch: int) -> Sample:
-        sample_id, image, stored = self._id(source, index), None, self.features
+        sample_id, image, draws, stored = self._id(source, index), None, dict[str, float](), self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
         if "image" not in stored:
-            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self._transform.min_side)
-            image = self._view(decoded, view, sample_id)
+            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self.transform.min_side)
+            rng = self._augmentation.at(view, sample_id)
+            if self.transform.config.on_device:
+                image, draws = self.transform.crop(decoded, rng), self.transform.draw(rng)
+            else:
+                image = self.transform(decoded, rng)
         else:
             raw = self.sources[source].read(index)
         choice = 0
@@ -157,7 +164,4 @@ class SampleMaker:
             choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
         entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
         features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
-        return Sample(image, raw.captions[choice], sample_id, raw.label, features)
-
-    def _view(self, image: Tensor, view: int, sample_id: int) -> Tensor:
-        return self._transform(image, self._augmentation.at(view, sample_id))
+        return Sample(image, raw.captions[choice], sample_id, raw.label, features, [*draws.values()])

@@ -8,6 +8,7 @@ on the worker nor on the rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -61,10 +62,14 @@ class TrainTransformConfig(Config):
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, where no crop is enlarged by it: less time, other pixels.
     Files with EXIF, or in CMYK, are decoded in full."""
 
+    on_device: bool = False
+    """Crop in the data workers, and do all else for the whole batch on the device of the training: same draws, and
+    pixels that differ by rounding."""
+
     @model_serializer(mode="wrap")
-    def _omit_dct_scaling(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off, so that runs and features from before this setting are continued."""
-        return {name: value for name, value in dump(self).items() if name != "dct_scaling" or value}
+    def _omit_what_is_off(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off, so that runs and features from before these settings are continued."""
+        return {name: value for name, value in dump(self).items() if value or name not in ("dct_scaling", "on_device")}
 
     @model_validator(mode="after")
     def _check_ranges(self) -> TrainTransformConfig:
@@ -108,55 +113,67 @@ class TrainTransform:
         self.min_side = _shortest_side(config, image_size) if config.dct_scaling else None
         """Shorter side that decoded images should have at least; None: images are decoded in full."""
         self._interpolation = InterpolationMode(config.interpolation)
-        self._moves = config.rotation > 0 or config.translation > 0
-        self._colours = any((config.brightness, config.contrast, config.saturation, config.hue))
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
+        return self._change(self.crop(image, rng), self.draw(rng))
+
+    def crop(self, image: Tensor, rng: np.random.Generator) -> Tensor:
+        """Crop at random and resize: ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
         _check_image(image)
-        config = self.config
+        config, size = self.config, (self.image_size, self.image_size)
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
-        image = _resize(image[:, top : top + height, left : left + width], self._size, self._interpolation)
-        if self._moves:
-            image = self._move(image, rng)
-        if config.flip and rng.random() < config.flip:
-            image = image.flip(2)
-        if config.vertical_flip and rng.random() < config.vertical_flip:
-            image = image.flip(1)
+        return _resize(image[:, top : top + height, left : left + width], size, self._interpolation)
+
+    def draw(self, rng: np.random.Generator) -> dict[str, float]:
+        """Draw what comes after the crop, by name; `draw_names` are those of this configuration, in this order.
+
+        They are ``angle`` in degrees clockwise, ``right`` and ``down`` in pixels, ``flip`` and ``vertical_flip`` (0 or
+        1), quarter ``turns`` counterclockwise (0 to 3), factors of ``brightness``, ``contrast`` and ``saturation``, and
+        the shift of the ``hue`` as a fraction of the colour circle.
+        """
+        config, draws = self.config, dict[str, float]()
+        if config.rotation > 0 or config.translation > 0:
+            turn, right, down = rng.uniform(-1, 1, 3)
+            reach = config.translation * self.image_size
+            draws |= {"angle": turn * config.rotation, "right": round(right * reach), "down": round(down * reach)}
+        for name in ("flip", "vertical_flip"):
+            if probability := getattr(config, name):
+                draws[name] = float(rng.random() < probability)
         if config.quarter_turns:
-            image = image.rot90(int(rng.integers(4)), (1, 2))
-        if self._colours:
-            image = self._recolour(image, rng)
-        return image
+            draws["turns"] = int(rng.integers(4))
+        strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
+        if any(strengths.values()):
+            changes = dict(zip(strengths, rng.uniform(-1, 1, 4), strict=True))
+            draws |= {name: changes[name] * each + (name != "hue") for name, each in strengths.items() if each}
+        return draws
 
     @property
-    def _size(self) -> tuple[int, int]:
-        return self.image_size, self.image_size
+    def draw_names(self) -> list[str]:
+        """Names of the draws."""
+        return [*self.draw(np.random.default_rng(0))]
 
-    def _move(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        turn, right, down = rng.uniform(-1, 1, 3)
-        reach = self.config.translation * self.image_size
-        return F.affine(
-            image,
-            angle=float(turn * self.config.rotation),
-            translate=[round(right * reach), round(down * reach)],
-            scale=1.0,
-            shear=[0.0, 0.0],
-            interpolation=InterpolationMode.BILINEAR,
-            fill=[255.0, 255.0, 255.0],
-        )
-
-    def _recolour(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        config = self.config
-        brightness, contrast, saturation, hue = rng.uniform(-1, 1, 4)
-        if config.brightness:
-            image = F.adjust_brightness(image, 1 + brightness * config.brightness)
-        if config.contrast:
-            image = F.adjust_contrast(image, 1 + contrast * config.contrast)
-        if config.saturation:
-            image = F.adjust_saturation(image, 1 + saturation * config.saturation)
-        if config.hue:
-            image = F.adjust_hue(image, hue * config.hue)
+    @staticmethod
+    def _change(image: Tensor, draws: Mapping[str, float]) -> Tensor:
+        if "angle" in draws:
+            image = F.affine(
+                image,
+                angle=float(draws["angle"]),
+                translate=[draws["right"], draws["down"]],
+                scale=1.0,
+                shear=[0.0, 0.0],
+                interpolation=InterpolationMode.BILINEAR,
+                fill=[255.0, 255.0, 255.0],
+            )
+        if draws.get("flip"):
+            image = image.flip(2)
+        if draws.get("vertical_flip"):
+            image = image.flip(1)
+        if "turns" in draws:
+            image = image.rot90(int(draws["turns"]), (1, 2))
+        for name in ("brightness", "contrast", "saturation", "hue"):
+            if name in draws:
+                image = getattr(F, f"adjust_{name}")(image, draws[name])
         return image
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from vqclip.data import Batch
+from vqclip.data.augment import augment
 from vqclip.losses import Positives, pair_keys
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
 from vqclip.quantizers import Order
 
-__all__ = ["RankBatch", "copy_to_device", "make_rank_batch"]
+__all__ = ["RankBatch", "copy_images", "make_rank_batch"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy tensors of the host to a device; on a GPU without waiting for the computation of the step before.
 
     The copies run on a stream of their own, for which the current stream waits. They overlap if the tensors are in
@@ -77,6 +78,18 @@ def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[
     return copies
 
 
+def copy_images(batch: Batch, others: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """Copy the images of a batch and other tensors to a device, and augment the images there if that is left to it.
+
+    Returns:
+        ``(B, 3, H, W)`` uint8, and the other tensors.
+    """
+    copies = _copy_to_device({**others, "images": batch.images}, device)
+    draws = _copy_to_device(batch.draws, device)
+    images = copies.pop("images")
+    return (augment(images, draws) if draws else images), copies
+
+
 def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:
     """Move a batch to the model's device, and run the frozen towers whose features are not in the cache.
 
@@ -89,9 +102,10 @@ def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, prec
         precision: of the step.
     """
     device, dtype = model.logit_scale.device, model.image.pool.position.dtype
-    named = {"images": batch.images, "texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
-    copies = copy_to_device(named | {f"features/{name}": each for name, each in batch.features.items()}, device)
-    images, tokens, places, sample_ids = (copies[name] for name in named)
+    named = {"texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
+    stored = {f"features/{name}": each for name, each in batch.features.items()}
+    images, copies = copy_images(batch, named | stored, device)
+    tokens, places, sample_ids = (copies[name] for name in named)
     keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
     features = {name: copies[f"features/{name}"].to(dtype) for name in batch.features}
     for tokenizer, inputs in ((model.image, images), (model.text, tokens)):

@@ -47,7 +47,7 @@ from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_makers import FeatureMaker
 from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
-from vqclip.train.rank_batch import copy_to_device
+from vqclip.train.rank_batch import copy_images
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.output import TaskOutput
 
@@ -137,12 +137,11 @@ class PixelTask(Task[PixelBatch]):
     def local(self, batch: Batch) -> PixelBatch:
         """Move the images to the device, and encode them unless their ids are stored."""
         stored = {IDS: batch.features[IDS]} if IDS in batch.features else {}
-        copies = copy_to_device({"images": batch.images, "places": batch.places} | stored, self.device)
-        images, places = copies["images"], copies["places"]
+        images, copies = copy_images(batch, {"places": batch.places} | stored, self.device)
         ids = copies[IDS].long() if stored else self.encode(images)
         with torch.no_grad():
             vectors = self.image.quantizer.decode(ids)
-        return PixelBatch(images, vectors, Order(places, batch.global_size))
+        return PixelBatch(images, vectors, Order(copies["places"], batch.global_size))
 
     def run(self, network: nn.Module, local: PixelBatch, step: int) -> TaskOutput:
         """Return the sums of the losses."""
