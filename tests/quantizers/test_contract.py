@@ -566,6 +566,7 @@ def short_lived(config: QuantizerConfig) -> Quantizer:
     for part in quantizer.parts():
         if isinstance(part, VQ):
             part.decay, part.dead_below = 0.5, 0.9
+            part._refresh_draws()
     quantizer.set_seed(7)
     return quantizer
 

@@ -154,15 +154,19 @@ def test_one_stage_is_the_layer(layer: Quantizer) -> None:
     assert torch.equal(quantizer(x).vectors, layer(x).vectors)
 
 
-def test_stages_that_start_one_by_one_compile_twice() -> None:
+def test_stages_that_start_one_by_one_compile_once_and_draw_in_turn() -> None:
     torch._dynamo.reset()
     quantizer = Residual(VQ(4, 8), 5)
     frames = CompileCounter()
     compiled = torch.compile(quantizer, fullgraph=True, backend=frames)
-    for _ in range(7):
-        quantizer.update(compiled(torch.randn(200, 4)).stats)
+    for step in range(7):
+        stats = compiled(torch.randn(200, 4)).stats
+        assert [int(draw.count) for draw in stats.draws.values()] == [64 if i == step else 8 for i in range(5)]
+        quantizer.update(stats)
+        if step == 2:
+            quantizer.load_state_dict(quantizer.state_dict())
     assert quantizer.started
-    assert frames.frame_count == 2
+    assert frames.frame_count == 1
 
 
 def test_wrong_numbers() -> None:

@@ -26,8 +26,10 @@ HOST_ONLY = {
     "dist/_control.py:end",
     "dist/_control.py:gather_json",
     "train/verdicts.py:read",
+    "quantizers/stats.py:number",
 }
-"""Reads of what is never on the device: the loader's batch, messages of ranks, a copy that was made a step before."""
+"""Reads of what is never on the device: the loader's batch, messages of ranks, a copy that was made a step before, the
+number of tokens to draw."""
 
 
 def count_waits(tree, cache):

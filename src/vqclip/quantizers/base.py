@@ -82,9 +82,6 @@ class Quantizer(nn.Module, ABC):
         self.loss_weights = dict(loss_weights or {})
         self.key = 0
         """Key of this quantizer's random draws; equal for all quantizers until `set_seed` is called."""
-        self.waiting = False
-        """True while any stage of the same `Residual` is not initialised. Until then forward draws tokens for
-        initialisation, so that a compiled forward changes once and not for every stage."""
 
     @property
     def bits(self) -> float:
@@ -282,6 +279,9 @@ class Quantizer(nn.Module, ABC):
     def started(self) -> bool:
         """True if the codebook is initialised; see `update`."""
         return True
+
+    def set_turn(self, is_next: bool) -> None:
+        """Allow the codebook to be initialised in the next `update`: False while an earlier stage is to be."""
 
     @property
     def rank_local(self) -> bool:

@@ -70,8 +70,8 @@ class Residual(Quantizer):
         self.dropout = dropout
         self.least = least
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        _refresh_waiting(self)
-        self.register_load_state_dict_post_hook(_refresh_waiting)
+        _refresh_turns(self)
+        self.register_load_state_dict_post_hook(_refresh_turns)
 
     @property
     def depth(self) -> int:
@@ -126,7 +126,7 @@ class Residual(Quantizer):
             stage.update(stats.under(str(i)), start)
             # A stage that has just been initialised changes the remainder: the next one starts in the next step.
             start = start and already
-        _refresh_waiting(self)
+        _refresh_turns(self)
         if self.training:
             self.step.add_(1)
 
@@ -176,12 +176,14 @@ class Residual(Quantizer):
         return (ratio.double() ** stage).float() if isinstance(ratio, Tensor) else ratio**stage
 
 
-def _refresh_waiting(module: nn.Module, keys: object = None) -> None:
-    """Update `Quantizer.waiting` of all stages. As a load hook it runs after those of the stages."""
+def _refresh_turns(module: nn.Module, keys: object = None) -> None:
+    """Let the first codebook that is not initialised be the next. As a load hook it runs after those of the stages."""
     assert isinstance(module, Residual)
-    waiting = not module.started
+    is_next = True
     for part in module.parts():
-        part.waiting = waiting
+        if len(part.parts()) == 1:  # has the codebook itself
+            part.set_turn(is_next)
+            is_next = is_next and part.started
 
 
 def _check_least(depth: int, least: int) -> None:

@@ -40,14 +40,19 @@ class Draw:
 
     stream: Tensor
     """() int64, the random stream, equal on all ranks; see `vqclip.quantizers.draws`."""
-    count: int
-    """M, the number of draws. Draws beyond the number of tokens return nothing."""
+    count: Tensor | int
+    """M, the number of draws. As () int64 on the CPU, one compiled graph serves all numbers. Draws beyond the number of
+    tokens return nothing."""
     vectors: Tensor
     """``(T, G, D)`` this rank's tokens, without gradient; a reference, not a copy."""
     keep: Tensor | None
     """``(T,)`` bool, True = real token; all by default."""
     shared: bool = True
     """True: draw from the tokens of all ranks. False: each rank draws from its own."""
+
+    def number(self) -> int:
+        """Return M; never waits for the device."""
+        return int(self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +92,7 @@ class Stats(Mapping[str, Tensor]):
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
-        drawn, also_drawn = ({name: draw.count for name, draw in stats.draws.items()} for stats in (self, other))
+        drawn, also_drawn = ({n: draw.number() for n, draw in stats.draws.items()} for stats in (self, other))
         if self.keys() != other.keys() or drawn != also_drawn:
             raise ShapeError(
                 f"statistics of different quantizers, or from before and after an update: of {sorted(self)} and of "
@@ -221,7 +226,8 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
     """Return ``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 for tokens of other ranks."""
     found = {}
     for name, draw in draws.items():
-        row = _rows(draw, order) if len(draw.vectors) else draw.stream.new_full((draw.count,), -1)
+        count = draw.number()
+        row = _rows(draw, count, order) if len(draw.vectors) and count else draw.stream.new_full((count,), -1)
         present = (row >= 0)[:, None, None]
         # An additional row of zeros for tokens of other ranks, because an empty rank has no row.
         vectors = torch.cat((draw.vectors, draw.vectors.new_zeros(1, *draw.vectors.shape[1:])))[row]
@@ -230,8 +236,8 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
     return found
 
 
-def _rows(draw: Draw, order: Order | None) -> Tensor:
-    """Return ``(M,)``: each draw's row in ``draw.vectors``, -1 if another rank or no rank has the token."""
+def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
+    """Return ``(M,)`` for M draws: the row in ``draw.vectors``, -1 if another rank or no rank has the token."""
     keep = _keep(draw)
     # Without an order every real token is a sample. Their number stays on the device.
     places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
@@ -243,7 +249,7 @@ def _rows(draw: Draw, order: Order | None) -> Tensor:
             "samples, each with the same number of tokens, padding included"
         )
     device, keep = keep.device, keep.view(-1, tokens)
-    turn, index = torch.arange(draw.count, device=device), torch.arange(size, device=device)
+    turn, index = torch.arange(count, device=device), torch.arange(size, device=device)
     place = random_order(draw.stream, index, index < filled)[turn % filled]
     here = torch.full((size + 1,), -1, device=device)  # the last entry collects tokens without a place
     here = here.scatter(0, places.where(places >= 0, size), torch.arange(len(places), device=device))[:size]

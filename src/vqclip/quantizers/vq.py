@@ -124,6 +124,8 @@ class VQ(TableQuantizer):
         self.register_buffer("has_started", torch.tensor(not kmeans))
         # A copy that forward can read without waiting for the device.
         self._is_started = not kmeans
+        self._is_next = True
+        self._refresh_draws()
         self.register_load_state_dict_post_hook(_refresh_started)
         if not sync_codebook:
             check_unsynchronised(learning, self.loss_weights)
@@ -159,6 +161,11 @@ class VQ(TableQuantizer):
         """True if the codebook is initialised; always without k-means."""
         return self._is_started
 
+    def set_turn(self, is_next: bool) -> None:
+        """See `Quantizer.set_turn`; tokens for k-means are drawn in the turn alone."""
+        self._is_next = is_next
+        self._refresh_draws()
+
     @property
     def rank_local(self) -> bool:
         """True without ``sync_codebook``."""
@@ -181,7 +188,7 @@ class VQ(TableQuantizer):
             _refresh_started(self)  # buffers may have been changed without load_state_dict
         stats = stats.sync() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
-        if f"{own}drawn/vectors" not in stats and self._draws_wanted():
+        if len(stats.get(f"{own}drawn/vectors", ())) < self._draws_wanted():
             raise ConfigError(
                 "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
             )
@@ -195,6 +202,7 @@ class VQ(TableQuantizer):
             if self.dead_below > 0:
                 self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
             self._count_step(stats[f"{own}codes"])
+        self._refresh_draws()
 
     def _bound(self, x: Tensor) -> Tensor:
         return self._normalize(x)
@@ -214,16 +222,20 @@ class VQ(TableQuantizer):
             sums[f"{own}codes"] = sums["codes"]
         if self.learning == "ema":
             sums[f"{own}vectors"] = sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
-        if not (wanted := self._draws_wanted()):
+        if not self._settings["kmeans"] and not self._draws_wanted():
             return Stats(sums)
-        draw = Draw(stream(self.key, self.step), wanted, bounded.detach(), keep, shared=self.sync_codebook)
+        draw = Draw(stream(self.key, self.step), self._draws, bounded.detach(), keep, shared=self.sync_codebook)
         return Stats(sums, {f"{own}drawn": draw})
 
     def _draws_wanted(self) -> int:
         size = self.codebook_sizes[0]
-        if self.waiting or not self._is_started:
+        if self._is_next and not self._is_started:
             return size * KMEANS_VECTORS
         return min(size, max(size // 4, 64)) if self.dead_below > 0 else 0
+
+    def _refresh_draws(self) -> None:
+        # A tensor of its own for each number: statistics keep theirs.
+        self._draws = torch.tensor(self._draws_wanted(), device="cpu")
 
     def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
         """Return the sum over tokens of their soft assignments: ``(T, G, D)`` → ``(G, K)``."""
@@ -336,6 +348,7 @@ class VQConfig(Config):
 def _refresh_started(module: nn.Module, keys: object = None) -> None:
     assert isinstance(module, VQ)
     module._is_started = bool(module.has_started)
+    module._refresh_draws()
 
 
 @functools.cache
