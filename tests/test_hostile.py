@@ -68,7 +68,7 @@ from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, de
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.errors import VqclipError
-from vqclip.train.config import TrainConfig
+from vqclip.train import TrainConfig
 from vqclip.towers import TimmTowerConfig
 
 def peak():

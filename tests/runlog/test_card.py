@@ -9,7 +9,7 @@ from tests.models import tiny_model
 from vqclip.config import load_config
 from vqclip.evaluation import Result
 from vqclip.evaluation.codes import CodeUsage
-from vqclip.train.config import TrainConfig
+from vqclip.train import TrainConfig
 from vqclip.train.summary import RunSummary, model_card
 
 USAGE = CodeUsage(

@@ -26,7 +26,7 @@ from tests.tokenize_dataset.making import hashes, run, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image
-from vqclip.train.config import TrainConfig
+from vqclip.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 SETS = {

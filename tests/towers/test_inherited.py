@@ -112,7 +112,7 @@ def test_a_folder_has_numbers_and_no_checkpoint(tmp_path, saved):
 
 
 def test_the_start_of_a_run_lists_it(saved, caplog):
-    from vqclip.train.config import TrainConfig
+    from vqclip.train import TrainConfig
     from vqclip.train.main import build_task
 
     tree = {"data": {"sources": [{"kind": "shards", "path": "x"}]}, "loss": {"kind": "contrastive"}}

@@ -123,7 +123,7 @@ def _export_open_clip(options: argparse.Namespace) -> None:
 
 def _base_of(run: Path) -> str:
     """Return the pretrained weights that a run's configuration names."""
-    from vqclip.train.config import TrainConfig
+    from vqclip.train import TrainConfig
 
     path = run / "config.yaml"
     if path.is_file():

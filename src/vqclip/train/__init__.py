@@ -8,9 +8,9 @@ After the model, its data, its losses and `vqclip.runlog`; before `vqclip.cli`.
 """
 
 from vqclip.train.callbacks import Callback, Training
-from vqclip.train.config import TrainConfig
 from vqclip.train.main import run
 from vqclip.train.result import RunResult
 from vqclip.train.summary import RunSummary
+from vqclip.train.tasks.contrastive_config import TrainConfig
 
 __all__ = ["Callback", "RunResult", "RunSummary", "TrainConfig", "Training", "run"]
