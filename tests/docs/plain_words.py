@@ -67,7 +67,7 @@ DEFENDED: dict[tuple[str, str], str] = {
     ("src/vqclip/scenes/captions.py", "a picture of"): "part of the drawn data",
     ("src/vqclip/scenes/splits.py", "a picture of one"): "part of the drawn data",
     (
-        "src/vqclip/train/config.py",
+        "src/vqclip/train/tasks/contrastive_config.py",
         "(dropout is drawn by micro-batch)",
     ): "a key in the checkpoints of runs with dropout",
 }
