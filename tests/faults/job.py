@@ -20,7 +20,7 @@ from vqclip import dist
 from vqclip.checkpoint import store
 from vqclip.cli.train import main
 from vqclip.data import prepare
-from vqclip.data.loader import BatchMaker
+from vqclip.data.batch_maker import BatchMaker
 from vqclip.evaluation.encode import Encoder
 from vqclip.tokenizer import Tokenizer
 from vqclip.train.main import torch  # which is not imported before vqclip, as in the command itself

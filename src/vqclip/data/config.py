@@ -8,10 +8,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from vqclip import dist
 from vqclip.config import Config
+from vqclip.data.batch_maker import Tokenize
 from vqclip.data.chunks.supply import find_needs
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
-from vqclip.data.loader import LoaderOptions, Tokenize, TrainData
+from vqclip.data.loader import LoaderOptions, TrainData
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from vqclip.data import Source
+from vqclip.data.batch_maker import Tokenize
 from vqclip.data.decode import MAX_PIXELS, decode_image, image_format
-from vqclip.data.loader import Tokenize
 from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError

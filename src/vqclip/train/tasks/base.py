@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.data import Batch
-from vqclip.data.loader import Tokenize
+from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.quantizers import Order, Quantizer, Stats

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.data import Batch
-from vqclip.data.loader import Tokenize
+from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
 from vqclip.losses import Loss
 from vqclip.model import CLIP
