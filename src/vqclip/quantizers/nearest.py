@@ -16,7 +16,7 @@ from vqclip.nn.precision import first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
-from vqclip.quantizers.vectors import SHORT, straight_through, unit
+from vqclip.quantizers.vectors import SHORT, straight_through, tokens_at_a_time, unit
 
 CHUNK = 2**20
 """Scores (tokens × codes) that a CPU computes at a time in the search for the nearest code: 4 MiB in float32."""
@@ -151,7 +151,7 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
         half_norm = half_norm.masked_fill(~among[:, None], torch.inf)
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
-    parts = (x,) if torch.compiler.is_exporting() else x.split(max(64, _scores_at_a_time(x.device) // (groups * size)))
+    parts = (x,) if torch.compiler.is_exporting() else x.split(tokens_at_a_time(x.device, groups * size, CHUNK))
     found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -164,11 +164,6 @@ def _nearest_in_graph(x: Tensor, codes: Tensor, among: Tensor | None = None) -> 
 @_nearest_in_graph.register_fake
 def _(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[:2], dtype=torch.int64)
-
-
-def _scores_at_a_time(device: torch.device) -> int:
-    """Return the number of scores in float32 that `nearest` computes at a time."""
-    return torch.cuda.get_device_properties(device).total_memory // 256 if device.type == "cuda" else CHUNK
 
 
 def look_up(codes: Tensor, ids: Tensor) -> Tensor:

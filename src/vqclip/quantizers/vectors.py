@@ -11,6 +11,19 @@ SHORT = 1e-6
 """Shorter vectors have no direction."""
 
 
+def tokens_at_a_time(device: torch.device, numbers: int, most: int) -> int:
+    """Return the number of tokens to compute at a time, at least 64.
+
+    Args:
+        device: where.
+        numbers: float32 numbers of a token.
+        most: numbers at a time on a CPU; a GPU takes a 64th of its memory.
+    """
+    if device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).total_memory // 256
+    return max(64, most // numbers)
+
+
 def unit(x: Tensor) -> Tensor:
     """Scale ``(..., D)`` to length 1; vectors shorter than 1e-6 become 0, so that the gradient does not explode.
 
