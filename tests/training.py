@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -68,6 +69,15 @@ def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     with mock.patch.object(TrainStep, "__call__", recording):
         result = train(config)
     return {"sample_ids": seen, "finished": result.finished}
+
+
+def run_compiled(tree: dict[str, Any], cache: str, backend: str) -> tuple[int, int]:
+    """Train as `run` does with a backend of `torch.compile`; return the numbers of graphs and of their breaks."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        run(tree, cache)
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -163,5 +163,7 @@ def test_more_blocks_than_there_are_and_wrong_values_are_refused():
     for value in (0, -1, 1.5, "blocks", "true", None):
         with pytest.raises(ValueError, match="activation_checkpointing"):
             ComputeConfig(activation_checkpointing=value)
+    with pytest.raises(ValueError, match="got compile 'regional' and activation_checkpointing 'operators'"):
+        ComputeConfig(compile="regional", activation_checkpointing="operators")
     assert [ComputeConfig(activation_checkpointing=v).activation_checkpointing for v in (True, 1)] == [True, 1]
     assert type(ComputeConfig(activation_checkpointing=1).activation_checkpointing) is int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import vqclip
 from tests.data.making import caption_shards, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
 from tests.ranks import RankError
-from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
 from vqclip import dist
 from vqclip.cli.tokenize import main as tokenize_command
 from vqclip.cli.train import command_line, main
@@ -541,46 +540,47 @@ def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
     assert reads == [1] * 4  # the length of the longest caption, of tokens that are still on the CPU
 
 
-def compiled(tree, cache, backend):
-    compile_ = torch.compile
-    torch.compile = functools.partial(compile_, backend=backend)
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    try:
-        run(tree, cache)
-        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    finally:
-        torch.compile = compile_
+GRAPHS = {True: 1, "regional": 4}
+"""The model, or one for the blocks of each tower and one for each quantizer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("quantizer", "world_size"),
-    [
-        pytest.param(FSQ, 1, marks=pytest.mark.slow, id="fsq-1"),
-        pytest.param(LFQ, 2, marks=pytest.mark.slow, id="lfq-2"),
-    ],
+    ("quantizer", "world_size", "mode"), [(FSQ, 1, True), (LFQ, 2, True), (LFQ, 1, "regional"), (FSQ, 2, "regional")]
 )
-def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size):
+def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size, mode):
     """With a backend that traces all there is but generates no code, which is what takes its time."""
-    compare_compiled(tmp_path, shards, ranks, quantizer, world_size, "aot_eager")
+    compare_compiled(tmp_path, shards, ranks, quantizer, world_size, "aot_eager", mode)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiled_by_inductor_equals_eager(tmp_path, shards, ranks, world_size):
-    compare_compiled(tmp_path, shards, ranks, FSQ, world_size, "inductor")
+@pytest.mark.parametrize(("world_size", "mode"), [(1, True), (2, True), (1, "regional")])
+def test_compiled_by_inductor_equals_eager(tmp_path, shards, ranks, world_size, mode):
+    compare_compiled(tmp_path, shards, ranks, FSQ, world_size, "inductor", mode)
 
 
-def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend):
+@pytest.mark.slow
+def test_compiled_regions_are_recomputed_and_never_evaluated(tmp_path, shards):
+    """The bits of eager training with a backend that generates no code; as many graphs as without evaluation."""
+    settings = {"train__steps": 4, "train__micro_batches": 2, "train__activation_checkpointing": 2}
+    settings |= {"evaluation": retrieval(shards), "train__evaluate_every": 2}
+    run(run_tree(tmp_path / "eager", shards, **settings), str(tmp_path / "cache"))
+    tree = run_tree(tmp_path / "compiled", shards, **settings, train__compile="regional")
+    graphs, breaks = run_compiled(tree, str(tmp_path / "cache"), "aot_eager")
+    assert (graphs, breaks) == (8, 0)  # with and without gradients
+    assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-9
+
+
+def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend, mode):
     trees = [
-        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=name == "compiled")
-        for name in ("eager", "compiled")
+        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=compile)
+        for name, compile in (("eager", False), ("compiled", mode))
     ]
     cache = str(tmp_path / "cache")
     ranks(world_size, run, trees[0], cache, init=False)
-    for graphs, breaks in ranks(world_size, compiled, trees[1], cache, backend, init=False, timeout=800.0):
-        assert (graphs, breaks) == (1, 0)
+    for graphs, breaks in ranks(world_size, run_compiled, trees[1], cache, backend, init=False, timeout=800.0):
+        assert (graphs, breaks) == (GRAPHS[mode], 0)
     losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-6

@@ -285,6 +285,7 @@ REFUSED = {
     ),
     "a bottleneck": ({"train__bottleneck": {"open_steps": 1, "close_steps": 0}}, "train.bottleneck: got a schedule"),
     "recomputed activations": ({"train__activation_checkpointing": True}, "train.activation_checkpointing: got true"),
+    "compiled regions": ({"train__compile": "regional"}, "train.compile: got regional"),
     "no codes": ({"tokenizer": "IDENTITY"}, "has no codes"),
 }
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.train import Callback, main
@@ -116,6 +116,21 @@ def test_variants_train_the_same_model(ranks, tmp_path, shards, variant):
     both = [(tree(tmp_path / kind, shards, parallel=kind, **settings), cache) for kind in ("ddp", "fsdp")]
     ranks(2, for_each, run, both, init=False)
     require_same(tmp_path / "fsdp", tmp_path / "ddp", 4, 1e-2 if variant == "bf16" else 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_blocks_with_other_rates_of_dropout_train_the_same_model(ranks, tmp_path, shards):
+    """Blocks of one class: without dropout, and with each rate."""
+    model = with_tower("image")["model"]
+    model["image"]["tower"]["args"] |= {"depth": 3, "drop_path_rate": 0.5}
+    settings = {"train__steps": 4, "optim__warmup_steps": 1, "model": model, "train__activation_checkpointing": 2}
+    cache = str(tmp_path / "cache")
+    ranks(2, run, tree(tmp_path / "ddp", shards, parallel="ddp", **settings), cache, init=False)
+    compiled = tree(tmp_path / "fsdp", shards, train__compile="regional", **settings)
+    for graphs, breaks in ranks(2, run_compiled, compiled, cache, "aot_eager", init=False, timeout=300.0):
+        assert (graphs, breaks) == (6, 0)
+    require_same(tmp_path / "fsdp", tmp_path / "ddp", 4)
 
 
 @pytest.mark.slow

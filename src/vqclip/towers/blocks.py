@@ -1,4 +1,4 @@
-"""Blocks of a tower whose activations are recomputed in the backward pass.
+"""Blocks of a tower that are compiled, and whose activations are recomputed in the backward pass.
 
 The forward of a block is replaced, whatever library the block comes from; names of weights stay as they are.
 """
@@ -57,6 +57,18 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
     chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
     for block in chosen:
         block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
+
+
+def compiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward, compiled; a block that is recomputed runs its compiled code again.
+
+    Modules of one class share the code, as far as their settings are equal.
+    """
+    forward: Any = module.forward
+    if isinstance(forward, partial) and forward.func is _recompute:
+        inner, *others = forward.args
+        return partial(_recompute, torch.compile(inner), *others)
+    return torch.compile(forward)
 
 
 def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:

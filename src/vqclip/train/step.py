@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Generic, Literal, Self
 
 import torch
-from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
@@ -38,6 +37,7 @@ from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
+from vqclip.train.compilation import CompiledRegions, compile_model
 from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import GuardConfig, Guards
@@ -55,8 +55,9 @@ class ComputeConfig(Config):
     precision: Precision = "fp32"
     """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
     fp64 is for checking that processes agree."""
-    compile: bool = False
-    """Compile the model with `torch.compile`."""
+    compile: bool | Literal["regional"] = False
+    """`true`: compile the model with `torch.compile`. `regional`: compile the blocks of its towers that train, and its
+    quantizers; equal blocks share their code, so it takes less time to compile, and works with `parallel: fsdp`."""
     activation_checkpointing: Recomputed = False
     """Activations that are recomputed in the backward pass: `true`, those of all blocks of the towers, for about a
     third more compute; a number N, those of every N-th block; `operators`, those of all blocks but the outputs of
@@ -73,10 +74,17 @@ class ComputeConfig(Config):
     @model_validator(mode="after")
     def _parallel_fits(self) -> Self:
         if self.parallel != "ddp":
-            if self.compile:
-                raise ValueError(f"got parallel {self.parallel!r} and compile true; expected compile false, or ddp")
+            if self.compile is True:
+                raise ValueError(
+                    f"got parallel {self.parallel!r} and compile true; expected compile regional or false, or ddp"
+                )
             if self.precision == "fp16":
                 raise ValueError(f"got parallel {self.parallel!r} and precision fp16; expected bf16, fp32, or ddp")
+        if self.compile == "regional" and self.activation_checkpointing == "operators":
+            raise ValueError(
+                "got compile 'regional' and activation_checkpointing 'operators', which would recompute whole compiled "
+                "blocks; expected true, a number, or compile true"
+            )
         return self
 
 
@@ -135,7 +143,9 @@ class TrainStep(Generic[SamplesT]):
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
-        self.compiled = compute.compile
+        self.compiled = compute.compile is True
+        regional = compute.compile == "regional"
+        self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.sharding = self._shard(compute.parallel)
         """Weights in shards; None in one process, and where every process has all weights."""
         self.parallel = self._wrap()
@@ -170,10 +180,11 @@ class TrainStep(Generic[SamplesT]):
         self.move_to_step(step)
         local = self.task.local(batch)
 
-        out = self._forward(local, step)
-        sums = self.task.reduce(out, local)
-        losses = self._losses(out, sums, local, step)
-        self._backward(losses["total"], out, local, step)
+        with self._compiled_regions():
+            out = self._forward(local, step)
+            sums = self.task.reduce(out, local)
+            losses = self._losses(out, sums, local, step)
+            self._backward(losses["total"], out, local, step)
         grad_norm = self._clip()
         self.settle()
         skip = self.verdicts.judge(losses, grad_norm, batch)
@@ -213,7 +224,7 @@ class TrainStep(Generic[SamplesT]):
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
         if self.sharding is not None:
             return self.task.student
-        return dist.wrap_ddp(_compile(self.task.student) if self.compiled else self.task.student)
+        return dist.wrap_ddp(compile_model(self.task.student) if self.compiled else self.task.student)
 
     def _forward(self, local: SamplesT, step: int) -> TaskOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
@@ -291,6 +302,9 @@ class TrainStep(Generic[SamplesT]):
         with autocast(self.device, self.precision), self._named_errors():
             return self.task.run(model or self.parallel, local, step)
 
+    def _compiled_regions(self, compiled: bool = True) -> AbstractContextManager[None]:
+        return nullcontext() if self.regions is None else self.regions.applied(compiled)
+
     def _microbatches(self, local: SamplesT) -> list[tuple[slice, SamplesT]]:
         """Return the rows and the samples of each microbatch."""
         bounds = [len(local) * number // self.micro_batches for number in range(self.micro_batches + 1)]
@@ -326,9 +340,12 @@ class TrainStep(Generic[SamplesT]):
         worst = max(range(len(parts)), key=drifts.__getitem__)
         moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
         # Codes hide small differences in what comes before them, so the modules are always compared.
-        drifting = first_drifting_module(
-            self.model, lambda: self._run_model(parts[worst], step, worst, self.task.student), 1e-2 if half else 1e-4
-        )
+        with self._compiled_regions(False):
+            drifting = first_drifting_module(
+                self.model,
+                lambda: self._run_model(parts[worst], step, worst, self.task.student),
+                1e-2 if half else 1e-4,
+            )
         named = "none" if drifting is None else f"model.{drifting}"
         found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
         reports = dist.gather_json(found if moved or drifting is not None else None)
@@ -346,10 +363,3 @@ def broadcast_module(module: nn.Module) -> None:
     for tensor in module.state_dict().values():
         dist.broadcast_(tensor)
     module.load_state_dict(module.state_dict())  # so that hooks derive attributes from it
-
-
-def _compile(model: nn.Module) -> nn.Module:
-    # einops remembers each new type of tensor, and torch then compiles once more: show it both types now.
-    for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
-        rearrange(tensor, "a -> a")
-    return torch.compile(model)  # type: ignore[return-value]

@@ -274,6 +274,10 @@ class PixelTrainConfig(TaskConfig):
                 f"train.activation_checkpointing: got {str(self.train.activation_checkpointing).lower()} with task: "
                 "pixels, which trains no tower; expected false; train.micro_batches saves memory"
             )
+        if self.train.compile == "regional":
+            raise ValueError(
+                "train.compile: got regional with task: pixels, which trains no tower; expected true or false"
+            )
         cache = self.data.feature_cache
         if cache is not None and self.data.views is None:
             raise ValueError(

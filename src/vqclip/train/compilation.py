@@ -1,0 +1,73 @@
+"""Compilation by `torch.compile`: of a whole model, or of the regions that take its time.
+
+Regions are the blocks of towers and the quantizers. Blocks of one kind share their code, so that compilation takes as
+long for one block as for all. The rest, and the losses, whose work is in operators of their own, run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import nn
+
+from vqclip.quantizers import Quantizer
+from vqclip.towers.blocks import compiled_forward
+from vqclip.towers.depth import block_names
+
+__all__ = ["CompiledRegions", "compile_model"]
+
+_RECOMPILE_LIMIT = 1024
+"""Most versions of a block's code. Past it torch would run the block eagerly, with a warning: torch's limit of 8 is
+less than the blocks of a tower with another rate of stochastic depth in each."""
+
+
+class CompiledRegions:
+    """Blocks of towers and quantizers that run compiled within `applied`, and eagerly elsewhere.
+
+    Evaluations, exports and copies of the model thus never meet compiled code.
+
+    Args:
+        towers: with their recomputation; each block is compiled.
+        quantizers: each is compiled as a whole.
+    """
+
+    def __init__(self, towers: Iterable[nn.Module], quantizers: Iterable[Quantizer]):
+        _prepare_einops()
+        blocks = [tower.get_submodule(name) for tower in towers for name in block_names(tower)]
+        modules = (*blocks, *quantizers)
+        self._eager = {module: vars(module).get("forward") for module in modules}
+        self._compiled = {module: compiled_forward(module) for module in modules}
+
+    @contextmanager
+    def applied(self, compiled: bool = True) -> Iterator[None]:
+        """Run the regions compiled within the block, or eagerly in a block inside of such a one."""
+        config: Any = torch._dynamo.config
+        with config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            try:
+                self._set(self._compiled if compiled else self._eager)
+                yield
+            finally:
+                self._set(self._eager if compiled else self._compiled)
+
+    def _set(self, forwards: dict[nn.Module, Any]) -> None:
+        for module, forward in forwards.items():
+            if forward is None:
+                vars(module).pop("forward", None)  # that of its class
+            else:
+                vars(module)["forward"] = forward
+
+
+def compile_model(model: nn.Module) -> nn.Module:
+    """Compile a whole model."""
+    _prepare_einops()
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def _prepare_einops() -> None:
+    # einops remembers each new type of tensor, and torch then compiles once more: show it both types now.
+    for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
+        rearrange(tensor, "a -> a")
