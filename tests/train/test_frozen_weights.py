@@ -27,7 +27,7 @@ from vqclip.tokenizer.stored import frozen_file
 from vqclip.train import TrainConfig
 from vqclip.train.export import export_checkpoint
 from vqclip.train.frozen_weights import FrozenWeights
-from vqclip.train.main import _build_step, build_task
+from vqclip.train.main import build_step, build_task
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import towers_draw
 
@@ -48,7 +48,7 @@ def tree(folder, shards, image="all", text="all", **changes):
 
 def build(config):
     config = TrainConfig.model_validate(config)
-    return _build_step(config, build_task(config, torch.device("cpu")))
+    return build_step(config, build_task(config, torch.device("cpu")))
 
 
 def checkpoint(folder, step=STEPS):

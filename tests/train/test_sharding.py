@@ -166,7 +166,7 @@ def build_step(settings):
     config = load_task_config(settings)
     task = main.build_task(config, torch.device("cpu"))
     before = {name: each.detach().clone() for name, each in task.model.named_parameters()}
-    return main._build_step(config, task), before
+    return main.build_step(config, task), before
 
 
 def evaluate_on_rank_zero_alone(settings):

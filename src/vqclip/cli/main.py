@@ -29,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("vqclip.cli.train", "train image and text tokenizers together"),
+    "plan": Command("vqclip.cli.plan", "say what a training step needs before it runs: memory by part, bytes sent"),
     "evaluate": Command(
         "vqclip.cli.evaluate", "zero-shot, retrieval, probes and near misses: continuous, quantized and from codes"
     ),

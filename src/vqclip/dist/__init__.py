@@ -58,6 +58,7 @@ from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
 from vqclip.dist._history import Collective, exchange_timer, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._nodes import nodes
+from vqclip.dist._planned import Exchanged, exchange_of, planned_ranks
 from vqclip.dist._state import (
     choose_device,
     init,
@@ -73,6 +74,7 @@ from vqclip.dist._state import (
 __all__ = [
     "BackgroundGroup",
     "Collective",
+    "Exchanged",
     "Roots",
     "Shards",
     "all_gather",
@@ -83,6 +85,7 @@ __all__ = [
     "broadcast_json",
     "choose_device",
     "differing_ranks",
+    "exchange_of",
     "exchange_timer",
     "gather_json",
     "gather_sizes",
@@ -95,6 +98,7 @@ __all__ = [
     "named_errors",
     "no_sync",
     "nodes",
+    "planned_ranks",
     "raise_on_all_ranks",
     "rank",
     "recent_collectives",

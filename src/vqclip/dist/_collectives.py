@@ -218,7 +218,7 @@ def broadcast_(x: Tensor) -> Tensor:
         dense = x.detach().contiguous()
         # As bytes, since gloo does not support every dtype.
         run_collective("broadcast_", c10d.broadcast, dense.reshape(-1).view(torch.uint8), 0)
-        if dense.data_ptr() != x.data_ptr():
+        if not x.is_contiguous():
             x.detach().copy_(dense)
     return x
 

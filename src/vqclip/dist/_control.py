@@ -15,6 +15,7 @@ from torch import Tensor
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
 from vqclip.dist._history import exchange_timer
+from vqclip.dist._planned import is_planned
 from vqclip.dist._state import (
     control_device,
     is_distributed,
@@ -37,9 +38,7 @@ def any_rank_each(flags: Sequence[bool | Tensor]) -> list[bool]:
     mine = [bool(flag) for flag in flags]
     if not is_distributed():
         return mine
-    return [
-        bool(each) for each in reduce_(torch.tensor(mine, device=control_device()).int(), "max").tolist()
-    ]
+    return [bool(each) for each in reduce_(torch.tensor(mine, device=control_device()).int(), "max").tolist()]
 
 
 def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Sequence[bool]]:
@@ -54,9 +53,7 @@ def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Seq
         return read_flags
     flags = torch.tensor(list(read_flags()), dtype=torch.int32, device=control_device())
     started: list[c10d.Work] = []
-    run_collective(
-        "any_rank", lambda: started.append(c10d.all_reduce(flags, op=c10d.ReduceOp.MAX, async_op=True))
-    )
+    run_collective("any_rank", lambda: started.append(c10d.all_reduce(flags, op=c10d.ReduceOp.MAX, async_op=True)))
 
     def end() -> list[bool]:
         with named_errors("any_rank"):
@@ -168,6 +165,8 @@ def gather_json(value: Any) -> list[Any]:
     """
     if not is_distributed():
         return [_decode(_encode(value))]
+    if is_planned():
+        return [_decode(_encode(value))] * world_size()
     payload = _to_tensor(_encode(value))
     lengths = all_gather(torch.tensor([len(payload)], device=payload.device), [1] * world_size()).tolist()
     parts = all_gather(payload, lengths).split(lengths)

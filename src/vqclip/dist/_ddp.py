@@ -13,11 +13,14 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from vqclip.dist._history import exchange_timer
+from vqclip.dist._planned import PlannedDDP, is_planned
 from vqclip.dist._state import is_distributed, named_errors
 
 # torch 2.12 to 2.14 have only `broadcast_buffers`; 2.15 renamed it and warns about the old name.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+
+_WRAPPERS = (DistributedDataParallel, PlannedDDP)
 
 
 def wrap_ddp(module: nn.Module) -> nn.Module:
@@ -39,6 +42,8 @@ def wrap_ddp(module: nn.Module) -> nn.Module:
     """
     if not is_distributed() or not any(p.requires_grad for p in module.parameters()):
         return module
+    if is_planned():
+        return PlannedDDP(module)
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
         _fix_bucket_layout(wrapped)
@@ -51,12 +56,12 @@ def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[object]:
 
     The first backward after the block averages the accumulated gradients. No effect on a module that is not wrapped.
     """
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+    return module.no_sync() if isinstance(module, _WRAPPERS) else contextlib.nullcontext()
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:
     """Return the module that was passed to `wrap_ddp`."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    return module.module if isinstance(module, _WRAPPERS) else module
 
 
 def release_ddp(module: nn.Module) -> nn.Module:
@@ -67,6 +72,8 @@ def release_ddp(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, DistributedDataParallel):
         module.reducer._remove_autograd_hooks()
+    if isinstance(module, PlannedDDP):
+        module.release()
     return unwrap_ddp(module)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,6 @@ from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import is_main, run_collective, world_size
 from vqclip.errors import ConfigError
 from vqclip.io.parts import Part
-
 
 Roots = Sequence[tuple[nn.Module, Sequence[nn.Module]]]
 """Modules that are called as a whole, each with the modules in it whose weights are gathered one at a time."""
@@ -58,7 +58,11 @@ class Shards:
             for tensor in [*model.parameters(), *model.buffers()]:
                 broadcast_(tensor)
         self._roots, mesh = [root for root, _ in roots], _mesh(next(model.parameters()).device.type, hybrid)
-        self._group, self._rank, self._size = mesh["shard"].get_group(), mesh["shard"].get_local_rank(), mesh["shard"].size()
+        self._group, self._rank, self._size = (
+            mesh["shard"].get_group(),
+            mesh["shard"].get_local_rank(),
+            mesh["shard"].size(),
+        )
         self._is_first_copy = not hybrid or mesh["replica"].get_local_rank() == 0
         whole = set(model.parameters()) - sharded_parameters(roots)
         for root, units in roots:
@@ -190,6 +194,11 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 def _mesh(device: str, hybrid: bool) -> DeviceMesh:
     """Return the ranks as machines times ranks of a machine, or as one row."""
+    with unset_fake_temporarily():  # a mesh has tensors of its own, whose values it reads
+        return _make_mesh(device, hybrid)
+
+
+def _make_mesh(device: str, hybrid: bool) -> DeviceMesh:
     if not hybrid:
         return init_device_mesh(device, (world_size(),), mesh_dim_names=("shard",))
     sizes = gather_json(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

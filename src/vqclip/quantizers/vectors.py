@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vqclip.nn.device import gpu_memory
+
 SHORT = 1e-6
 """Shorter vectors have no direction."""
 
@@ -19,8 +21,8 @@ def tokens_at_a_time(device: torch.device, numbers: int, most: int) -> int:
         numbers: float32 numbers of a token.
         most: numbers at a time on a CPU; a GPU takes a 64th of its memory.
     """
-    if device.type == "cuda":
-        most = torch.cuda.get_device_properties(device).total_memory // 256
+    if (memory := gpu_memory(device)) is not None:
+        most = memory // 256
     return max(64, most // numbers)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vqclip.nn.device import gpu_memory
 from vqclip.towers.image import ImageTower
 from vqclip.towers.text import TextTower
 
@@ -25,13 +26,10 @@ __all__ = ["chunk_size", "frozen_features", "run_in_chunks"]
 Reduce: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Features of a chunk and its inputs → fewer features."""
 
-_CHUNKS = {"cpu": 16}
-_LARGE_CHUNK = 64
-
 
 def chunk_size(device: torch.device) -> int:
     """Return the number of samples in a chunk: 16 on a CPU, 64 on devices with more parallel units."""
-    return _CHUNKS.get(device.type, _LARGE_CHUNK)
+    return 16 if device.type == "cpu" and gpu_memory(device) is None else 64
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from vqclip.runlog.stopped import remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.config import TaskConfig
+from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.job_checks import compare_machines, require_space
@@ -128,7 +128,7 @@ def _run(
     data = build_data(config, task)
     _leave_if_requested(stop)
     prepare(config.evaluation, task.evaluated)  # so that a wrong path is an error now, not at the end
-    step = _build_step(config, task)
+    step = build_step(config, task)
     checkpointer = _build_checkpointer(config, step, data, mirror)
     resumed = resume(checkpointer, config.run.resume_allow)
     _leave_if_requested(stop)
@@ -160,18 +160,7 @@ def _mirror(config: TaskConfig) -> contextlib.AbstractContextManager[RunMirror |
 
 def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
     """Make and lock the run's folder before any work is done, and begin the log in it."""
-    share, batch_size = config.train.batch_size // dist.world_size(), config.train.batch_size
-    if share == 0:
-        raise ConfigError(
-            f"train.batch_size: got {batch_size}, fewer than the {dist.world_size()} processes; expected at least one "
-            "sample for each"
-        )
-    if config.train.micro_batches > share:
-        raise ConfigError(
-            f"train.micro_batches: got {config.train.micro_batches}, more than the {share} samples of a process "
-            f"(train.batch_size {batch_size} over {dist.world_size()}); expected at least one sample for each "
-            "microbatch"
-        )
+    require_samples(config.train, dist.world_size())
     for tracker in config.run.trackers:
         tracker.require()
     folder = config.run.path
@@ -188,6 +177,26 @@ def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, l
     compare_machines(config)
 
 
+def require_samples(settings: ScheduleConfig, processes: int) -> None:
+    """Check that every process has a sample of each batch for each of its microbatches.
+
+    Raises:
+        ConfigError: the batch is too small.
+    """
+    share = settings.batch_size // processes
+    if share == 0:
+        raise ConfigError(
+            f"train.batch_size: got {settings.batch_size}, fewer than the {processes} processes; expected at least one "
+            "sample for each"
+        )
+    if settings.micro_batches > share:
+        raise ConfigError(
+            f"train.micro_batches: got {settings.micro_batches}, more than the {share} samples of a process "
+            f"(train.batch_size {settings.batch_size} over {processes}); expected at least one sample for each "
+            "microbatch"
+        )
+
+
 def build_task(config: TaskConfig, device: torch.device) -> Task[Any]:
     """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
@@ -199,8 +208,15 @@ def build_data(config: TaskConfig, task: Task[Any]) -> TrainData:
     return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
-def _build_step(config: TaskConfig, task: Task[Any]) -> TrainStep[Any]:
-    return TrainStep(
+def build_step(config: TaskConfig, task: Task[Any], kind: type[TrainStep[Any]] = TrainStep) -> TrainStep[Any]:
+    """Make the training step. A collective with several processes.
+
+    Args:
+        config: of the run.
+        task: with the weights of the first step.
+        kind: class of the step.
+    """
+    return kind(
         task,
         config.optim.build(task.model, task.discriminators),
         config.optim.schedule(config.train.steps),

@@ -1,0 +1,122 @@
+"""``vqclip plan``: say what a training step needs before it runs: memory of a GPU by part, and bytes of every exchange.
+
+The step runs without data and on tensors without memory, so neither a GPU nor the other processes are needed.
+``vqclip data plan`` does the same for the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from vqclip.cli import arguments as types
+from vqclip.cli.command import command
+from vqclip.cli.data_plan import positive
+from vqclip.io.files import format_bytes
+from vqclip.runlog.console import print_output
+from vqclip.train.config import TaskConfig
+from vqclip.train.planning import Change, Machines, StepPlan, advise, plan_step
+from vqclip.train.tasks.kinds import load_task_config
+
+__all__ = ["main"]
+
+_EXAMPLES = """\
+examples:
+  vqclip plan configs/vit_b16.yaml --gpus 64 --memory 80
+  vqclip plan configs/vit_b16.yaml train.batch_size=32768 train.micro_batches=4 --gpus 64 --memory 80 --json
+
+exit status: 0 if the step fits, or without --memory; 1 if it does not, or for an error; 2 for an invalid configuration
+"""
+_GIB = 2**30
+
+
+@command("vqclip plan", failure=1)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0 if the step fits, 1 if it does not, 2 for a wrong configuration."""
+    options = _parser().parse_intermixed_args(arguments)
+    config = load_task_config(options.config, options.overrides)
+    memory = None if options.memory is None else int(options.memory * _GIB)
+    on_gpu = config.run.device != "cpu"
+    machines = Machines(options.gpus, options.gpus_per_machine, memory if on_gpu else None)
+    plan = plan_step(config, machines)
+    limit = None if memory is None else memory - int(options.reserve * _GIB)
+    fits = limit is None or plan.peak <= limit
+    changes = [] if limit is None else list(advise(config, machines, plan, limit))
+    end_fits = fits or (bool(changes) and limit is not None and changes[-1].plan.peak <= limit)
+    if options.json:
+        print_output(json.dumps(_as_json(plan, fits, changes, end_fits), indent=1))
+    else:
+        print_output("\n".join([*_lines(config, plan), *_verdict(plan, options, changes, end_fits)]))
+    return 0 if fits else 1
+
+
+def _lines(config: TaskConfig, plan: StepPlan) -> list[str]:
+    """Return the table of memory and that of exchanges."""
+    lines = [f"{plan.samples:,} samples a process; memory of one at the peak of a step:", ""]
+    lines += [f"  {name:28} {size / _GIB:10,.3f} GiB" for name, size in plan.parts.items()]
+    lines += [f"  {'together':28} {plan.peak / _GIB:10,.3f} GiB", ""]
+    if plan.exchanges:
+        lines += ["exchanges of a step:", "", f"  {'':28} {'calls':>6} {'whole':>10} {'sent':>10}"]
+        for name, each in plan.exchanges.items():
+            lines.append(f"  {name:28} {each.calls:6,} {format_bytes(each.size):>10} {format_bytes(each.sent):>10}")
+        sent = sum(each.sent for each in plan.exchanges.values())
+        lines += [f"  {'together':28} {'':6} {'':10} {format_bytes(sent):>10}", ""]
+    if config.train.compile:
+        lines += ["train.compile: planned without; compiled, a step stores less", ""]
+    return lines
+
+
+def _verdict(plan: StepPlan, options: argparse.Namespace, changes: list[Change], end_fits: bool) -> list[str]:
+    """Return whether the step fits, and what to change if not."""
+    if options.memory is None:
+        return ["give --memory to compare it with that of a GPU"]
+    limit = f"{options.memory:g} GiB, less {options.reserve:g} GiB for what is not counted (--reserve)"
+    if not changes and end_fits:
+        return [f"it fits: {plan.peak / _GIB:,.1f} GiB of {limit}"]
+    lines = [f"it does not fit: {plan.peak / _GIB:,.1f} GiB of {limit}"]
+    if changes:
+        lines += ["", "what to change, each beside those above it:", ""]
+        lines += [f"  {' '.join(each.overrides):52} {each.plan.peak / _GIB:8,.1f} GiB" for each in changes]
+    if end_fits:
+        lines += ["", "then it fits"]
+    else:
+        lines += ["", "no setting makes it fit: use more GPUs, a smaller train.batch_size, or a smaller model"]
+    return lines
+
+
+def _as_json(plan: StepPlan, fits: bool, changes: list[Change], end_fits: bool) -> dict[str, Any]:
+    return {
+        "samples": plan.samples,
+        "memory": plan.parts,
+        "peak": plan.peak,
+        "exchanges": {name: each._asdict() for name, each in plan.exchanges.items()},
+        "fits": fits,
+        "changes": [{"overrides": each.overrides, "peak": each.plan.peak} for each in changes],
+        "fits_with_changes": end_fits,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = types.Parser(
+        prog="vqclip plan",
+        description=str(__doc__).partition(": ")[2],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("config", type=types.path, metavar="CONFIG", help="training configuration, such as configs/vit_b16.yaml")
+    add("overrides", nargs="*", metavar="section.key=value", help="changes to it")
+    add(
+        "--gpus",
+        type=types.whole(1, 2**20),
+        default=1,
+        metavar="N",
+        help="GPUs, and processes, of the job (%(default)s)",
+    )
+    add("--gpus-per-machine", type=types.whole(1, 1024), default=8, metavar="N", help="for hsdp (%(default)s)")
+    add("--memory", type=positive, metavar="GIB", help="GiB of a GPU; without it nothing is compared")
+    add("--reserve", type=positive, default=4.0, metavar="GIB", help="GiB of it for what is not counted (%(default)g)")
+    add("--json", action="store_true", help="print the figures as JSON, in bytes")
+    return parser
