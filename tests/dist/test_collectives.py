@@ -279,6 +279,23 @@ def test_ring_shift_hands_on_to_the_next(ranks, sizes):
         assert torch.equal(rows, torch.full((sizes[before], 2), before))
 
 
+def shift_many(sizes, started):
+    """Shifts of several tensors, which begin in one order and end in another."""
+    rank = dist.rank()
+    made = [[torch.full((sizes[rank],), 10 * k + rank), torch.full((sizes[rank], 3), k == 1)] for k in range(started)]
+    ends = [dist.start_ring_shift(tensors, sizes[rank - 1]) for tensors in made]
+    return [end() for end in reversed(ends)][::-1]
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 0, 3, 1)], ids=str)
+def test_ring_shifts_are_in_flight_side_by_side(ranks, sizes):
+    for rank, found in enumerate(ranks(len(sizes), shift_many, sizes, 5)):
+        before = (rank - 1) % len(sizes)
+        for k, (numbers, flags) in enumerate(found):
+            assert numbers.tolist() == [10 * k + before] * sizes[before]
+            assert torch.equal(flags, torch.full((sizes[before], 3), k == 1))
+
+
 def test_ring_shift_in_one_process():
     x = torch.ones(3, 2)
     assert dist.ring_shift(x, 3) is x

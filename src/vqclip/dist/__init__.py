@@ -40,6 +40,7 @@ from vqclip.dist._collectives import (
     reduce_scatter,
     replicated_sum,
     ring_shift,
+    start_ring_shift,
 )
 from vqclip.dist._control import (
     any_rank,
@@ -113,6 +114,7 @@ __all__ = [
     "shutdown",
     "signal_at_parent_death",
     "start_any_rank",
+    "start_ring_shift",
     "stop_with_launcher",
     "unwrap_ddp",
     "world_size",

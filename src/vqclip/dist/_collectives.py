@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -175,34 +175,50 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def ring_shift(x: Tensor, rows: int) -> Tensor:
-    """Send `x` to the next rank and receive the previous rank's `x`; the last rank sends to rank 0.
+    """Send `x` to the next rank and receive the previous rank's `x`; see `start_ring_shift`."""
+    return start_ring_shift([x], rows)()[0]
+
+
+def start_ring_shift(tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
+    """Begin to send tensors to the next rank, the last one to rank 0, and to receive those of the previous rank.
 
     A rank with nothing to send or receive takes no part. NCCL does not allow that in the first collective of a job:
     call another one before.
 
     Args:
-        x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero. Carries no gradient.
+        tensors: `(B_r, ...)` each, any dtype; B_r may differ between ranks and be zero. They carry no gradient, and must
+            not change before the end.
         rows: B of the previous rank.
 
     Returns:
-        `(rows, ...)`; `x` itself in one process.
+        A function that waits for the end and returns `(rows, ...)` each; the tensors themselves in one process. Other
+        shifts may begin and end in between.
 
     Raises:
-        ShapeError: With one process, when `rows` is not the number of rows of `x`.
+        ShapeError: With one process, when `rows` is not the number of rows.
     """
     if not is_distributed():
-        if rows != x.shape[0]:
-            raise ShapeError(f"ring_shift: got {x.shape[0]} rows in one process, expected {rows}")
-        return x
+        for x in tensors:
+            if rows != x.shape[0]:
+                raise ShapeError(f"ring_shift: got {x.shape[0]} rows in one process, expected {rows}")
+        return lambda: list(tensors)
     here, ranks = rank(), world_size()
-    x, out = x.detach().contiguous(), x.new_empty(rows, *x.shape[1:])
-    transfers = []
-    if x.numel():
-        transfers.append(c10d.P2POp(c10d.isend, x, (here + 1) % ranks))
-    if out.numel():
-        transfers.append(c10d.P2POp(c10d.irecv, out, (here - 1) % ranks))
-    run_collective("ring_shift", _transfer, transfers)
-    return out
+    sent = [x.detach().contiguous() for x in tensors]
+    received = [x.new_empty(rows, *x.shape[1:]) for x in sent]
+    transfers = [c10d.P2POp(c10d.isend, x, (here + 1) % ranks) for x in sent if x.numel()]
+    transfers += [c10d.P2POp(c10d.irecv, x, (here - 1) % ranks) for x in received if x.numel()]
+    started: list[c10d.Work] = []
+    run_collective("ring_shift", lambda: started.extend(c10d.batch_isend_irecv(transfers) if transfers else ()))
+
+    def wait() -> None:
+        for work in started:
+            work.wait()
+
+    def end() -> list[Tensor]:
+        run_collective("ring_shift", wait)
+        return received
+
+    return end
 
 
 def broadcast_(x: Tensor) -> Tensor:
@@ -221,11 +237,6 @@ def broadcast_(x: Tensor) -> Tensor:
         if not x.is_contiguous():
             x.detach().copy_(dense)
     return x
-
-
-def _transfer(transfers: list[c10d.P2POp]) -> None:
-    for work in c10d.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
 
 
 def _sum_over_ranks(x: Tensor, name: str) -> Tensor:

@@ -7,13 +7,12 @@
     own = exchange.collect_sum(sums)                   # the sum over ranks, for this rank's texts
 
 `Gathered`: every rank holds all texts, in one block; the sum over ranks is a reduce-scatter at the end. `Ring`: blocks
-move from rank to rank with their carried tensors until they are back at their owner; a rank holds its own block, the
-current one, and two more while they are sent.
+move from rank to rank until their carried tensors are back at their owner. The next texts arrive while the current ones
+are processed; carried tensors follow afterwards. A rank holds its own block, the current one, and the next one.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -34,6 +33,8 @@ class Block(NamedTuple):
     """Their positions among all G texts."""
     carried: tuple[Tensor, ...]
     """``(C, ...)`` each, to be modified in place."""
+    constant: tuple[Tensor, ...] = ()
+    """``(C, ...)`` each, not to be modified."""
 
 
 class Exchange(ABC):
@@ -74,8 +75,8 @@ class Exchange(ABC):
         """Return a tensor that `blocks` can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
 
     @abstractmethod
-    def blocks(self, *carried: Tensor) -> Iterator[Block]:
-        """Yield all texts once, with their parts of the carried tensors. Must be iterated to the end."""
+    def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
+        """Yield all texts once, with their parts of the carried and constant tensors. Must be iterated to the end."""
 
     @abstractmethod
     def collect_sum(self, carried: Tensor) -> Tensor:
@@ -104,9 +105,9 @@ class Gathered(Exchange):
         """See `Exchange`."""
         return own.new_full((self.count, *own.shape[1:]), fill)
 
-    def blocks(self, *carried: Tensor) -> Iterator[Block]:
+    def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
         """See `Exchange`."""
-        yield Block(self._texts, slice(0, self.count), carried)
+        yield Block(self._texts, slice(0, self.count), carried, tuple(constant))
 
     def collect_sum(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -139,33 +140,20 @@ class Ring(Exchange):
         """See `Exchange`."""
         return own.new_full(own.shape, fill)
 
-    def blocks(self, *carried: Tensor) -> Iterator[Block]:
+    def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
         """See `Exchange`."""
         ranks, here = len(self.sizes), dist.rank()
-        texts, moving = self._text, carried
+        texts, moving = self._text, list(carried)
         for hop in range(ranks):
-            owner = (here - hop) % ranks
-            start = self._start_of(owner)
-            yield Block(texts, slice(start, start + self.sizes[owner]), moving)
-            sent = moving if hop == ranks - 1 else (texts, *moving)  # the last hop returns only the carried tensors
-            received = self._shift(sent, self.sizes[(owner - 1) % ranks])
-            texts, moving = (texts, received) if hop == ranks - 1 else (received[0], received[1:])
+            owner, is_last = (here - hop) % ranks, hop == ranks - 1
+            start, rows = self._start_of(owner), self.sizes[(owner - 1) % ranks]
+            arriving = None if is_last else dist.start_ring_shift([texts, *constant], rows)
+            yield Block(texts, slice(start, start + self.sizes[owner]), tuple(moving), tuple(constant))
+            moving = dist.start_ring_shift(moving, rows)()
+            if arriving is not None:
+                texts, *constant = arriving()
         for own, returned in zip(carried, moving, strict=True):
             own.copy_(returned)
-
-    def _shift(self, sent: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
-        """Send tensors to the next rank and receive the previous rank's, of ``rows`` rows, in one message."""
-        if not sent:
-            return ()
-        widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in sent]
-        # As bytes: carried tensors can have a wider dtype than the texts, which are not to be widened.
-        packed = torch.cat([tensor.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8) for tensor in sent], dim=1)
-        parts = dist.ring_shift(packed, rows).split(widths, dim=1)
-        # Cloned for alignment: a slice of a single row is contiguous, but may start at any byte.
-        return tuple(
-            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype).reshape(rows, *tensor.shape[1:])
-            for part, tensor in zip(parts, sent, strict=True)
-        )
 
     def collect_sum(self, carried: Tensor) -> Tensor:
         """See `Exchange`."""

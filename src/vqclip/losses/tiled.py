@@ -99,8 +99,8 @@ def _softmax(
         return gradients.finish(loss, scale)
     by_row, by_column = (torch.logaddexp(rest, pairs) for rest in (rows_rest, columns_rest))
     of_pairs = -((rows_rest - pairs).sigmoid() + (columns_rest - pairs).sigmoid()) / (2 * exchange.count)
-    for block in exchange.blocks(exchange.to_carried(by_column), *gradients.of_texts):
-        by_column = block.carried[0]
+    for block in exchange.blocks(*gradients.of_texts, constant=[exchange.to_carried(by_column)]):
+        (by_column,) = block.constant
         for tile in tiles.of(block):
             softmaxes(tile.logits, by_row[tile.rows], by_column[tile.columns], 1 / (2 * exchange.count))
             tile.set_pairs_(of_pairs)
@@ -160,13 +160,13 @@ def _distill(
     share = 1 / (2 * exchange.count)
     loss = share * (rows[0].sum() + columns[0].sum())
     gradients = FeatureGradients(image, text, exchange, wants_grad)
-    for block in exchange.blocks(*map(exchange.to_carried, columns), *gradients.of_texts):
+    for block in exchange.blocks(*gradients.of_texts, constant=[*map(exchange.to_carried, columns)]):
         mine, theirs = halves(block)
         for tile, wanted in zip(sides[0].of(mine), sides[1].of(theirs), strict=True):
-            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.carried[1][wanted.columns], share)
+            target = softmaxes(wanted.logits, rows[1][wanted.rows], block.constant[1][wanted.columns], share)
             loss -= (target * tile.logits).sum()
             if wants_grad:
-                softmaxes(tile.logits, rows[0][tile.rows], block.carried[0][tile.columns], share).sub_(target)
+                softmaxes(tile.logits, rows[0][tile.rows], block.constant[0][tile.columns], share).sub_(target)
                 gradients.add(mine, tile)
     return gradients.finish(loss, scale)
 
