@@ -75,7 +75,7 @@ def cost(program: str) -> Cost:
 def make_folder(config: Path, folder: Path) -> str:
     """A tokenizer folder of a configuration's sizes, with random weights."""
     make = (
-        "import sys; from vqclip.config import load_config; from vqclip.train.config import TrainConfig;"
+        "import sys; from vqclip.config import load_config; from vqclip.train import TrainConfig;"
         "load_config(TrainConfig, sys.argv[1]).model.build().save_pretrained(sys.argv[2])"
     )
     subprocess.run([sys.executable, "-c", make, str(config), str(folder)], check=True)

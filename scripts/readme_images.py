@@ -45,7 +45,7 @@ from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation.reconstructions import DrawnSource, pixel_transform
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.train.config import TrainConfig
+from vqclip.train import TrainConfig
 
 SHOWN = 46
 """Sample of `val` in `idea`."""
