@@ -54,6 +54,21 @@ def test_gradients_equal_one_process(ranks, sizes):
             torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-13)
 
 
+def gradients_in_buckets(bucket_mb):
+    """The sizes of the buckets, in bytes, and a gradient."""
+    tower = dist.wrap_ddp(build(), bucket_mb)
+    loss_of(*tower(torch.ones(2, 3, dtype=torch.float64) * (1 + dist.rank()))).backward()
+    sizes = tower._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return [int(size) for size in sizes.split(",")], dist.unwrap_ddp(tower).layer.weight.grad
+
+
+def test_buckets_have_the_size_that_is_asked_for(ranks):
+    (one, expected), (many, got) = (ranks(2, gradients_in_buckets, mb)[0] for mb in (None, 40 / 2**20))
+    assert one == [(12 + 4 + 1) * 8]
+    assert sorted(many) == [1 * 8, (12 + 4) * 8]  # a bucket is closed by the tensor with which it is full
+    torch.testing.assert_close(got, expected)
+
+
 def forward_on_rank_zero_alone():
     tower = dist.wrap_ddp(build()).train()
     if dist.is_main():

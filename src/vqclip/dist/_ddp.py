@@ -23,7 +23,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "bro
 _WRAPPERS = (DistributedDataParallel, PlannedDDP)
 
 
-def wrap_ddp(module: nn.Module) -> nn.Module:
+def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     """Average the gradients of `module` over ranks in every backward, always summed in the same order.
 
     Buffers are not broadcast: that would be a collective in `forward`, which would hang on a rank that runs alone.
@@ -33,6 +33,9 @@ def wrap_ddp(module: nn.Module) -> nn.Module:
     Args:
         module: All its parameters are on one device. Parameters that enter the loss directly, such as the temperature,
             must belong to it and be returned by its `forward`, or DDP does not see their gradient in time.
+
+        bucket_mb: MiB of gradients that are averaged in one exchange, which starts as soon as they are ready; None for
+            1 in the first exchange of a backward and 25 in the others.
 
     Returns:
         The wrapped module; `module` itself in one process or when it has no parameter to train. See `unwrap_ddp`.
@@ -45,7 +48,9 @@ def wrap_ddp(module: nn.Module) -> nn.Module:
     if is_planned():
         return PlannedDDP(module)
     with named_errors("wrapping the model in DDP"):
-        wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC)
+        wrapped = DistributedDataParallel(
+            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC
+        )
         _fix_bucket_layout(wrapped)
     _time_waits(module)
     return wrapped

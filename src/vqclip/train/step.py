@@ -70,6 +70,9 @@ class ComputeConfig(Config):
     """Storage of the towers in several processes. `ddp`: each has all weights. `fsdp`: each has a part of every weight
     that trains, of its gradient and of its moments, and gathers one block at a time. `hsdp`: as `fsdp` among the
     processes of a machine; every machine has a whole copy. They differ in rounding alone; no effect in one process."""
+    bucket_mb: float | None = Field(None, gt=0, le=4096)
+    """With `parallel: ddp`, MiB of gradients that are averaged in one exchange while the backward goes on: small
+    exchanges start earlier, large ones use the network better. null: 1 in the first exchange, 25 in the others."""
 
     @model_validator(mode="after")
     def _parallel_fits(self) -> Self:
@@ -143,7 +146,7 @@ class TrainStep(Generic[SamplesT]):
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
-        self.compiled = compute.compile is True
+        self.compiled, self.bucket_mb = compute.compile is True, compute.bucket_mb
         regional = compute.compile == "regional"
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.sharding = self._shard(compute.parallel)
@@ -224,7 +227,8 @@ class TrainStep(Generic[SamplesT]):
         """Return the model as it trains: compiled, and with gradients averaged over ranks."""
         if self.sharding is not None:
             return self.task.student
-        return dist.wrap_ddp(compile_model(self.task.student) if self.compiled else self.task.student)
+        student = compile_model(self.task.student) if self.compiled else self.task.student
+        return dist.wrap_ddp(student, self.bucket_mb)
 
     def _forward(self, local: SamplesT, step: int) -> TaskOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
