@@ -231,6 +231,8 @@ class TaskConfig(Config):
         # Absent where they are null: checkpoints from before these settings resume.
         if not isinstance(self.data.order, FullOrder):
             settings["data.order"] = self.data.order.model_dump(mode="json")
+        if self.train.float8:
+            settings["train.float8"] = True
         for name in ("ema", "bottleneck"):
             section = getattr(self.train, name)
             if section is not None:

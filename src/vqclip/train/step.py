@@ -39,6 +39,7 @@ from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
 from vqclip.train.compilation import CompiledRegions, compile_model
 from vqclip.train.ema import Ema, EmaConfig
+from vqclip.train.float8 import Float8Layers
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
@@ -55,6 +56,10 @@ class ComputeConfig(Config):
     precision: Precision = "fp32"
     """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
     fp64 is for checking that processes agree."""
+    float8: bool = False
+    """Compute the products of the towers' linear layers in 8-bit floating point, by torchao (extra `float8`), on GPUs
+    that have it; the rest as `precision` says. Use it with `compile`. The result depends on the number of processes and
+    of microbatches: each scales its own tensors."""
     compile: bool | Literal["regional"] = False
     """`true`: compile the model with `torch.compile`. `regional`: compile the blocks of its towers that train, and its
     quantizers; equal blocks share their code, so it takes less time to compile, and works with `parallel: fsdp`."""
@@ -83,6 +88,11 @@ class ComputeConfig(Config):
                 )
             if self.precision == "fp16":
                 raise ValueError(f"got parallel {self.parallel!r} and precision fp16; expected bf16, fp32, or ddp")
+        if self.float8 and (self.parallel != "ddp" or self.precision not in ("bf16", "fp32")):
+            raise ValueError(
+                f"got float8 true with parallel {self.parallel!r} and precision {self.precision}; expected parallel "
+                "ddp, and precision bf16 or fp32"
+            )
         if self.compile == "regional" and self.activation_checkpointing == "operators":
             raise ValueError(
                 "got compile 'regional' and activation_checkpointing 'operators', which would recompute whole compiled "
@@ -148,6 +158,7 @@ class TrainStep(Generic[SamplesT]):
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled, self.bucket_mb = compute.compile is True, compute.bucket_mb
         regional = compute.compile == "regional"
+        self.float8 = Float8Layers(training, task.device) if compute.float8 else None
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.sharding = self._shard(compute.parallel)
         """Weights in shards; None in one process, and where every process has all weights."""
@@ -183,7 +194,7 @@ class TrainStep(Generic[SamplesT]):
         self.move_to_step(step)
         local = self.task.local(batch)
 
-        with self._compiled_regions():
+        with nullcontext() if self.float8 is None else self.float8.applied(), self._compiled_regions():
             out = self._forward(local, step)
             sums = self.task.reduce(out, local)
             losses = self._losses(out, sums, local, step)
