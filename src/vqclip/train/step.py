@@ -76,7 +76,7 @@ class ComputeConfig(Config):
     that trains, of its gradient and of its moments, and gathers one block at a time. `hsdp`: as `fsdp` among the
     processes of a machine; every machine has a whole copy. They differ in rounding alone; no effect in one process."""
     bucket_mb: float | None = Field(None, gt=0, le=4096)
-    """With `parallel: ddp`, MiB of gradients that are averaged in one exchange while the backward goes on: small
+    """With `parallel: ddp`, MiB of gradients that are averaged in one exchange while the backward runs: small
     exchanges start earlier, large ones use the network better. null: 1 in the first exchange, 25 in the others."""
 
     @model_validator(mode="after")
