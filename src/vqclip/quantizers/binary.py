@@ -65,7 +65,7 @@ class BinaryQuantizer(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the losses of the class, over the tokens of all ranks; 0 without tokens."""
-        stats = stats.sync()
+        stats = stats.sync(histograms=False)
         count = stats["tokens"].clamp(min=1)
         losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
         if "code_mass" in stats:

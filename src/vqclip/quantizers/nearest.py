@@ -72,7 +72,7 @@ class TableQuantizer(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the losses of the class."""
-        stats = stats.sync()
+        stats = stats.sync(histograms=False)
         count = stats["tokens"].clamp(min=1)
         return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
 

@@ -106,7 +106,7 @@ class Residual(Quantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the sum over stages of each loss of the layer."""
-        stats = stats.sync()
+        stats = stats.sync(histograms=False)
         each = [stage.losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
 

@@ -133,12 +133,12 @@ class Stats(Mapping[str, Tensor]):
             return self
         return Stats(self.sums | self.histograms | _draw_tokens(self.draws, None), is_global=True)
 
-    def sync(self, order: Order | None = None) -> Stats:
+    def sync(self, order: Order | None = None, histograms: bool = True) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.
 
         The function `sync` reduces several statistics in one collective.
         """
-        return sync([self], order)[0]
+        return sync([self], order, histograms)[0]
 
 
 def sync(stats: Sequence[Stats], order: Order | None = None, histograms: bool = True) -> list[Stats]:

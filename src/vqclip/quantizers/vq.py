@@ -142,7 +142,7 @@ class VQ(TableQuantizer):
 
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the losses of the class."""
-        stats = stats.sync()
+        stats = stats.sync(histograms=False)
         losses = super().losses(stats)
         if "orthogonality" in self.loss_weights:
             with full_precision(self.codebook.device):

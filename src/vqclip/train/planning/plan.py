@@ -116,7 +116,7 @@ def _choices(config: TaskConfig, machines: Machines, plan: StepPlan) -> Iterator
     if train.precision in ("fp32", "fp64"):
         yield [("train.precision=bf16",)]
     if train.parallel != "fsdp" and machines.processes > 1:
-        yield [("train.parallel=fsdp", *(["train.compile=false"] if train.compile else []))]
+        yield [("train.parallel=fsdp", *(["train.compile=regional"] if train.compile is True else []))]
     if not train.activation_checkpointing:
         yield [("train.activation_checkpointing=true",)]
     numbers = list[tuple[str, ...]]()
