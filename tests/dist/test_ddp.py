@@ -140,6 +140,18 @@ def test_a_forward_on_one_rank_waits_for_nobody_after_the_first_step_either(rank
     assert all(ranks(2, forward_on_rank_zero_alone_after_a_step, timeout=20.0))
 
 
+def hooks_after_wrapping_again():
+    module = build()
+    for _ in range(3):
+        wrapped = dist.wrap_ddp(module)
+        dist.release_ddp(wrapped)
+    return sum(len(each._backward_hooks or ()) for each in module.parameters())
+
+
+def test_a_wrapper_that_is_released_leaves_no_hook(ranks):
+    assert ranks(2, hooks_after_wrapping_again) == [0, 0]
+
+
 def unused_gradients():
     tower = dist.wrap_ddp(build())
     return [name for name, p in tower.named_parameters() if p.grad is not None]

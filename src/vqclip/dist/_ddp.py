@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from vqclip.dist._history import exchange_timer
 from vqclip.dist._planned import PlannedDDP, is_planned
@@ -52,7 +53,7 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
             module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC
         )
         _fix_bucket_layout(wrapped)
-    _time_waits(module)
+    wrapped.hook_of_waits = _time_waits(module)  # type: ignore[assignment]
     return wrapped
 
 
@@ -77,6 +78,7 @@ def release_ddp(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, DistributedDataParallel):
         module.reducer._remove_autograd_hooks()
+        module.hook_of_waits.remove()  # type: ignore[operator, union-attr]
     if isinstance(module, PlannedDDP):
         module.release()
     return unwrap_ddp(module)
@@ -100,7 +102,7 @@ def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
     wrapped.zero_grad(set_to_none=True)
 
 
-def _time_waits(module: nn.Module) -> None:
+def _time_waits(module: nn.Module) -> RemovableHandle:
     """Have `exchange_timer` count the end of each backward, in which DDP waits for the averages of gradients.
 
     DDP queues that wait as a callback of the backward, once all gradients are there. The hook of one parameter comes
@@ -108,7 +110,7 @@ def _time_waits(module: nn.Module) -> None:
     """
     parameter = next(each for each in module.parameters() if each.requires_grad)
     queue = Variable._execution_engine.queue_callback
-    parameter.register_hook(lambda grad: queue(lambda: queue(exchange_timer.begin([grad]))))
+    return parameter.register_hook(lambda grad: queue(lambda: queue(exchange_timer.begin([grad]))))
 
 
 class _SumOfParameters(nn.Module):
