@@ -84,7 +84,9 @@ def compare(tree, found, ranks):
     config = load_task_config(tree)
     plan = plan_step(config, Machines(ranks))
     (parts, exchanges, trained), *_ = found
-    assert plan.peak == pytest.approx(sum(parts.values()), rel=0.15)
+    # With shards, gloo copies the gradients that it scatters.
+    tolerance = 0.15 if tree["train"].get("parallel") == "fsdp" else 0.01
+    assert plan.peak == pytest.approx(sum(parts.values()), rel=tolerance)
     for part in ("weights", "optimizer", "moving averages"):
         assert plan.parts[part] == pytest.approx(parts[part], rel=0.01), part
     sizes = [{name: (each.size, each.sent) for name, each in every.items()} for every in (plan.exchanges, exchanges)]
