@@ -50,7 +50,6 @@ from vqclip.train import main as training
 from vqclip.train.tasks.kinds import load_task_config
 
 PEER, IDENTITY, FSQ = "open_clip", "vqclip, identity", "vqclip, fsq"
-ROWS = (PEER, IDENTITY, FSQ)
 QUANTIZERS = {
     IDENTITY: {"kind": "identity", "dim": 64},
     FSQ: {"kind": "product", "codebooks": 16, "layer": {"kind": "fsq", "levels": [8, 8, 8, 8]}},
@@ -80,7 +79,8 @@ def make_inputs(model: str, batch: int, device: torch.device) -> Inputs:
     size, length = config["vision_cfg"]["image_size"], config["text_cfg"].get("context_length", 77)
     draws = torch.Generator().manual_seed(dist.rank())
     images = torch.randint(0, 256, (batch, 3, size, size), dtype=torch.uint8, generator=draws)
-    captions = [" ".join(f"word{number}" for number in row) for row in torch.randint(0, 99, (batch, 8)).tolist()]
+    words = torch.randint(0, 99, (batch, 8), generator=draws)
+    captions = [" ".join(f"word{number}" for number in row) for row in words.tolist()]
     found = Inputs(images, images.float() / 128 - 1, open_clip.get_tokenizer(model)(captions, context_length=length))
     return Inputs(*(each.pin_memory() for each in found)) if device.type == "cuda" else found
 
@@ -125,15 +125,27 @@ def build_ours(row: str, options: argparse.Namespace, inputs: Inputs, device: to
             },
         }
     )
-    step, number = training._build_step(config, training.build_task(config, device)), 0
+    step, number = training.build_step(config, training.build_task(config, device)), 0
+    sizes = (options.batch,) * dist.world_size()
     places = torch.arange(options.batch) + options.batch * dist.rank()
 
     def run() -> None:
         nonlocal number
-        step(Batch(number, 0, inputs.images, inputs.texts, places, places * 0 - 1, places, size), number)
+        step(Batch(number, 0, inputs.images, inputs.texts, places, places * 0 - 1, places, size, sizes), number)
         number += 1
 
     return run
+
+
+class Turn(NamedTuple):
+    """Figures of a round of steps."""
+
+    seconds: float
+    """A step."""
+    memory: float
+    """Most memory in GiB; 0 on a CPU."""
+    exchanges: float
+    """Part of the time (0..1) in exchanges between processes."""
 
 
 class Row:
@@ -145,19 +157,21 @@ class Row:
         self.step()
         self._held = allocated_bytes(device) - before
 
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Run some steps; return seconds a step, and the most memory in GiB (0 on a CPU)."""
+    def turn(self, steps: int) -> Turn:
+        """Run some steps."""
         others = allocated_bytes(self._device) - self._held
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
+        dist.exchange_timer.start()
         since = time.perf_counter()
         for _ in range(steps):
             self.step()
         synchronise(self._device)
         seconds = (time.perf_counter() - since) / steps
+        dist.exchange_timer.stop()
         peak = torch.cuda.max_memory_allocated() - others if self._device.type == "cuda" else 0
-        return seconds, peak / 2**30
+        return Turn(seconds, peak / 2**30, dist.exchange_timer.lap() / steps / seconds)
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -241,7 +255,7 @@ def roofline(row: Row, device: torch.device, options: argparse.Namespace, measur
     print(f"measured (compile {options.compile}): {1e3 * measured_s:.1f} ms")
 
 
-def report(turns: dict[str, list[tuple[float, float]]], options: argparse.Namespace, waits: dict[str, float]) -> None:
+def report(turns: dict[str, list[Turn]], options: argparse.Namespace) -> None:
     """Print the table of rows."""
     print(
         f"{options.model}, {dist.world_size()} x batch {options.batch}, {options.precision}, compile {options.compile}"
@@ -249,10 +263,10 @@ def report(turns: dict[str, list[tuple[float, float]]], options: argparse.Namesp
     print("\n| row | ms a step | images/s a process | in exchanges | GiB | time over open_clip's |")
     print("|---|---:|---:|---:|---:|---|")
     for row, found in turns.items():
-        seconds, memory = (statistics.median(column) for column in zip(*found, strict=True))
-        ratios = [ours / peer for (ours, _), (peer, _) in zip(found, turns[PEER], strict=True)]
+        seconds, memory, waits = (statistics.median(column) for column in zip(*found, strict=True))
+        ratios = [ours.seconds / peer.seconds for ours, peer in zip(found, turns[PEER], strict=True)]
         spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        exchanges = "" if row == PEER else f"{waits[row]:.1%}"
+        exchanges = "" if row == PEER else f"{waits:.1%}"
         print(
             f"| {row} | {1e3 * seconds:.1f} | {options.batch / seconds:.0f} | {exchanges} | {memory:.1f} | {spread} |"
         )
@@ -291,23 +305,18 @@ def main() -> None:
         rows = {PEER: Row(lambda: build_peer(options, inputs, device), device)}
         for name in (IDENTITY, FSQ):
             rows[name] = Row(lambda name=name: build_ours(name, options, inputs, device), device)  # type: ignore[misc]
-        turns: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
-        waits = Counter[str]()
+        turns: dict[str, list[Turn]] = {row: [] for row in rows}
         for number in range(options.rounds + 1):
             order = list(rows)[number % len(rows) :] + list(rows)[: number % len(rows)]
             for row in order:
-                dist.exchange_timer.start()
                 turn = rows[row].turn(options.steps)
-                dist.exchange_timer.stop()
-                share = dist.exchange_timer.lap() / turn[0] / options.steps / options.rounds
                 if number:
                     turns[row].append(turn)
-                    waits[row] += share
         if dist.is_main():
-            report(turns, options, waits)
+            report(turns, options)
         options_eager = argparse.Namespace(**vars(options) | {"compile": False})
         eager = Row(lambda: build_ours(FSQ, options_eager, inputs, device), device)
-        roofline(eager, device, options, statistics.median(seconds for seconds, _ in turns[FSQ]))
+        roofline(eager, device, options, statistics.median(each.seconds for each in turns[FSQ]))
     dist.shutdown()
 
 

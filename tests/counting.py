@@ -23,6 +23,7 @@ READS = {
     torch.ops.aten._unique2.default,
     torch.ops.aten.bincount.default,
     torch.ops.aten.equal.default,
+    torch.ops.aten.lift_fresh.default,  # a tensor of the host, copied from memory that is not page-locked
 }
 """Operators that wait for a GPU, whatever their inputs."""
 

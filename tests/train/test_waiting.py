@@ -24,6 +24,8 @@ LATER = 9
 HOST_ONLY = {
     "tokenizer/text.py:needed_tokens",
     "dist/_control.py:end",
+    "dist/_control.py:start_any_rank",
+    "quantizers/vq.py:_refresh_draws",
     "dist/_control.py:gather_json",
     "train/verdicts.py:read",
     "quantizers/stats.py:number",
@@ -55,6 +57,7 @@ CASES = {
     "vq": (BUSY_VQ, {"train__ema": {}, "train__precision": "bf16"}),
     "residual": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
+    "augment": (FSQ, {"data__transform": {"on_device": True, "rotation": 9, "flip": 0.5, "contrast": 0.2, "hue": 0.1}}),
 }
 REPORT = {"all_gather": 2, "reduce_": 1}
 """Further exchanges of a report: the counts of replaced samples, and those of codes."""

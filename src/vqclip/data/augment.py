@@ -14,9 +14,6 @@ from torch import Tensor
 
 __all__ = ["augment"]
 
-_GREY = (0.2989, 0.587, 0.114)
-"""Weights of red, green and blue in the brightness of a pixel (ITU-R 601-2), as torchvision has them."""
-
 
 def augment(images: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
     """Augment images by the draws of `TrainTransform.draw`; names that are absent change nothing.
@@ -28,6 +25,8 @@ def augment(images: Tensor, draws: Mapping[str, Tensor]) -> Tensor:
     Returns:
         ``(B, 3, S, S)`` uint8.
     """
+    if not len(images):
+        return images
     columns = {name: each[:, None, None, None] for name, each in draws.items()}
     if "angle" in draws:
         images = _move(images, draws["angle"], draws["right"], draws["down"])
@@ -59,8 +58,9 @@ def _move(images: Tensor, angle: Tensor, right: Tensor, down: Tensor) -> Tensor:
 
 
 def _grey(images: Tensor) -> Tensor:
-    weights = torch.tensor(_GREY, device=images.device)[:, None, None]
-    return (images * weights).sum(dim=1, keepdim=True).floor_()
+    """Return the brightness of pixels (ITU-R 601-2), with the weights of torchvision."""
+    red, green, blue = images.split(1, dim=1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue).floor_()
 
 
 def _blend(images: Tensor, others: Tensor, factor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _shift_hue(images: Tensor, shift: Tensor) -> Tensor:
     is_green = images[:, 1:2] == value
     hue = torch.where(is_red, green - blue, torch.where(is_green, by_green, by_blue)) + 6 * shift
     # Red, green and blue of a hue: https://en.wikipedia.org/wiki/HSL_and_HSV#HSV_to_RGB_alternative
-    sector = (hue + torch.tensor([5.0, 3.0, 1.0], device=images.device)[:, None, None]) % 6
+    sector = (hue + torch.arange(5.0, 0.0, -2.0, device=images.device)[:, None, None]) % 6
     shifted = value - chroma * torch.minimum(sector, 4 - sector).clamp(0, 1)
     return (shifted * (255.999 / 255)).floor()
 

@@ -72,7 +72,7 @@ class BatchMaker:
         self._rank = rank
         self._nodes = nodes
         on_device = samples.transform.config.on_device and "image" not in samples.features
-        self._draw_names = samples.transform.draw_names if on_device else []
+        self._draw_names = tuple(samples.transform.draw_names) if on_device else ()
         needs = find_needs(samples.sources, order, batch_size, rank, nodes)
         self.supply = None if needs is None else ChunkSupply(needs, steps, workers, lead)
         """Fetches chunks ahead."""
@@ -140,7 +140,8 @@ class BatchMaker:
             lengths=tuple(each for rest in rests for each in rest.lengths),
             captions=tuple(each for rest in rests for each in rest.captions),
             features={name: tensors[_feature(name)][: len(ids)] for name in self._samples.features},
-            draws={name: tensors["draws"][: len(ids), column] for column, name in enumerate(self._draw_names)},
+            draws=tensors["draws"][: len(ids)] if self._draw_names else None,
+            draw_names=self._draw_names,
         )
 
 

@@ -210,12 +210,12 @@ def start_ring_shift(tensors: Sequence[Tensor], rows: int) -> Callable[[], list[
     started: list[c10d.Work] = []
     run_collective("ring_shift", lambda: started.extend(c10d.batch_isend_irecv(transfers) if transfers else ()))
 
-    def wait() -> None:
+    def wait(*_: Tensor) -> None:
         for work in started:
             work.wait()
 
     def end() -> list[Tensor]:
-        run_collective("ring_shift", wait)
+        run_collective("ring_shift", wait, *received)
         return received
 
     return end

@@ -34,7 +34,6 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     Args:
         module: All its parameters are on one device. Parameters that enter the loss directly, such as the temperature,
             must belong to it and be returned by its `forward`, or DDP does not see their gradient in time.
-
         bucket_mb: MiB of gradients that are averaged in one exchange, which starts as soon as they are ready; None for
             1 in the first exchange of a backward and 25 in the others.
 

@@ -69,14 +69,19 @@ class ExchangeTimer:
     def stop(self) -> None:
         """Count no more until the next `start`."""
         self._runs = False
+        self._collect()
 
     def lap(self) -> float:
         """Return the seconds counted since the last lap, those of a GPU as far as it has done its work."""
+        self._collect()
         seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _collect(self) -> None:
+        """Add the times of what a GPU has done."""
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
-            seconds += first.elapsed_time(last) / 1e3
-        return seconds
+            self._seconds += first.elapsed_time(last) / 1e3
 
     def begin(self, arguments: Sequence[Any]) -> Callable[[], None]:
         """Note that a collective of the tensors among its arguments begins; return a function that notes its end."""

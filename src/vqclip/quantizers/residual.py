@@ -114,7 +114,7 @@ class Residual(Quantizer):
         """Return each stage's metrics as ``i/...``, means over stages with tokens, and ``tokens`` of the first."""
         each = [stage.metrics(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         used = torch.stack([m["tokens"] > 0 for m in each])
-        used[0] = True  # so that the mean is not empty
+        used[0].fill_(True)  # so that the mean is not empty
         whole = {n: summary(n, torch.stack([m[n].double() for m in each]), used) for n in each[0] if "/" not in n}
         nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
         return {**whole, "tokens": each[0]["tokens"], **nested}

@@ -84,10 +84,13 @@ def copy_images(batch: Batch, others: Mapping[str, Tensor], device: torch.device
     Returns:
         ``(B, 3, H, W)`` uint8, and the other tensors.
     """
-    copies = _copy_to_device({**others, "images": batch.images}, device)
-    draws = _copy_to_device(batch.draws, device)
+    draws = {} if batch.draws is None else {"draws": batch.draws}
+    copies = _copy_to_device({**others, **draws, "images": batch.images}, device)
     images = copies.pop("images")
-    return (augment(images, draws) if draws else images), copies
+    if draws:
+        columns = copies.pop("draws").unbind(1)
+        images = augment(images, dict(zip(batch.draw_names, columns, strict=True)))
+    return images, copies
 
 
 def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:

@@ -43,10 +43,12 @@ class ReportMetrics(Callback):
         dist.exchange_timer.stop()
         if not training.is_due(training.config.train.report_every):
             return
-        figures = _metrics(training) | training.records.bad.figures()
-        tokens = figures.pop(_TOKENS) / training.config.train.batch_size
+        figures, tokens = _metrics(training)
+        figures |= training.records.bad.figures()
         if lap := training.clock.lap(dist.exchange_timer.lap()):
-            figures |= lap | self._speed.figures(lap["images_per_second"], tokens, training.step.device)
+            figures |= lap | self._speed.figures(
+                lap["images_per_second"], tokens / training.config.train.batch_size, training.step.device
+            )
         training.records.record(training.done, figures)
         training.bar.show(figures)
         self._warn_of_cut_captions(training)
@@ -64,24 +66,25 @@ class ReportMetrics(Callback):
             self._warned_of_cut_captions = True
 
 
-def _metrics(training: Training) -> dict[str, float]:
-    """Return the metrics of the last step, those of codebooks over a window of tokens. A collective."""
+def _metrics(training: Training) -> tuple[dict[str, float], float]:
+    """Return the metrics of the last step, those of codebooks over a window of tokens, and its tokens. A collective."""
     step, result = training.step, training.result
     watch = step.guards.collapse
     found: dict[str, float | Tensor] = {f"loss/{name}": term for name, term in result.terms.items()}
     found |= {**result.figures, "grad_norm": result.grad_norm, "lr": result.lr}
     if step.scaler.is_enabled():
         found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.verdicts.overflows)}
-    found[_TOKENS] = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
+    tokens = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
     if watch is None:
         sums = dict(zip(result.stats, sync([*result.stats.values()]), strict=True))
     else:
         sums = watch.windows(result.stats)
-    figures = _read(found | step.task.metrics(sums, training.done - 1))
+    figures = _read(found | {_TOKENS: tokens} | step.task.metrics(sums, training.done - 1))
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:
         _warn(training, figures)
-    return figures
+    number = figures.pop(_TOKENS)
+    return figures, number
 
 
 def _count_tokens(stats: Stats) -> Tensor | float:
