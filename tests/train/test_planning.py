@@ -126,9 +126,9 @@ def test_the_command_says_what_to_change(tmp_path, capsys, monkeypatch):
     given = ["plan", str(file), "--gpus", "4", "--reserve", "1e-6"]
     assert vqclip([*given, "--memory", "0.012"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "16 samples a process; memory of one at the peak of a step:"
+    assert lines[0] == "16 samples a process. Memory of a process at the peak of a step:"
     assert any(line.startswith("  all_reduce (ddp) ") for line in lines)
-    changes = lines[lines.index("what to change, each beside those above it:") + 2 :]
+    changes = lines[lines.index("what to change; each line includes the changes above it:") + 2 :]
     assert changes[0].split()[0] == "train.parallel=fsdp"
     assert lines[-1].startswith("then it fits")
     plan = StepPlan(16, {"weights": 7, "activations": 5}, {"reduce_": dist.Exchanged(1, 2, 3)})

@@ -64,8 +64,8 @@ REPORT = {"all_gather": 2, "reduce_": 1}
 
 
 def stated_exchanges(parallel):
-    """Exchanges of a step by the table in docs/machines.md."""
-    text = (Path(__file__).parents[2] / "docs/machines.md").read_text()
+    """Exchanges of a step by the table in docs/memory.md."""
+    text = (Path(__file__).parents[2] / "docs/memory.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| (\d) \| (\d) \|", text, re.MULTILINE)
     return {name: int(fsdp if parallel == "fsdp" else ddp) for name, ddp, fsdp in rows}
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _lines(config: TaskConfig, plan: StepPlan) -> list[str]:
     """Return the table of memory and that of exchanges."""
-    lines = [f"{plan.samples:,} samples a process; memory of one at the peak of a step:", ""]
+    lines = [f"{plan.samples:,} samples a process. Memory of a process at the peak of a step:", ""]
     lines += [f"  {name:28} {size / _GIB:10,.3f} GiB" for name, size in plan.parts.items()]
     lines += [f"  {'together':28} {plan.peak / _GIB:10,.3f} GiB", ""]
     if plan.exchanges:
@@ -64,7 +64,7 @@ def _lines(config: TaskConfig, plan: StepPlan) -> list[str]:
         sent = sum(each.sent for each in plan.exchanges.values())
         lines += [f"  {'together':28} {'':6} {'':10} {format_bytes(sent):>10}", ""]
     if config.train.compile:
-        lines += ["train.compile: planned without; compiled, a step stores less", ""]
+        lines += ["train.compile: the plan is of a step that is not compiled; a compiled one usually stores less", ""]
     return lines
 
 
@@ -72,17 +72,21 @@ def _verdict(plan: StepPlan, options: argparse.Namespace, changes: list[Change],
     """Return whether the step fits, and what to change if not."""
     if options.memory is None:
         return ["give --memory to compare it with that of a GPU"]
-    limit = f"{options.memory:g} GiB, less {options.reserve:g} GiB for what is not counted (--reserve)"
+    peak, given = f"the step takes {plan.peak / _GIB:,.1f} GiB", f"--memory is {options.memory:g} GiB"
+    limit = f"{peak}; {given}, and --reserve keeps {options.reserve:g} GiB of it for what is not counted"
     if not changes and end_fits:
-        return [f"it fits: {plan.peak / _GIB:,.1f} GiB of {limit}"]
-    lines = [f"it does not fit: {plan.peak / _GIB:,.1f} GiB of {limit}"]
+        return [f"it fits: {limit}"]
+    lines = [f"it does not fit: {limit}"]
     if changes:
-        lines += ["", "what to change, each beside those above it:", ""]
+        lines += ["", "what to change; each line includes the changes above it:", ""]
         lines += [f"  {' '.join(each.overrides):52} {each.plan.peak / _GIB:8,.1f} GiB" for each in changes]
     if end_fits:
         lines += ["", "then it fits"]
     else:
-        lines += ["", "no setting makes it fit: use more GPUs, a smaller train.batch_size, or a smaller model"]
+        lines += [
+            "",
+            "no setting that was tried makes it fit: use more GPUs, a smaller train.batch_size, or a smaller model",
+        ]
     return lines
 
 
@@ -115,8 +119,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="GPUs, and processes, of the job (%(default)s)",
     )
-    add("--gpus-per-machine", type=types.whole(1, 1024), default=8, metavar="N", help="for hsdp (%(default)s)")
-    add("--memory", type=positive, metavar="GIB", help="GiB of a GPU; without it nothing is compared")
+    add(
+        "--gpus-per-machine",
+        type=types.whole(1, 1024),
+        default=8,
+        metavar="N",
+        help="GPUs of a machine, for train.parallel: hsdp (%(default)s)",
+    )
+    add("--memory", type=positive, metavar="GIB", help="memory of a GPU in GiB; without it nothing is compared")
     add("--reserve", type=positive, default=4.0, metavar="GIB", help="GiB of it for what is not counted (%(default)g)")
     add("--json", action="store_true", help="print the figures as JSON, in bytes")
     return parser
