@@ -88,7 +88,7 @@ def make_inputs(model: str, batch: int, device: torch.device) -> Inputs:
 def build_peer(options: argparse.Namespace, inputs: Inputs, device: torch.device) -> Step:
     """Return a step as open_clip's training loop makes it."""
     model = open_clip.create_model(options.model, output_dict=True, device=device)
-    wrapped: nn.Module = dist.wrap_ddp(model)
+    wrapped: Any = dist.wrap_ddp(model)
     wrapped = torch.compile(wrapped) if options.compile else wrapped
     loss = open_clip.ClipLoss(True, True, rank=dist.rank(), world_size=dist.world_size())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-6, fused=True)

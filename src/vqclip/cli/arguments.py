@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,8 +28,10 @@ __all__ = [
     "batch_size",
     "count",
     "device",
+    "not_negative",
     "path",
     "paths_and_overrides",
+    "positive",
     "require_page",
     "share",
     "text",
@@ -82,12 +85,26 @@ threads = whole(1, 1024)
 
 def share(given: str) -> float:
     """Convert a number that is at least 0 and less than 1."""
+    return _real(given, "a share: a number from 0 to less than 1", least=0, end=1)
+
+
+def positive(given: str) -> float:
+    """Convert a finite number above 0."""
+    return _real(given, "a number above 0", least=1e-12)
+
+
+def not_negative(given: str) -> float:
+    """Convert a finite number that is at least 0."""
+    return _real(given, "a number from 0", least=0)
+
+
+def _real(given: str, expected: str, least: float, end: float = math.inf) -> float:
     try:
         number = float(given)
     except ValueError:
         number = -1.0
-    if not 0 <= number < 1:  # also false for NaN
-        raise argparse.ArgumentTypeError(f"got {given!r}, expected a share: a number from 0 to less than 1")
+    if not least <= number < end:  # also false for NaN
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected {expected}")
     return number
 
 

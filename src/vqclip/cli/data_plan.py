@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import Any
 
 from vqclip.cli import arguments as types
@@ -52,17 +51,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=types.whole(1, 100_000), default=1, help="machines (%(default)s)")
     add("--gpus", type=types.whole(1, 1024), default=1, help="GPUs, and processes, of a machine (%(default)s)")
     add("--batch", type=types.count, metavar="N", help="samples of a global batch, without --config")
-    add("--rate", type=positive, default=1000.0, metavar="N", help="images a second and GPU (%(default)g)")
+    add("--rate", type=types.positive, default=1000.0, metavar="N", help="images a second and GPU (%(default)g)")
     add("--order", choices=("full", "windowed"), help="order of the samples, without --config (windowed)")
     for name, schema in (("chunk", WindowedOrder), ("window", WindowedOrder)):
         field = schema.model_fields[name]
         add(f"--{name}", type=types.count, metavar="N", help=f"of the windowed order ({field.default})")
-    add("--cache-gib", type=positive, metavar="N", help="remote.cache_gib of a source without --config (100)")
+    add("--cache-gib", type=types.positive, metavar="N", help="remote.cache_gib of a source without --config (100)")
     add("--workers", type=types.workers, help="data.workers, without --config (2)")
     add("--image-size", type=types.whole(1, 4096), help="side of the images in pixels, without --config (224)")
-    add("--bandwidth", type=positive, metavar="MB/S", help="MB a second that a machine can read; unknown without it")
-    add("--request-price", type=_price, metavar="X", help="price of 1,000 requests; none without it")
-    add("--gb-price", type=_price, metavar="X", help="price of a GB (1e9 bytes) sent; none without it")
+    help_text = "MB a second that a machine can read; unknown without it"
+    add("--bandwidth", type=types.positive, metavar="MB/S", help=help_text)
+    add("--request-price", type=types.not_negative, metavar="X", help="price of 1,000 requests; none without it")
+    add("--gb-price", type=types.not_negative, metavar="X", help="price of a GB (1e9 bytes) sent; none without it")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -191,21 +191,3 @@ def _number(given: str) -> int:
     except (ValueError, OverflowError, AssertionError):
         raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number from 1, such as 1.3e9") from None
     return int(number)
-
-
-def positive(given: str) -> float:
-    return _real(given, "a number above 0", least=1e-12)
-
-
-def _price(given: str) -> float:
-    return _real(given, "a number from 0", least=0)
-
-
-def _real(given: str, expected: str, least: float) -> float:
-    try:
-        number = float(given)
-    except ValueError:
-        number = -1
-    if not least <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"got {given!r}, expected {expected}")
-    return number

@@ -13,7 +13,7 @@ from typing import Any
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.cli.data_plan import positive
+from vqclip.errors import ConfigError
 from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
 from vqclip.train.config import TaskConfig
@@ -30,6 +30,8 @@ examples:
 exit status: 0 if the step fits, or without --memory; 1 if it does not, or for an error; 2 for an invalid configuration
 """
 _GIB = 2**30
+_USUAL = 80
+"""GiB of a GPU that is assumed without ``--memory``."""
 
 
 @command("vqclip plan", failure=1)
@@ -37,11 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 if the step fits, 1 if it does not, 2 for a wrong configuration."""
     options = _parser().parse_intermixed_args(arguments)
     config = load_task_config(options.config, options.overrides)
-    memory = None if options.memory is None else int(options.memory * _GIB)
-    on_gpu = config.run.device != "cpu"
-    machines = Machines(options.gpus, options.gpus_per_machine, memory if on_gpu else None)
+    limit = None if options.memory is None else int((options.memory - options.reserve) * _GIB)
+    if limit is not None and limit <= 0:
+        raise ConfigError(
+            f"--memory: got {options.memory:g} GiB, all of which --reserve takes; expected more than "
+            f"{options.reserve:g} GiB, or a smaller --reserve"
+        )
+    gpu = None if config.run.device == "cpu" else int((options.memory or _USUAL) * _GIB)
+    machines = Machines(options.gpus, options.gpus_per_machine, gpu)
     plan = plan_step(config, machines)
-    limit = None if memory is None else memory - int(options.reserve * _GIB)
     fits = limit is None or plan.peak <= limit
     changes = [] if limit is None else list(advise(config, machines, plan, limit))
     end_fits = fits or (bool(changes) and limit is not None and changes[-1].plan.peak <= limit)
@@ -55,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lines(config: TaskConfig, plan: StepPlan) -> list[str]:
     """Return the table of memory and that of exchanges."""
     lines = [f"{plan.samples:,} samples a process. Memory of a process at the peak of a step:", ""]
-    lines += [f"  {name:28} {size / _GIB:10,.3f} GiB" for name, size in plan.parts.items()]
-    lines += [f"  {'together':28} {plan.peak / _GIB:10,.3f} GiB", ""]
+    lines += [f"  {name:28} {_size(size):>10}" for name, size in plan.parts.items()]
+    lines += [f"  {'together':28} {_size(plan.peak):>10}", ""]
     if plan.exchanges:
         lines += ["exchanges of a step:", "", f"  {'':28} {'calls':>6} {'whole':>10} {'sent':>10}"]
         for name, each in plan.exchanges.items():
@@ -68,18 +74,22 @@ def _lines(config: TaskConfig, plan: StepPlan) -> list[str]:
     return lines
 
 
+def _size(number: int) -> str:
+    return format_bytes(number, binary=True)
+
+
 def _verdict(plan: StepPlan, options: argparse.Namespace, changes: list[Change], end_fits: bool) -> list[str]:
     """Return whether the step fits, and what to change if not."""
     if options.memory is None:
         return ["give --memory to compare it with that of a GPU"]
-    peak, given = f"the step takes {plan.peak / _GIB:,.1f} GiB", f"--memory is {options.memory:g} GiB"
+    peak, given = f"the step takes {_size(plan.peak)}", f"--memory is {options.memory:g} GiB"
     limit = f"{peak}; {given}, and --reserve keeps {options.reserve:g} GiB of it for what is not counted"
     if not changes and end_fits:
         return [f"it fits: {limit}"]
     lines = [f"it does not fit: {limit}"]
     if changes:
         lines += ["", "what to change; each line includes the changes above it:", ""]
-        lines += [f"  {' '.join(each.overrides):52} {each.plan.peak / _GIB:8,.1f} GiB" for each in changes]
+        lines += [f"  {' '.join(each.overrides):52} {_size(each.plan.peak):>10}" for each in changes]
     if end_fits:
         lines += ["", "then it fits"]
     else:
@@ -126,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="GPUs of a machine, for train.parallel: hsdp (%(default)s)",
     )
-    add("--memory", type=positive, metavar="GIB", help="memory of a GPU in GiB; without it nothing is compared")
-    add("--reserve", type=positive, default=4.0, metavar="GIB", help="GiB of it for what is not counted (%(default)g)")
+    help_text = f"memory of a GPU in GiB; without it nothing is compared, and the GPU is taken to have {_USUAL} GiB"
+    add("--memory", type=types.positive, metavar="GIB", help=help_text)
+    help_text = "GiB of it for what is not counted (%(default)g)"
+    add("--reserve", type=types.not_negative, default=4.0, metavar="GIB", help=help_text)
     add("--json", action="store_true", help="print the figures as JSON, in bytes")
     return parser

@@ -46,7 +46,7 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     if not is_distributed() or not any(p.requires_grad for p in module.parameters()):
         return module
     if is_planned():
-        return PlannedDDP(module)
+        return PlannedDDP(module, bucket_mb)
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(
             module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC

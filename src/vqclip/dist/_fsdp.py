@@ -202,7 +202,7 @@ def _make_mesh(device: str, hybrid: bool) -> DeviceMesh:
     if not hybrid:
         return init_device_mesh(device, (world_size(),), mesh_dim_names=("shard",))
     sizes = gather_json(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if len(set(sizes)) > 1 or not 1 < sizes[0] < world_size():
+    if len(set(sizes)) > 1 or not 1 < sizes[0] < world_size() or world_size() % sizes[0]:
         raise ConfigError(
             f"train.parallel: got hsdp, with {', '.join(map(str, sorted(set(sizes))))} processes on a machine and "
             f"{world_size()} in all; expected several machines with the same number of processes, more than one "

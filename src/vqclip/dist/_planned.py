@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as c10d
@@ -116,10 +115,14 @@ def planned_ranks(world_size: int, machine: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(machine, world_size))
     try:
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(min(machine, world_size))):
-            yield
+        yield
     finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
         c10d.destroy_process_group()
 
 
@@ -127,16 +130,19 @@ class PlannedDDP(nn.Module):
     """Memory and exchanges of `DistributedDataParallel` with ``gradient_as_bucket_view``, for planned ranks.
 
     Gradients are copied to flat tensors that always exist, and are views of them. Without synchronisation they are
-    tensors of their own.
+    tensors of their own. Buckets have the sizes of DDP's own, which are filled in the reverse order of the parameters
+    (`_ddp._fix_bucket_layout`).
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, bucket_mb: float | None = None):
         super().__init__()
         self.module, self.syncs = module, True
-        trained = [each for each in module.parameters() if each.requires_grad]
+        trained = list[Tensor](each for each in module.parameters() if each.requires_grad)[::-1]
         self._buckets, self._views, self._ready = list[Tensor](), dict[int, Tensor](), 0
-        for dtype in {each.dtype: None for each in trained}:
-            own = [each for each in trained if each.dtype == dtype]
+        size = int((25 if bucket_mb is None else bucket_mb) * 2**20)
+        first = c10d._DEFAULT_FIRST_BUCKET_BYTES if bucket_mb is None else size
+        for places in c10d._compute_bucket_assignment_by_size(trained, [first, size])[0]:
+            own = [trained[place] for place in places]
             flat = own[0].detach().new_empty(sum(each.numel() for each in own))
             self._buckets.append(flat)
             parts = flat.split([each.numel() for each in own])

@@ -79,10 +79,10 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
-def format_bytes(size: float) -> str:
-    """Return a number of bytes with three digits: 256 MB."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB", "PB"):
-        if size < 999.5 or unit == "PB":
+def format_bytes(size: float, binary: bool = False) -> str:
+    """Return a number of bytes with three digits: 256 MB; in units of 1024 if ``binary``: 244 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB") if binary else ("bytes", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5 or unit[0] == "P":
             return f"{size:,.3g} {unit}"
-        size /= 1000
+        size /= 1024 if binary else 1000
     raise AssertionError

@@ -117,7 +117,7 @@ def _choices(config: TaskConfig, machines: Machines, plan: StepPlan) -> Iterator
         yield [("train.precision=bf16",)]
     if train.parallel != "fsdp" and machines.processes > 1:
         yield [("train.parallel=fsdp", *(["train.compile=regional"] if train.compile is True else []))]
-    if not train.activation_checkpointing:
+    if train.activation_checkpointing is not True:  # a number or `operators` recomputes less
         yield [("train.activation_checkpointing=true",)]
     numbers = list[tuple[str, ...]]()
     least, number = train.batch_size // machines.processes, 2 * train.micro_batches

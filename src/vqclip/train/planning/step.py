@@ -146,14 +146,14 @@ def _batch(config: TrainConfig, step: PlannedStep, sizes: tuple[int, ...], numbe
 class PlannedStep(TrainStep[RankBatch]):
     """A step whose tensors have no values: nothing is read, and only a few of many equal microbatches run.
 
-    Of the first pass over microbatches, one runs; of the second pass, the first two and the last. Exchanges count as
-    often as all microbatches would make them.
+    In the first pass over microbatches, one of each size runs, and its exchanges count for all of that size
+    (`Trace.repeats`). In the second pass three of the largest size run: the first, which makes the gradients; one that
+    adds to them, whose exchanges count for all but the first and the last; and the last, which averages them.
     """
 
     trace: Trace
-    _few = False
-    _place = 0
-    """Time at which the newest microbatch began."""
+    _place: int | None = None
+    """Time at which the newest microbatch of the second pass began; None outside that pass."""
 
     def start(self, trace: Trace) -> None:
         """Count memory and exchanges of the following steps."""
@@ -197,19 +197,19 @@ class PlannedStep(TrainStep[RankBatch]):
             return [_copy(outputs[size]) for size in sizes]
 
     def _second_pass(self, cached: TaskOutput, local: RankBatch, step: int) -> None:
-        self._few = True
+        self._place = self.trace.place
         super()._second_pass(cached, local, step)
-        self._few = False
+        self._place = None
 
     def _microbatches(self, local: RankBatch) -> list[tuple[slice, RankBatch]]:
         parts = super()._microbatches(local)
-        if not self._few or len(parts) <= 3:
+        if self._place is None or len(parts) <= 3:
             return parts
         rows, part = max(parts, key=lambda each: len(each[1]))
         return [(rows, part)] * 3
 
     def _run_model(self, local: RankBatch, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
-        if self._few:
+        if self._place is not None:
             if part:  # what is left of the backward before
                 self.trace.claim_since(self._place, "gradients")
             self.trace.repeats = self.micro_batches - 2 if part == 1 and self.micro_batches > 3 else 1

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -64,18 +63,11 @@ class Trace(TorchDispatchMode):
         self._alive: dict[int, tuple[_Storage, weakref.ref[Any]]] = {}
         self._changes: list[tuple[_Storage, int]] = []
         """Storages that got or lost bytes, in order of time."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_follow(storage: torch.UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
-            self._follow(storage, "weights")  # FSDP gathers weights into memory that it has emptied
-            return found
-
-        self._patch, self._depth = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_follow), 0
+        self._resize, self._depth = torch.UntypedStorage.resize_, 0
 
     def __enter__(self) -> Self:
         if not self._depth:
-            self._patch.start()
+            torch.UntypedStorage.resize_ = self._resize_and_follow()  # type: ignore[assignment, method-assign]
         self._depth += 1
         super().__enter__()
         return self
@@ -84,7 +76,15 @@ class Trace(TorchDispatchMode):
         super().__exit__(*error)
         self._depth -= 1
         if not self._depth:
-            self._patch.stop()
+            torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _resize_and_follow(self) -> Callable[[Any, int], Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            found = self._resize(storage, size)
+            self._follow(storage, "weights")  # FSDP gathers weights into memory that it has emptied
+            return found
+
+        return resize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
