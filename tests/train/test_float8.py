@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.models import tiny_model
+from tests.training import run_tree
 from vqclip.errors import ConfigError
 from vqclip.train.float8 import Float8Layers
 from vqclip.train.step import ComputeConfig
+from vqclip.train.tasks.kinds import load_task_config
 
 CPU = torch.device("cpu")
 
@@ -52,3 +54,9 @@ def test_devices_without_fp8_and_other_obstacles_are_refused(monkeypatch):
     for other in ({"parallel": "fsdp"}, {"precision": "fp64"}, {"precision": "fp16"}):
         with pytest.raises(ValueError, match="got float8 true with parallel"):
             ComputeConfig(**{"float8": True, "precision": "bf16"} | other)
+
+
+def test_a_run_in_fp8_resumes_on_as_many_processes_and_microbatches():
+    tree = run_tree("runs", "none", train__precision="bf16", train__float8=True, train__micro_batches=3)
+    settings = load_task_config(tree).identity({}, towers_draw=False)
+    assert settings["train.float8"] == {"processes": 1, "micro_batches": 3}
