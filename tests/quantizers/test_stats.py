@@ -44,6 +44,9 @@ def test_one_process_is_all_ranks() -> None:
     assert synced.is_global
     assert all(synced[name] is stats[name] for name in stats)
     assert stats.sync().is_global
+    of_one_rank = dataclasses.replace(synced, histograms={"codes": torch.ones(1, 8, dtype=torch.int64)})
+    with pytest.raises(ShapeError, match="sums over all ranks with histograms of one"):
+        LFQ(3).metrics(of_one_rank.local())
 
 
 def test_an_order_of_other_samples_is_refused() -> None:

@@ -22,6 +22,7 @@ from vqclip.train.step import ComputeConfig
 
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_path_rate": 0.4, "proj_drop_rate": 0.3}
 CNN = {"depths": [1, 2, 1, 1], "dims": [8, 8, 16, 24], "drop_path_rate": 0.4}
+SE = {"layers": [1, 2, 1, 1], "channels": [8, 8, 16, 16]}
 RESNET = {"image_size": 64, "layers": [1, 2, 1, 1], "width": 8, "head_width": 64}
 
 
@@ -55,6 +56,8 @@ TOWERS = {
     "vit, adapters": lambda folder: vit(train={"lora": {"rank": 2, "dropout": 0.5}}),
     "convnext": lambda folder: TimmTowerConfig(name="convnext_atto", image_size=32, args=CNN),
     "convolutions": lambda folder: ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24]),
+    "squeeze and excitation": lambda folder: TimmTowerConfig(name="seresnet18", image_size=32, args=SE, group_norm=4),
+    "normalizer-free": lambda folder: TimmTowerConfig(name="test_nfnet", image_size=32),
     "open_clip": open_clip_vit,
     "open_clip's resnet": resnet,
     "text": lambda folder: TransformerTowerConfig(context_length=12, width=16, heads=2, layers=3),
@@ -155,6 +158,22 @@ def test_a_compiled_tower_recomputes_its_blocks_in_one_graph():
         compiled = torch.compile(tower, backend="aot_eager", fullgraph=True)
         for one, other in zip(results(compiled, batch), expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Doubling(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mul_(2).sigmoid()
+
+
+def test_operators_that_torch_lacks_are_left_out_and_those_in_place_are_refused(monkeypatch):
+    monkeypatch.setattr("vqclip.towers.blocks._KEPT", ("removed_operator", "mm", "addmm"))
+    tower = torch.nn.Sequential(torch.nn.Sequential(Doubling(4, 4)))
+    plain = copy.deepcopy(tower)
+    recompute_blocks([tower], "operators")
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing: got operators, .* expected true"):
+        tower(torch.ones(2, 4)).sum().backward()
+    recompute_blocks([plain], True)
+    plain(torch.ones(2, 4)).sum().backward()
 
 
 def test_more_blocks_than_there_are_and_wrong_values_are_refused():

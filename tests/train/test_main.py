@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -35,9 +36,11 @@ from vqclip.losses.tiled import tiled_loss
 from vqclip.model import CLIP
 from vqclip.process.lock import RunLock
 from vqclip.runlog.metrics import read_metrics
+from vqclip.towers.image import TimmTowerConfig
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.compilation import CompiledRegions
 from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
@@ -570,6 +573,18 @@ def test_compiled_regions_are_recomputed_and_never_evaluated(tmp_path, shards):
     graphs, breaks = run_compiled(tree, str(tmp_path / "cache"), "aot_eager")
     assert (graphs, breaks) == (8, 0)  # with and without gradients
     assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-9
+
+
+@pytest.mark.slow
+def test_every_rate_of_stochastic_depth_is_compiled():
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "drop_path_rate": 0.4}
+    tower = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args).build()
+    graphs = []
+    compile = functools.partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    few = torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2)
+    with few, mock.patch.object(torch, "compile", compile), CompiledRegions([tower], []).applied():
+        tower(torch.rand(2, 3, 16, 16))
+    assert len(graphs) == 4
 
 
 def compare_compiled(tmp_path, shards, ranks, quantizer, world_size, backend, mode):

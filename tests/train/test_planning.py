@@ -123,15 +123,15 @@ def test_more_memory_and_exchanges_are_those_of_a_real_step(ranks, world_size):
 
 def test_the_command_says_what_to_change(tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(load_task_config(settings(train__steps=200))))
+    file.write_text(to_yaml(load_task_config(settings(train__steps=200, train__bucket_mb=10.0))))
     given = ["plan", str(file), "--gpus", "4", "--reserve", "0"]
     assert vqclip([*given, "--memory", "0.012"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "16 samples a process. Memory of a process at the peak of a step:"
     assert any(line.startswith("  all_reduce (ddp) ") for line in lines)
     changes = lines[lines.index("what to change; each line includes the changes above it:") + 2 :]
-    assert changes[0].split()[0] == "train.parallel=fsdp"
-    assert changes[0].split()[2] == "MiB"
+    assert changes[0].split()[:2] == ["train.parallel=fsdp", "train.bucket_mb=null"]
+    assert changes[0].split()[3] == "MiB"
     assert lines[-1].startswith("then it fits")
     plan = StepPlan(16, {"weights": 7, "activations": 5}, {"reduce_": dist.Exchanged(1, 2, 3)})
     planned = []
@@ -149,7 +149,8 @@ def test_the_command_says_what_to_change(tmp_path, capsys, monkeypatch):
     assert vqclip([*given, "--memory", "80", "--reserve", "80"]) == 2
     assert "--memory: got 80 GiB, all of which --reserve takes" in capsys.readouterr().err
     monkeypatch.setattr("vqclip.train.planning.plan.plan_step", lambda *_: StepPlan(16, {"weights": 4}, {}))
-    changed = [f"train.{each}" for each in ("parallel=fsdp", "precision=bf16", "activation_checkpointing=1")]
+    sharded = ("bucket_mb=null", "parallel=fsdp", "precision=bf16", "activation_checkpointing=1")
+    changed = [f"train.{each}" for each in sharded]
     assert vqclip([*given, *changed, "--memory", "1e-8", "--json"]) == 1
     (change,) = json.loads(capsys.readouterr().out)["changes"]
     assert change["overrides"] == ["train.activation_checkpointing=true"]

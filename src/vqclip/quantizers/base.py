@@ -249,6 +249,9 @@ class Quantizer(nn.Module, ABC):
 
         A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode.
 
+        The step has reduced the sums, but not the histograms. An update or a loss that reads counts of codes has them
+        among the sums (see `TableQuantizer`): ``stats.sync()`` would be a further collective of every step.
+
         Args:
             stats: statistics of forwards in training mode.
             start: False: do not initialise a codebook in this step.
@@ -321,6 +324,9 @@ class Quantizer(nn.Module, ABC):
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         """Return sums over tokens, each with G as its first axis except ``tokens``; masked tokens add nothing.
+
+        By default the counts of codes are a histogram, for `metrics` alone. A quantizer whose `update` or `losses` read
+        them returns them as a sum.
 
         Args:
             bounded: ``(T, G, D)``, with gradient; any finite number where masked.

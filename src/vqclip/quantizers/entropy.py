@@ -103,13 +103,15 @@ def _mass(logits: Tensor, keep: Tensor | None) -> Tensor:
 def _mass_gradient(grad: Tensor, logits: Tensor, keep: Tensor | None) -> Tensor:
     half = logits.shape[1] // 2
     grad = grad.unflatten(1, (2**half, -1))
-    found = []
+    highs, lows = [], []
     for part, real in _parts(logits, keep):
         high, low = _joint(part[:, :half]), _joint(part[:, half:])
         high_grad, low_grad = torch.bmm(grad, low), torch.bmm(grad.transpose(1, 2), high)
-        for bits, joint, of_joint in ((part[:, :half], high, high_grad), (part[:, half:], low, low_grad)):
-            found.append(_joint_gradient(bits, joint, of_joint if real is None else of_joint * real))
-    return torch.cat([torch.cat(found[::2], dim=2), torch.cat(found[1::2], dim=2)], dim=1)
+        if real is not None:
+            high_grad, low_grad = high_grad * real, low_grad * real
+        highs.append(_joint_gradient(part[:, :half], high, high_grad))
+        lows.append(_joint_gradient(part[:, half:], low, low_grad))
+    return torch.cat([torch.cat(highs, dim=2), torch.cat(lows, dim=2)], dim=1)
 
 
 def _joint(logits: Tensor) -> Tensor:

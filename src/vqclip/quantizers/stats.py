@@ -128,8 +128,11 @@ class Stats(Mapping[str, Tensor]):
         return replace(self, sums={name: total.detach() for name, total in self.sums.items()})
 
     def local(self) -> Stats:
-        """Return the sums marked as global, as for a single rank, so that `Quantizer.losses` needs no collective."""
-        if self.is_global and not self.histograms:
+        """Return the sums marked as global, as for a single rank, so that `Quantizer.losses` needs no collective.
+
+        Global ones are returned unchanged, with the histograms they have.
+        """
+        if self.is_global:
             return self
         return Stats(self.sums | self.histograms | _draw_tokens(self.draws, None), is_global=True)
 

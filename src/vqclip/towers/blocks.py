@@ -20,15 +20,14 @@ from vqclip.towers.depth import block_names
 Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["operators"]
 """True: every block; N: every N-th block; `operators`: all but the products of matrices of every block."""
 
-_aten = torch.ops.aten
-_KEPT = [
-    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default),
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-]
-"""Operators whose outputs are kept: they take most of the time of a block."""
+_KEPT = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""Operators whose outputs are kept, where torch has them: they take most of the time of a block."""
 
 
 def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
@@ -53,9 +52,11 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
             f"train.activation_checkpointing: got {every}, but no tower that trains has more than {most} blocks; "
             f"expected at most {most}, or true for every block"
         )
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)} if which == "operators" else {}
+    contexts = _contexts_of_operators() if which == "operators" else {}
     chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
     for block in chosen:
+        if contexts:
+            _compute_out_of_place(block)
         block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
 
 
@@ -71,7 +72,33 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
     return torch.compile(forward)
 
 
+def _contexts_of_operators() -> dict[str, Any]:
+    kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
+    return {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
+
+
+def _compute_out_of_place(block: nn.Module) -> None:
+    """Have activations make new tensors, of the same bits: an output that is kept must not change."""
+    for each in block.modules():
+        if getattr(each, "inplace", False):
+            each.inplace = False  # type: ignore[assignment]
+
+
 def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
+    if contexts and not torch.compiler.is_compiling():
+        forward = partial(_named_errors, forward)
     return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+
+
+def _named_errors(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return forward(*args, **options)
+    except RuntimeError as error:
+        if "selective activation checkpoint" not in str(error):
+            raise
+        raise ConfigError(
+            "train.activation_checkpointing: got operators, but a block changes the output of a matrix product, a "
+            f"convolution or attention in place, so that it cannot be kept ({error}); expected true, or a number"
+        ) from error

@@ -20,9 +20,9 @@ from vqclip.towers.depth import block_names
 
 __all__ = ["CompiledRegions", "compile_model"]
 
-_RECOMPILE_LIMIT = 1024
-"""Most versions of a block's code. Past it torch would run the block eagerly, with a warning: torch's limit of 8 is
-less than the blocks of a tower with another rate of stochastic depth in each."""
+_LIMITS = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
+"""Most versions of a block's code. Past either torch would run the block eagerly, with a warning: its limit of 8, and
+of 256 in all, is less than the blocks of a tower with another rate of stochastic depth in each."""
 
 
 class CompiledRegions:
@@ -46,7 +46,7 @@ class CompiledRegions:
     def applied(self, compiled: bool = True) -> Iterator[None]:
         """Run the regions compiled within the block, or eagerly in a block inside of such a one."""
         config: Any = torch._dynamo.config
-        with config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        with config.patch({name: limit for name, limit in _LIMITS.items() if hasattr(config, name)}):
             try:
                 self._set(self._compiled if compiled else self._eager)
                 yield

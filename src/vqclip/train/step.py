@@ -88,6 +88,10 @@ class ComputeConfig(Config):
                 )
             if self.precision == "fp16":
                 raise ValueError(f"got parallel {self.parallel!r} and precision fp16; expected bf16, fp32, or ddp")
+            if self.bucket_mb is not None:
+                raise ValueError(
+                    f"got parallel {self.parallel!r} and bucket_mb {self.bucket_mb:g}; expected bucket_mb null, or ddp"
+                )
         if self.float8 and (self.parallel != "ddp" or self.precision not in ("bf16", "fp32")):
             raise ValueError(
                 f"got float8 true with parallel {self.parallel!r} and precision {self.precision}; expected parallel "
@@ -153,12 +157,13 @@ class TrainStep(Generic[SamplesT]):
         self.task, self.optimizer, self.schedule = task, optimizer, schedule
         training = [tower for tower in task.towers.values() if not tower.is_frozen]
         recompute_blocks(training, compute.activation_checkpointing)
+        # Before the first step, which may freeze towers that train later.
+        self.float8 = Float8Layers(training, task.device) if compute.float8 else None
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
         self.compiled, self.bucket_mb = compute.compile is True, compute.bucket_mb
         regional = compute.compile == "regional"
-        self.float8 = Float8Layers(training, task.device) if compute.float8 else None
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.sharding = self._shard(compute.parallel)
         """Weights in shards; None in one process, and where every process has all weights."""

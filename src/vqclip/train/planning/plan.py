@@ -116,7 +116,9 @@ def _choices(config: TaskConfig, machines: Machines, plan: StepPlan) -> Iterator
     if train.precision in ("fp32", "fp64"):
         yield [("train.precision=bf16",)]
     if train.parallel != "fsdp" and machines.processes > 1:
-        yield [("train.parallel=fsdp", *(["train.compile=regional"] if train.compile is True else []))]
+        fits = ["train.compile=regional"] if train.compile is True else []
+        fits += [] if train.bucket_mb is None else ["train.bucket_mb=null"]
+        yield [("train.parallel=fsdp", *fits)]
     if train.activation_checkpointing is not True:  # a number or `operators` recomputes less
         yield [("train.activation_checkpointing=true",)]
     numbers = list[tuple[str, ...]]()
