@@ -41,10 +41,10 @@ def frozen(modality, **changes):
 
 CASES = {
     "microbatches": settings(STARTED_VQ, train__micro_batches=5, train__ema={}, train__bucket_mb=0.01),
-    "frozen": settings(**frozen("text", train__precision="bf16", loss__impl="ring", loss__positives="caption")),
     "fsdp": settings(STARTED_VQ, train__parallel="fsdp", train__activation_checkpointing=True, train__ema={}),
 }
 SLOW = {
+    "frozen": settings(**frozen("text", train__precision="bf16", loss__impl="ring", loss__positives="caption")),
     "residual": settings(STARTED_RESIDUAL, train__micro_batches=3),
     "fp64": settings(LFQ, train__precision="fp64", loss__impl="gather"),
     "sigmoid": settings(loss={"kind": "sigmoid"}, model__temperature={"init": 10.0, "bias": -10.0}),
@@ -102,18 +102,13 @@ def test_memory_and_exchanges_are_those_of_a_real_step(ranks):
     measured = ranks(2, for_each, measure, [(tree,) for tree in CASES.values()])
     for name, tree, *found in zip(CASES, CASES.values(), *measured, strict=True):
         plan = compare(tree, found, 2)
-        if name != "frozen":  # the table is for `tiled`
-            stated = {each: number for each, number in stated_exchanges(name).items() if number and each != "any_rank"}
-            own = {
-                each: sizes.calls for each, sizes in plan.exchanges.items() if not each.endswith(("(ddp)", "(fsdp)"))
-            }
-            assert own == stated
-    (found,) = ranks(1, for_each, measure, [(CASES["microbatches"],)])
-    assert compare(CASES["microbatches"], found, 1).exchanges == {}
+        stated = {each: number for each, number in stated_exchanges(name).items() if number and each != "any_rank"}
+        own = {each: sizes.calls for each, sizes in plan.exchanges.items() if not each.endswith(("(ddp)", "(fsdp)"))}
+        assert own == stated
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_more_memory_and_exchanges_are_those_of_a_real_step(ranks, world_size):
     every = SLOW | (CASES if world_size == 4 else {})
     measured = ranks(world_size, for_each, measure, [(tree,) for tree in every.values()])
