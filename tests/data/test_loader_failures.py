@@ -132,12 +132,13 @@ def test_a_dead_worker_is_explained(folder: Path) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path, wrapped: bool) -> None:
     """torch raises its error in the middle of the computation, which may wrap it, as a collective does."""
+    before = {each.pid for each in multiprocessing.active_children()}
     batches = spoilt_data(folder, workers=2).batches(0, 1000)
     next(batches)
-    children = sorted(each.pid for each in multiprocessing.active_children())
+    workers = [each.pid for each in multiprocessing.active_children() if each.pid not in before]
     with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), explain_worker_deaths():  # noqa: PT012
         try:
-            os.kill(children[-1], signal.SIGKILL)
+            os.kill(workers[-1], signal.SIGKILL)
             time.sleep(30)
         except RuntimeError as error:
             if wrapped:

@@ -15,7 +15,7 @@ from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
 from vqclip.train.bottleneck import BottleneckConfig
-from vqclip.train.step import _compile
+from vqclip.train.compilation import compile_model
 
 SCHEDULE = BottleneckConfig(open_steps=2, close_steps=3)
 
@@ -94,7 +94,7 @@ def test_a_compiled_model_has_one_graph_for_all_shares():
     model, images, _ = built(FSQ)
     counter = CompileCounter()
     torch._dynamo.reset()
-    _compile(torch.nn.Identity())  # for einops, see there
+    compile_model(torch.nn.Identity())  # for einops, see there
     compiled = torch.compile(model.image, backend=counter)
     graphs = []
     for step in range(7):

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
 from tests.models import BUSY_VQ, FSQ, VQ
-from tests.train.test_main import compiled
 from tests.train.test_resume import assert_same_run, differences_after_a_resume
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
 from vqclip.train import TrainConfig
 
 STEPS = 12
@@ -144,6 +143,6 @@ def test_a_compiled_run_has_a_graph_for_the_ramp_and_one_for_the_rest(tmp_path, 
         tree["train"]["evaluate_every"] = 3
         tree["evaluation"] = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
     ranks(world_size, run, trees[0], cache, init=False)
-    for graphs, breaks in ranks(world_size, compiled, trees[1], cache, "aot_eager", init=False, timeout=500.0):
+    for graphs, breaks in ranks(world_size, run_compiled, trees[1], cache, "aot_eager", init=False, timeout=500.0):
         assert (graphs, breaks) == (2, 0)
     assert largest_difference(averages(tmp_path / "eager"), averages(tmp_path / "compiled")) < 1e-6
