@@ -298,7 +298,7 @@ def main() -> None:
     device = dist.choose_device("auto", "device")
     dist.init(device)
     if dist.is_main():
-        print(__doc__.partition("\n\n")[0], file=sys.stderr)
+        print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     logging.getLogger().setLevel(logging.ERROR)  # open_clip warns of random weights
     with tiny_model(options):
         inputs = make_inputs(options.model, options.batch, device)
