@@ -208,7 +208,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "forkserver"))]
+)
 def test_workers_end_with_their_reader(tmp_path: Path, method: str) -> None:
     """Standard output ends when the last worker does, as they all hold it."""
     (tmp_path / "script.py").write_text(KILLED_READER)

@@ -117,6 +117,8 @@ VARIANTS = {
     "product of lfq",
     "product of product",
     "product of identity",
+    "vq, cosine",
+    "product of residual of vq",
 }
 """Their graphs have no operation that those of the others lack, so they are traced in the slow tests only."""
 

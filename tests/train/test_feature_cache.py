@@ -113,7 +113,8 @@ def train_stored(folder, shards, **changes):
     return stored["sample_ids"], counted
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_the_same_bits_over_fifty_steps(ranks, tmp_path, shards, processes):
     """Losses, weights, samples, and the records of bad samples."""
     without = ranks(processes, train_plain, tmp_path, shards, init=False)

@@ -366,6 +366,7 @@ def _within(mode, function, args):
         return function(*args)
 
 
+@pytest.mark.slow
 def test_a_step_with_the_loss_compiles_to_one_graph():
     torch._dynamo.reset()
     model, step = model_and_step(FSQ)

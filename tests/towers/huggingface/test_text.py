@@ -86,6 +86,7 @@ def test_dropout_is_left_out_unless_asked_for(bert):
     assert not torch.equal(drops(tokens), drops(tokens))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break(bert):
     tower = config(bert[0], train="none").build().eval()
     tokens = tower.vocabulary(CAPTIONS)
