@@ -293,6 +293,9 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--parallel", default="ddp", choices=["ddp", "fsdp"], help="of our rows; open_clip has ddp")
+    parser.add_argument(
+        "--rows", nargs="*", default=list(QUANTIZERS), choices=list(QUANTIZERS), help="beside open_clip"
+    )
     parser.add_argument("--tiny", action="store_true", help="small model and batch, fp32, not compiled")
     options = parser.parse_args()
     device = dist.choose_device("auto", "device")
@@ -303,7 +306,7 @@ def main() -> None:
     with tiny_model(options):
         inputs = make_inputs(options.model, options.batch, device)
         rows = {PEER: Row(lambda: build_peer(options, inputs, device), device)}
-        for name in (IDENTITY, FSQ):
+        for name in options.rows:
             rows[name] = Row(lambda name=name: build_ours(name, options, inputs, device), device)  # type: ignore[misc]
         turns: dict[str, list[Turn]] = {row: [] for row in rows}
         for number in range(options.rounds + 1):
@@ -315,8 +318,8 @@ def main() -> None:
         if dist.is_main():
             report(turns, options)
         options_eager = argparse.Namespace(**vars(options) | {"compile": False})
-        eager = Row(lambda: build_ours(FSQ, options_eager, inputs, device), device)
-        roofline(eager, device, options, statistics.median(each.seconds for each in turns[FSQ]))
+        eager = Row(lambda: build_ours(options.rows[-1], options_eager, inputs, device), device)
+        roofline(eager, device, options, statistics.median(each.seconds for each in turns[options.rows[-1]]))
     dist.shutdown()
 
 

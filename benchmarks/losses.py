@@ -21,6 +21,9 @@ resident set at its highest. Bytes are those that a rank sends, counted at torch
 them; gloo, which runs here, makes an all-reduce of a reduce-scatter and so sends more of ours: 0.75 and not 0.5 times
 open_clip's on two ranks. open_clip runs with local_loss and gather_with_grad, its options whose gradients are right on
 several ranks.
+
+With ``--device cuda`` one rank runs on a GPU: the time is that until the GPU has done its work, and the memory what
+PyTorch's allocator counts.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ FORCING = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY
 """Environment variables that set instruction sets and memory."""
 
 Loss = Callable[..., Tensor]
+DEVICE = torch.device(os.environ.get("BENCHMARK_DEVICE", "cpu"))
+"""Set by ``--device``, for the processes that are started."""
 
 
 def ours(name: str, impl: str) -> Loss:
@@ -76,16 +81,22 @@ def features(size: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     image, noise = torch.randn(2, size, WIDTH, generator=generator)
     pair = F.normalize(image, dim=1), F.normalize(image + noise, dim=1)
-    return tuple(each.chunk(ranks)[rank].clone() for each in pair)  # type: ignore[return-value]
+    return tuple(each.chunk(ranks)[rank].clone().to(DEVICE) for each in pair)  # type: ignore[return-value]
 
 
 def once(loss: Loss, name: str, image: Tensor, text: Tensor) -> float:
-    """CPU seconds of forward and backward."""
+    """CPU seconds of forward and backward; on a GPU the seconds until it is done."""
     image, text = image.detach().requires_grad_(), text.detach().requires_grad_()
-    numbers = [torch.tensor(number, requires_grad=True) for number in NUMBERS[name]]
-    before = time.process_time()
+    numbers = [torch.tensor(number, device=DEVICE, requires_grad=True) for number in NUMBERS[name]]
+    if DEVICE.type == "cpu":
+        before = time.process_time()
+        loss(image, text, *numbers).backward()
+        return time.process_time() - before
+    torch.cuda.synchronize()
+    before = time.perf_counter()
     loss(image, text, *numbers).backward()
-    return time.process_time() - before
+    torch.cuda.synchronize()
+    return time.perf_counter() - before
 
 
 def _nbytes(value: Any) -> int:
@@ -179,6 +190,11 @@ def peak_mib(rank: int, ranks: int, name: str, size: int, impl: str | None) -> f
     loss = theirs(name, rank, ranks) if impl is None else ours(name, impl)
     once(loss, name, *features(64 * ranks, rank, ranks))  # libraries load what they need
     pair = features(size, rank, ranks)
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        once(loss, name, *pair)
+        return (torch.cuda.max_memory_allocated() - held) / 2**20
     before = _memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     once(loss, name, *pair)
@@ -225,7 +241,9 @@ def line(result: dict[str, Any]) -> str:
 
 
 def machine() -> str:
-    """CPU, instruction set, and how fast both kernels multiply on one thread."""
+    """CPU, instruction set, and how fast both kernels multiply on one thread; or the GPU's name."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.get_device_name()
     from vqclip.losses.products import product
 
     torch.set_num_threads(1)
@@ -257,10 +275,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, default=[2**k for k in range(10, 16)], help="global batches")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row; one from 16,384 on")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: with --ranks 1")
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
+    if args.device != DEVICE.type:
+        if args.ranks != [1]:
+            parser.error("--device cuda takes --ranks 1")
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"BENCHMARK_DEVICE": args.device})
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
-    print(f"torch {torch.__version__}, 1 thread a rank, width {WIDTH}, median CPU time of {args.rounds} rounds")
+    clock = "1 thread a rank, median CPU time" if args.device == "cpu" else "median time"
+    print(f"torch {torch.__version__}, width {WIDTH}, {clock} of {args.rounds} rounds")
     print(f"(one from 16,384 on); {machine()}\n")
     print(
         "| loss | impl | ranks | batch | s | s, one kernel | s, open_clip | ratio | ratio, one kernel "

@@ -9,6 +9,9 @@ Both libraries run in this process on the same inputs, their rounds interleaved;
 the median round. An LFQ round is forward, the entropy losses and backward, with the same temperature for both. Peak
 memory is that of all tensors alive at once, beyond the inputs: a dispatch mode sees every tensor made in forward and
 backward, and counts its storage until that is freed. Temporaries inside one operator are in neither figure.
+
+With ``--device cuda`` the time is that until the GPU has done its work, and the memory what PyTorch's allocator counts,
+temporaries included.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from vqclip.quantizers import FSQ, LFQ, VQ, Product, Residual
 
 Step = Callable[[Tensor], Any]
 TEMPERATURE = 0.01
+DEVICE = torch.device("cpu")
+"""Set by ``--device``."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class PeakMemory(TorchDispatchMode):
 def lfq(bits: int, codebooks: int = 1) -> Step:
     """Our LFQ with the three losses."""
     layer = LFQ(bits, TEMPERATURE)
-    quantizer = (Product(layer, codebooks) if codebooks > 1 else layer).train()
+    quantizer = (Product(layer, codebooks) if codebooks > 1 else layer).train().to(DEVICE)
 
     def step(x: Tensor) -> None:
         out = quantizer(x)
@@ -95,7 +100,7 @@ def peer_lfq(bits: int, codebooks: int = 1) -> Step:
     quantizer = peer.LFQ(
         dim=bits * codebooks, codebook_size=2**bits, num_codebooks=codebooks, commitment_loss_weight=0.25
     )
-    quantizer.train()
+    quantizer.train().to(DEVICE)
 
     def step(x: Tensor) -> None:
         out = quantizer(x, inv_temperature=1 / TEMPERATURE)
@@ -106,20 +111,20 @@ def peer_lfq(bits: int, codebooks: int = 1) -> Step:
 
 def fsq(levels: tuple[int, ...], codebooks: int) -> Step:
     """Our FSQ with its statistics."""
-    quantizer = Product(FSQ(levels), codebooks).train()
+    quantizer = Product(FSQ(levels), codebooks).train().to(DEVICE)
     return lambda x: quantizer(x).vectors.mean().backward()
 
 
 def peer_fsq(levels: tuple[int, ...], codebooks: int) -> Step:
     """The peer's FSQ."""
-    quantizer = peer.FSQ(list(levels), num_codebooks=codebooks).train()
+    quantizer = peer.FSQ(list(levels), num_codebooks=codebooks).train().to(DEVICE)
     return lambda x: quantizer(x)[0].mean().backward()
 
 
 def vq(dim: int, size: int, depth: int = 1) -> Step:
     """Our VQ: moving means, dead codes replaced, the rotation trick, the update of the step included."""
     layer = VQ(dim, size, kmeans=False)
-    quantizer = (Residual(layer, depth) if depth > 1 else layer).train()
+    quantizer = (Residual(layer, depth) if depth > 1 else layer).train().to(DEVICE)
 
     def step(x: Tensor) -> None:
         out = quantizer(x)
@@ -142,7 +147,7 @@ def peer_vq(dim: int, size: int, depth: int = 1) -> Step:
     quantizer = (
         peer.VectorQuantize(dim, **options) if one else peer.ResidualVQ(dim=dim, num_quantizers=depth, **options)
     )
-    quantizer.train()
+    quantizer.train().to(DEVICE)
 
     def step(x: Tensor) -> None:
         vectors, _, losses = quantizer(x)
@@ -163,18 +168,35 @@ ROWS = [
 ]
 
 
-def once(step: Step, shape: tuple[int, ...], seed: int) -> tuple[float, float]:
-    """Seconds of one round, and CPU seconds of it."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    wall, cpu = time.perf_counter(), time.process_time()
+def inputs(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return vectors on the device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def once(step: Step, shape: tuple[int, ...], seed: int) -> float:
+    """CPU seconds of one round; on a GPU the seconds until it is done."""
+    x = inputs(shape, seed)
+    if DEVICE.type == "cpu":
+        before = time.process_time()
+        step(x)
+        return time.process_time() - before
+    torch.cuda.synchronize()
+    before = time.perf_counter()
     step(x)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    torch.cuda.synchronize()
+    return time.perf_counter() - before
 
 
 def peak_bytes(step: Step, shape: tuple[int, ...]) -> int:
     """Peak tensor memory of one round."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = inputs(shape, 0)
     gc.collect()
+    if DEVICE.type == "cuda":
+        step(inputs(shape, 1))  # libraries take memory that they keep
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(x)
+        return torch.cuda.max_memory_allocated() - before
     with PeakMemory() as memory:
         step(x)
     return memory.peak
@@ -187,7 +209,7 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for seed in range(rounds):
         for name, step in steps.items():
-            times[name].append(once(step, row.shape, seed)[1])
+            times[name].append(once(step, row.shape, seed))
     seconds = {name: statistics.median(each) for name, each in times.items()}
     return {
         "row": row.name,
@@ -215,17 +237,21 @@ def line(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Print one line per row."""
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=[row.name for row in ROWS], help="names of the rows to run")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds per row")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     if unknown := set(args.rows) - {row.name for row in ROWS}:
         parser.error(f"no row {sorted(unknown)}; there are {[row.name for row in ROWS]}")
     torch.set_num_threads(args.threads)
+    DEVICE = torch.device(args.device)
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
-    print(f"torch {torch.__version__}, {args.threads} thread(s), median CPU time of {args.rounds} rounds")
+    clock = f"{args.threads} thread(s), median CPU time" if args.device == "cpu" else torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {clock} of {args.rounds} rounds")
     print(f"{'row':28}{'input':>16}{'ours':>11}{'peer':>11}{'faster':>9}{'ours':>11}{'peer':>12}{'smaller':>9}")
     results = []
     for row in ROWS:

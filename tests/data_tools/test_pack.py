@@ -184,8 +184,6 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     with pytest.raises(ConfigError, match="OUT: .*file: cannot be made"):
         pack(Made(), options(tmp_path / "file"))
-    with mock.patch.dict("sys.modules", webdataset=None), pytest.raises(ConfigError, match=r"vqclip\[pack\]"):
-        pack(Made(), options(tmp_path / "new"))
 
 
 def test_class_names_that_could_not_be_read_back_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from tests.ranks import RankError, for_each
 from vqclip import dist
+from vqclip.dist import _collectives
 from vqclip.errors import DistributedError, ShapeError
 
 SIZES = [(3, 3), (5, 2), (4, 0), (0, 3), (2, 2, 2, 2), (3, 1, 4, 2), (2, 0, 3, 1)]
@@ -100,26 +102,35 @@ def test_compiled_gather_asks_for_sizes_it_was_not_told(ranks):
     check_against_one_process("all_gather", x, sizes, results)
 
 
-def both_gathers(x):
-    from torch.distributed.nn.functional import all_gather as torch_all_gather
+def both_gathers(x, sizes):
+    """Values and gradients through torch's function and through our own, and how often torch's was called for each."""
+    theirs, found, calls = torch.distributed.nn.functional.all_gather, [], []
 
-    def torch_gather(y):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return torch.cat(torch_all_gather(y, group=c10d.group.WORLD))
+    def counted(*args, **options):
+        calls[-1] += 1
+        return theirs(*args, **options)
 
-    gradients = []
-    for gather in (torch_gather, dist.all_gather):
-        mine = (x + dist.rank()).requires_grad_()
+    for uses_torch in (True, False):
+        calls.append(0)
+        mine = share(x, sizes, dist.rank()).clone().requires_grad_()
+        with (
+            mock.patch.object(torch.distributed.nn.functional, "all_gather", counted),
+            mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch),
+        ):
+            gathered = dist.all_gather(mine)
+            dist.all_gather(mine.detach())  # without gradients there is nothing to keep
         # Each rank its own loss: the sum over ranks must be seen in backward.
-        ((1 + dist.rank()) * loss_of(gather(mine))).backward()
-        gradients.append(mine.grad)
-    return gradients
+        ((1 + dist.rank()) * loss_of(gathered)).backward()
+        found.append((gathered.detach(), mine.grad))
+    return *found, calls
 
 
-def test_gather_equals_the_one_of_torch_distributed_nn(ranks):
-    for theirs, ours in ranks(2, both_gathers, rows((3,))):
-        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_both_ways_to_gather_are_equal(ranks, sizes):
+    for theirs, ours, calls in ranks(len(sizes), both_gathers, rows(sizes), sizes):
+        assert calls == [1, 0]
+        assert torch.equal(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-14, atol=0)
 
 
 def softmax_loss(image, text, gather):
@@ -155,7 +166,7 @@ def test_bug_5_the_contrastive_gather_keeps_its_gradient(ranks):
 def all_with_warnings():
     torch.set_warn_always(True)
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", append=True)  # what users see: our own filters come first
         x = torch.randn(2 + dist.rank(), 3, requires_grad=True)
         for op in OPS:
             LOSSES[op](x, None).backward()

@@ -30,6 +30,8 @@ DEVICE = os.environ.get("VQCLIP_TEST_DEVICE", "cuda")
 STEPS = 12
 WORLDS = [count for count in (2, 4, 8) if count <= torch.cuda.device_count()]
 QUANTIZERS = {"fsq": FSQ, "lfq": LFQ, "vq": BUSY_VQ, "residual": BUSY_RESIDUAL}
+TOLERANCES = {"fsq": 1e-9, "lfq": 1e-9, "vq": 1e-6, "residual": 1e-6}
+"""Codebooks are float32 numbers, which the two devices round differently now and then."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +62,7 @@ def test_a_gpu_trains_the_same_model_as_a_cpu(tmp_path, shards, quantizer, micro
     for device in ("cpu", DEVICE):
         settings = {"train__micro_batches": micro_batches, "optim__clip_grad_norm": 0.5}
         run(tree(tmp_path / f"on {device}", shards, QUANTIZERS[quantizer], device, **settings), str(tmp_path / "cache"))
-    require_same(tmp_path / f"on {DEVICE}", tmp_path / "on cpu", 1e-9)
+    require_same(tmp_path / f"on {DEVICE}", tmp_path / "on cpu", TOLERANCES[quantizer])
 
 
 @pytest.mark.parametrize("detail", [None, {"stages": 2, "quantizer": FSQ}], ids=["decoder", "detail"])
@@ -116,12 +118,12 @@ def test_a_step_waits_for_the_gpu_at_most_once(tmp_path, shards):
         torch.cuda.set_sync_debug_mode("warn")
     try:
         with mock.patch.object(loop, "_run_step", counted):
-            settings = {"train__report_every": STEPS, "train__precision": "bf16"}
+            settings = {"train__steps": 24, "train__report_every": 24, "train__precision": "bf16"}
             run(tree(tmp_path, shards, BUSY_RESIDUAL, **settings), str(tmp_path / "cache"))
     finally:
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    assert max(counts[5:]) <= 1, counts  # first steps compile kernels and initialise codebooks
+    assert max(counts[14:]) <= 1, counts  # the steps before initialise the codebooks of one stage after the other
 
 
 def test_ids_of_a_gpu_are_those_of_a_cpu(tmp_path, shards, monkeypatch):

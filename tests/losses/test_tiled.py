@@ -44,12 +44,12 @@ def value_and_gradients(loss_fn, image, text, numbers):
 
 @contextmanager
 def tile_bytes(tile, kept) -> Iterator[None]:
-    before = tiles.TILE_BYTES, tiled.KEPT_BYTES
-    tiles.TILE_BYTES, tiled.KEPT_BYTES = tile, kept
+    before = tiles.TILE_BYTES, tiled.KEPT_TILES
+    tiles.TILE_BYTES, tiled.KEPT_TILES = tile, kept
     try:
         yield
     finally:
-        tiles.TILE_BYTES, tiled.KEPT_BYTES = before
+        tiles.TILE_BYTES, tiled.KEPT_TILES = before
 
 
 WITHOUT_SQUARE = list(tiled.EXCHANGES)
@@ -57,7 +57,7 @@ WITHOUT_SQUARE = list(tiled.EXCHANGES)
 
 @pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tile", "kept"), [(1, 0), (2000, 0), (2000, 4000), (2000, 10**9), (10**9, 0)])
+@pytest.mark.parametrize(("tile", "kept"), [(1, 0), (2000, 0), (2000, 2), (2000, 10**6), (10**9, 0)])
 def test_the_size_of_a_tile_does_not_matter(kind, impl, tile, kept):
     loss, numbers = KINDS[kind]
     expected = value_and_gradients(loss("gather"), *pairs(41), numbers)
@@ -79,7 +79,7 @@ def assert_equals_one_process(results, expected):
 def on_a_rank(kind, impl, sizes):
     loss, numbers = KINDS[kind]
     mine = [t.split(sizes)[dist.rank()] for t in pairs(sum(sizes))]
-    with tile_bytes(500, 1000):
+    with tile_bytes(500, 2):
         return value_and_gradients(loss(impl), *mine, numbers)
 
 

@@ -59,7 +59,7 @@ def test_caption_shards_have_img2dataset_layout(paths: ScenesPaths, split: str, 
     found = members(tars)
     keys = [name[:-4] for name in found if name.endswith(".jpg")]
     assert len(keys) == len(set(keys)) == count
-    assert list(found)[:3] == ["000000000.jpg", "000000000.txt", "000000000.json"]
+    assert list(found)[:3] == ["000000000.jpg", "000000000.json", "000000000.txt"]
     assert sum(json.loads(p.read_text())["count"] for p in folder.glob("*_stats.json")) == count
     for key in keys:
         picture = Image.open(io.BytesIO(found[key + ".jpg"]))

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -35,6 +35,7 @@ from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.data_tools.samples import PackedBatch, PackedSample, SamplePacker
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_file
+from vqclip.io.tars import write_tar
 from vqclip.runlog.bar import ProgressBar
 
 __all__ = ["Options", "PackFolder", "PackManifest", "PackSettings", "pack"]
@@ -140,7 +141,9 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
     def write(self, shard: int, batches: Iterable[PackedBatch]) -> None:
         """Write a shard with its statistics and its index, and then its record."""
         tally = _Tally()
-        file = self.write_file(shard, lambda file: _write_tar(file, tally.count(batches)))
+        file = self.write_file(
+            shard, lambda file: write_tar(file, ((each.key, each.members) for each in tally.count(batches)))
+        )
         failed = len(tally.bad)
         stats: dict[str, Any] = {"count": tally.samples + failed, "successes": tally.samples}
         stats |= {"failed_to_download": 0, "failed_to_resize": failed}
@@ -180,7 +183,6 @@ def pack(source: Source, options: Options) -> WorkResult[PackManifest]:
         VqclipError: for anything a user can correct; the message says how.
         OSError: the disk is full, or cannot be written.
     """
-    require_webdataset()
     settings = _settings(source, options)
     labelled = settings.layout == "classes"
     folder = PackFolder(options.out / options.split if labelled else options.out, settings)
@@ -231,26 +233,6 @@ def _pack(
         for shard, some in itertools.groupby(batches, key=lambda batch: batch.shard):
             folder.write(shard, watch(some))
     return seen
-
-
-def require_webdataset() -> Any:
-    """Return the module webdataset.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import webdataset
-    except ImportError as error:
-        raise ConfigError(f"vqclip data pack: {error}; install it: pip install 'vqclip[pack]'") from None
-    return webdataset
-
-
-def _write_tar(file: BinaryIO, samples: Iterable[PackedSample]) -> None:
-    """Write samples in their order; headers contain no time, user or machine."""
-    with require_webdataset().TarWriter(file, user="", group="", mode=0o644, encoder=False, mtime=0) as tar:
-        for sample in samples:
-            tar.write({"__key__": sample.key, **sample.members})
 
 
 def _settings(source: Source, options: Options) -> PackSettings:

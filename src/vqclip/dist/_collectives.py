@@ -1,13 +1,15 @@
 """Collectives on tensors. The docstring of the package states how their gradients are scaled.
 
-The autograd functions below use the public `all_gather_single`, `reduce_scatter_single` and `all_reduce`.
-`torch.distributed.nn.functional` has similar functions, but from torch 2.15 on it is deprecated and cannot be compiled.
-A test compares the gradients with it.
+`all_gather` with gradients goes through `torch.distributed.nn.functional.all_gather` before torch 2.15, and through an
+autograd function of our own from then on and in compiled code, where that one is refused (`_gather_equal_sizes`
+decides).
 """
 
 from __future__ import annotations
 
 import math
+import re
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +22,12 @@ from torch import Tensor
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
+from vqclip.nn.torch_versions import COLLECTIVE_NAMES, HAS_NN_ALL_GATHER
 
-_IS_RENAMED = hasattr(c10d, "all_gather_single")
-ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
-"""Names in `torch.distributed`; where there are new ones, the former ones warn."""
+ALL_GATHER, REDUCE_SCATTER = COLLECTIVE_NAMES
+
+# torch 2.12 to 2.14 announce at our call that they will withdraw the function, which users cannot change.
+warnings.filterwarnings("ignore", category=FutureWarning, module=re.escape(__name__) + "$")
 
 
 def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -60,7 +63,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         return all_gather(x.to(torch.uint8), sizes).to(torch.bool)
     longest = max(sizes)
     padding = x.new_zeros(longest - x.shape[0], *x.shape[1:])
-    gathered = _Gather.apply(torch.cat([x, padding]) if len(padding) else x)
+    gathered = _gather_equal_sizes(torch.cat([x, padding]) if len(padding) else x)
     if min(sizes) == longest:
         return gathered
     return torch.cat([rows[:size] for rows, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -249,6 +252,26 @@ def _sum_over_ranks(x: Tensor, name: str) -> Tensor:
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _gather_equal_sizes(x: Tensor) -> Tensor:
+    """Return every rank's `x` in rank order, `(W · B, ...)`, keeping the gradient.
+
+    With gradients it goes through `torch.distributed.nn.functional.all_gather` before torch 2.15; through `_Gather` from
+    then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the CPU in
+    a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
+    """
+    has_gradient = torch.is_grad_enabled() and x.requires_grad
+    on_cpu_among_gpus = x.device.type == "cpu" and "nccl" in c10d.get_backend_config()
+    if not has_gradient or not HAS_NN_ALL_GATHER or torch.compiler.is_compiling():
+        return _Gather.apply(x)
+    if _sum_dtype(x) != x.dtype or on_cpu_among_gpus:
+        return _Gather.apply(x)
+    import torch.distributed.nn.functional as functional  # an import that warns from torch 2.15 on
+
+    found: list[Tensor] = []
+    run_collective("all_gather", lambda x: found.extend(functional.all_gather(x, group=c10d.group.WORLD)), x)
+    return torch.cat(found)
 
 
 class _Gather(torch.autograd.Function):

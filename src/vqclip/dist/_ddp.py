@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -16,10 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from vqclip.dist._history import exchange_timer
 from vqclip.dist._planned import PlannedDDP, is_planned
 from vqclip.dist._state import is_distributed, named_errors
-
-# torch 2.12 to 2.14 have only `broadcast_buffers`; 2.15 renamed it and warns about the old name.
-_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+from vqclip.nn.torch_versions import NO_BUFFER_SYNC
 
 _WRAPPERS = (DistributedDataParallel, PlannedDDP)
 
@@ -49,7 +45,7 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
         return PlannedDDP(module, bucket_mb)
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(
-            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **_NO_BUFFER_SYNC
+            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **NO_BUFFER_SYNC,  # type: ignore[arg-type]
         )
         _fix_bucket_layout(wrapped)
     wrapped.hook_of_waits = _time_waits(module)  # type: ignore[assignment]

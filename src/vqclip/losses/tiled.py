@@ -28,7 +28,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.losses.exchange import Block, Exchange, Gathered, Ring
 from vqclip.losses.tiles import (
-    KEPT_BYTES,
+    KEPT_TILES,
     FeatureGradients,
     Gradients,
     Tiles,
@@ -79,7 +79,7 @@ def _softmax(
     image: Tensor, text: Tensor, scale: Tensor, keys: Tensor | None, exchange: Exchange, wants_grad: bool
 ) -> Gradients:
     pairs = scale * (image * text).sum(dim=1)
-    tiles = Tiles(image, exchange.start, scale, keys=keys, kept_bytes=KEPT_BYTES if wants_grad else 0)
+    tiles = Tiles(image, exchange.start, scale, keys=keys, kept=KEPT_TILES if wants_grad else 0)
 
     # Row and column sums are kept as fp64 logarithms: with logits of 100, fp32 leaves 5 digits after the sum. The pairs
     # are kept apart: softplus(rest - pair) keeps its precision where a softmax is nearly 1.

@@ -4,7 +4,7 @@ No process holds the G × G logits (Inf-CLIP: Cheng et al. 2024, https://arxiv.o
 the rows of its own images; `vqclip.losses.exchange` supplies the texts of all ranks.
 
     forward:  for block in exchange.blocks(...):      # texts of all ranks
-                  for tile in tiles.of(block):        # (R, C) logits, about 4 MiB
+                  for tile in tiles.of(block):        # (R, C) logits, `tile_side` rows and columns at most
                       loss += f(tile)
                       gradients.add(f'(tile))         # dI += dS @ texts, dT += dSᵀ @ images
               gradients.finish(loss)                  # the only sums over ranks: loss, dscale, dbias, dT
@@ -27,12 +27,23 @@ from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.losses.exchange import Block, Exchange
 from vqclip.losses.products import add_product_, product
+from vqclip.nn.device import gpu_memory
 
 TILE_BYTES = 2**22
-"""Size of one tile: small enough for a CPU's cache, large enough for fast products."""
+"""Size of one tile on a CPU: small enough for its cache, large enough for fast products."""
 
-KEPT_BYTES = 2**24
-"""Size of all tiles that the first round keeps for the second; the other tiles are computed again."""
+KEPT_TILES = 4
+"""Memory for tiles that the first round keeps for the second, in full tiles; the others are computed again."""
+
+
+def tile_side(features: Tensor) -> int:
+    """Return the number of rows and columns of a tile, at least 1.
+
+    On a GPU a tile takes up to a 1024th of the memory, since smaller ones leave it idle, and multiples of 256 rows.
+    """
+    memory = gpu_memory(features.device)
+    side = math.isqrt((TILE_BYTES if memory is None else memory // 1024) // features.element_size())
+    return max(1, side if memory is None else side // 256 * 256)
 
 
 class Gradients(NamedTuple):
@@ -87,7 +98,8 @@ class Tiles:
         bias: () added to the logits.
         keys: ``(G,)`` of all pairs; a row and a column with equal keys are not negatives of each other.
         pairs_apart: True: pairs are -inf in the logits. False: they keep their logits.
-        kept_bytes: size of the tiles that the first round keeps for the second; only the second may modify them.
+        kept: memory for tiles that the first round keeps for the second, in tiles of full size; only the second round
+            may modify them.
     """
 
     def __init__(
@@ -98,17 +110,17 @@ class Tiles:
         bias: Tensor | None = None,
         keys: Tensor | None = None,
         pairs_apart: bool = True,
-        kept_bytes: int = 0,
+        kept: int = 0,
     ):
         self._images, self._start, self._scale, self._bias, self._keys = image, start, scale, bias, keys
         self._pairs_apart = pairs_apart
-        self._room = kept_bytes
+        self._side = tile_side(image)
+        self._room = kept * self._side**2 * image.element_size()
         self._kept: dict[tuple[int, int], Tile] = {}
 
     def of(self, block: Block) -> Iterator[Tile]:
         """Yield the block's tiles; none for an empty block."""
-        side = max(1, math.isqrt(TILE_BYTES // block.texts.element_size()))
-        sizes = len(self._images), len(block.texts)
+        side, sizes = self._side, (len(self._images), len(block.texts))
         for top, left in itertools.product(*(range(0, size, side) for size in sizes)):
             place = (block.columns.start + left, top)
             tile = self._kept.pop(place, None)

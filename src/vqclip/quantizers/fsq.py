@@ -131,7 +131,8 @@ class _Squash(torch.autograd.Function):
     ) -> Tensor:
         squashed = torch.addcdiv(shift, x, width).tanh_()
         ctx.save_for_backward(squashed, reach / (unit * width))
-        return (squashed * reach).sub_(offset).div_(unit)
+        # The last operation makes a new tensor: torch 2.11 compiles one that is changed in place to a wrong gradient.
+        return (squashed * reach).sub_(offset) / unit
 
     @staticmethod
     @first_derivative_only

@@ -1,8 +1,4 @@
-"""Write samples as tars: img2dataset's layout for captions, clip_benchmark's for labels.
-
-The bytes depend only on the samples: headers contain no times or owners. (webdataset's writer stores owners, and
-changes them between versions.)
-"""
+"""Write samples as tars: img2dataset's layout for captions, clip_benchmark's for labels."""
 
 from __future__ import annotations
 
@@ -10,13 +6,13 @@ import dataclasses
 import io
 import itertools
 import json
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from vqclip.io.tars import write_tar
 from vqclip.process import progress
 from vqclip.scenes.splits import TEMPLATES, Sample
 
@@ -25,16 +21,8 @@ def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) ->
     """Write `00000.tar`, ... with `SSSSSNNNN.jpg`, `.txt`, `.json` a sample, and `00000_stats.json` a shard."""
     folder.mkdir(parents=True)
     for shard, part in enumerate(_parts(samples, shard_size)):
-        with _open_tar(folder / f"{shard:05d}.tar") as tar:
-            for number, sample in enumerate(part):
-                progress.heartbeat()
-                key = f"{shard:05d}{number:04d}"
-                assert sample.caption is not None
-                _add(tar, f"{key}.jpg", jpeg(sample))
-                _add(tar, f"{key}.txt", sample.caption.encode())
-                size = {name: len(sample.pixels) for name in ("width", "height", "original_width", "original_height")}
-                head = {"key": key, "caption": sample.caption, "status": "success", **size}
-                _add(tar, f"{key}.json", _json(head | {"scene": dataclasses.asdict(sample.scene)}))
+        with (folder / f"{shard:05d}.tar").open("wb") as file:
+            write_tar(file, (_captioned(f"{shard:05d}{number:04d}", sample) for number, sample in enumerate(part)))
         stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
         (folder / f"{shard:05d}_stats.json").write_bytes(_json(stats | {"status_dict": {"success": len(part)}}))
 
@@ -46,17 +34,28 @@ def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[st
     (folder / "zeroshot_classification_templates.txt").write_bytes("".join(f"{t}\n" for t in TEMPLATES).encode())
     shards = 0
     for part in _parts(samples, shard_size):
-        with _open_tar(folder / "test" / f"{shards}.tar") as tar:
-            for number, sample in enumerate(part):
-                progress.heartbeat()
-                key = f"s{shards * shard_size + number:07d}"
-                assert sample.label is not None
-                _add(tar, f"{key}.jpg", jpeg(sample))
-                _add(tar, f"{key}.cls", str(sample.label).encode())
-                head = {"key": key, "class": class_names[sample.label]}
-                _add(tar, f"{key}.json", _json(head | {"scene": dataclasses.asdict(sample.scene)}))
+        keys = (f"s{shards * shard_size + number:07d}" for number in itertools.count())
+        with (folder / "test" / f"{shards}.tar").open("wb") as file:
+            write_tar(file, (_labelled(key, sample, class_names) for key, sample in zip(keys, part, strict=False)))
         shards += 1
     (folder / "test" / "nshards.txt").write_bytes(f"{shards}\n".encode())
+
+
+def _captioned(key: str, sample: Sample) -> tuple[str, dict[str, bytes]]:
+    progress.heartbeat()
+    assert sample.caption is not None
+    size = {name: len(sample.pixels) for name in ("width", "height", "original_width", "original_height")}
+    head = {"key": key, "caption": sample.caption, "status": "success", **size}
+    facts = _json(head | {"scene": dataclasses.asdict(sample.scene)})
+    return key, {"jpg": jpeg(sample), "txt": sample.caption.encode(), "json": facts}
+
+
+def _labelled(key: str, sample: Sample, class_names: list[str]) -> tuple[str, dict[str, bytes]]:
+    progress.heartbeat()
+    assert sample.label is not None
+    head = {"key": key, "class": class_names[sample.label]}
+    facts = _json(head | {"scene": dataclasses.asdict(sample.scene)})
+    return key, {"jpg": jpeg(sample), "cls": str(sample.label).encode(), "json": facts}
 
 
 def jpeg(sample: Sample) -> bytes:
@@ -74,13 +73,3 @@ def _parts(samples: Iterable[Sample], size: int) -> Iterable[list[Sample]]:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _open_tar(path: Path) -> tarfile.TarFile:
-    return tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))

@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 from typing import Any
 from zipfile import BadZipFile
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -106,7 +107,12 @@ def _create(model: str, pretrained: str | None) -> Any:
         if pretrained is not None and pretrained not in tags and not pretrained.endswith(".safetensors"):
             require_plain_size(Path(pretrained))
         made = open_clip.create_model(
-            model, pretrained=pretrained, force_custom_text=True, weights_only=True, pretrained_text=False
+            model,
+            pretrained=pretrained,
+            device=torch.get_default_device(),  # `meta` for the shapes alone, as for a plan
+            force_custom_text=True,
+            weights_only=True,
+            pretrained_text=False,
         )
     except _FAILURES as error:
         if pretrained is None:
@@ -118,7 +124,7 @@ def _create(model: str, pretrained: str | None) -> Any:
             f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {_in_words(error)}; expected a "
             "state dict of this model, saved by torch or safetensors"
         ) from error
-    if bad := nonfinite_names(made.state_dict()):
+    if pretrained is not None and (bad := nonfinite_names(made.state_dict())):
         raise ConfigError(
             f"tower.pretrained: the weights {pretrained!r} contain NaN or infinity: {first_names(bad)}; expected an "
             "intact copy of them"
