@@ -28,9 +28,10 @@ def text(row: torch.Tensor) -> str:
 
 def open_data(folder: Path, seed: int = 0, batch_size: int = G, **options) -> TrainData:
     """Two caption sources and one of classes."""
+    weight = options.pop("weight", 0.5)
     sources = options.pop("sources", None) or (
         CaptionShardsConfig(path=str(folder / "a")),
-        CaptionShardsConfig(path=str(folder / "b"), weight=0.5, captions="json", json_keys=("many",)),
+        CaptionShardsConfig(path=str(folder / "b"), weight=weight, captions="json", json_keys=("many",)),
         ClassShardsConfig(path=folder / "c"),
     )
     config = DataConfig(sources=sources, **{"workers": 0, **options})

@@ -39,8 +39,9 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(
     folder: Path, world_size, workers, order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "PART_ROWS", 2)  # so that workers share a batch
-    expected = global_batches(open_data(folder, order=order), 0, 7, 1)  # 70 samples, more than two epochs of 29
-    data = open_data(folder, workers=workers, order=order)
+    options = {"order": order, "weight": 0.55}  # 6.6 samples of the second source an epoch: 6, 7, ...
+    expected = global_batches(open_data(folder, **options), 0, 7, 1)  # 70 samples, more than epochs of 29 and 30
+    data = open_data(folder, workers=workers, **options)
     assert same(global_batches(data, 0, 7, world_size), expected)
     assert same(global_batches(data, 4, 7, world_size), expected[4:])  # in the middle of an epoch
     nodes = [rank * 3 // world_size for rank in range(world_size)]
@@ -167,6 +168,9 @@ def test_fingerprint(folder: Path) -> None:
     changed = open_data(folder).fingerprint
     assert changed["sha256"] != first["sha256"]
     assert [a == b for a, b in zip(first["sources"], changed["sources"], strict=True)] == [True, False, True]
+    # Fractions of a slot were rounded once: such a run does not continue in another order.
+    weighted = open_data(folder, weight=0.55).fingerprint["sources"]
+    assert [source.get("slots") for source in weighted] == [None, "33/5", None]
 
 
 # ---- several ranks

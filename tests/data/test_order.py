@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -67,23 +68,46 @@ def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: 
 @settings(deadline=None, max_examples=50)
 @given(
     sizes=SIZES,
-    weights=st.lists(st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.0]), min_size=4, max_size=4),
+    weights=st.lists(st.sampled_from([0.01, 0.25, 0.3, 0.5, 1.0, 1.5, 3.0]), min_size=4, max_size=4),
     seed=st.integers(0, 99),
-    epochs=st.integers(1, 6),
+    epochs=st.integers(1, 9),
 )
 def test_weights_are_kept_to_one_appearance(
     kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int
 ) -> None:
     order = GlobalOrder(sizes, weights[: len(sizes)], seed, kind)
-    slots = order[np.arange(epochs * order.epoch_size)]
+    end = order.begin(epochs)
+    slots = order[np.arange(end)]
     for source, size in enumerate(sizes):
         mine = slots.source == source
         counts = np.bincount(slots.sample[mine], minlength=size)
-        assert counts.sum() == epochs * max(1, round(size * weights[source]))
+        # Of the epochs together, in exact decimal arithmetic; see `test_an_epoch_has_its_part_of_the_running_total`.
+        assert counts.sum() == epochs * size * Fraction(str(weights[source])) // 1
         assert counts.max() - counts.min() <= 1
+        if isinstance(kind, WindowedOrder):
+            for step in (end // 2, end):
+                assert order.count_used(step, 1, source) == mine[:step].sum()
         # The n-th appearance of a sample is in pass n - 1: no draw keyed by (pass, sample) comes twice.
         pairs = set(zip(slots.sample[mine].tolist(), slots.epoch[mine].tolist(), strict=True))
         assert len(pairs) == counts.sum()
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("size", "weight", "expected"),
+    [(5, 0.5, [2, 3, 2, 3]), (3, 0.4, [1, 1, 1, 1, 2]), (1, 0.01, [0] * 99 + [1, 0]), (10, 0.3, [3, 3, 3])],
+)
+def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weight: float, expected: list[int]) -> None:
+    order = GlobalOrder([size, 1000], [weight, 1.0], 0, kind)
+    whole = order[np.arange(order.begin(len(expected)))]
+    for epoch, count in enumerate(expected):
+        first, end = order.begin(epoch), order.begin(epoch + 1)
+        assert np.bincount(whole.source[first:end], minlength=2).tolist() == [count, 1000]
+        assert [order.epoch_of(each) for each in (first, end - 1, end)] == [epoch, epoch, epoch + 1]
+        part = order[np.arange(end - 1, first - 1, -1)]  # as from the beginning of the run
+        assert np.array_equal(part.sample[::-1], whole.sample[first:end])
+    far = GlobalOrder([size], [weight], 0, kind)[np.array([10**15 + 1, 10**15])]
+    assert (np.abs(far.epoch - 10**15 // size) <= 1).all()  # cheap at any epoch
 
 
 @ORDERS

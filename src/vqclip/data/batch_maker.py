@@ -128,7 +128,7 @@ class BatchMaker:
         ids = [each for rest in rests for each in rest.ids]
         return Batch(
             step=step,
-            epoch=step * self._batch_size // self._order.epoch_size,
+            epoch=self._order.epoch_of(step * self._batch_size),
             images=tensors["image"][: len(ids)],
             texts=torch.from_numpy(np.concatenate([rest.texts for rest in rests])),
             sample_ids=torch.tensor(ids, dtype=torch.int64),

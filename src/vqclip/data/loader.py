@@ -58,7 +58,7 @@ class Coverage:
     shown: int
     """Samples shown, including repetitions."""
     distinct: int
-    """Different samples shown; exact for one source or at the end of an epoch, otherwise the expected number."""
+    """Different samples shown; exact for one source or at the end of an epoch (of whole slots), else as expected."""
     available: int
     """Different samples in the data."""
     epochs: float
@@ -140,15 +140,15 @@ class TrainData:
 
     @property
     def epoch_size(self) -> int:
-        """Samples of one epoch; differs from the number of samples if weights differ from 1."""
+        """Samples of one epoch, see `GlobalOrder`; differs from the number of samples if weights differ from 1."""
         return self.order.epoch_size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """JSON-able description of the data. Equal fingerprints, seeds and batch sizes mean equal global batches."""
         sources = [
-            {**source.fingerprint, "weight": weight}
-            for source, weight in zip(self._samples.sources, self._weights, strict=True)
+            {**source.fingerprint, "weight": weight} | ({} if slots.denominator == 1 else {"slots": str(slots)})
+            for source, weight, slots in zip(self._samples.sources, self._weights, self.order.slots, strict=True)
         ]
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         return {"sources": sources, "sha256": digest}
@@ -156,10 +156,10 @@ class TrainData:
     def coverage(self, steps: int) -> Coverage:
         """Return the part of the data that the first `steps` steps of the run show."""
         shown = steps * self.batch_size
-        epochs = shown / self.epoch_size
+        epochs = shown / sum(self.order.slots)
         sizes_and_slots = zip(self.order.sizes, self.order.slots, strict=True)
         distinct = sum(min(size, round(epochs * slots)) for size, slots in sizes_and_slots)
-        return Coverage(shown, distinct, len(self), epochs)
+        return Coverage(shown, distinct, len(self), float(epochs))
 
     def batches(
         self,

@@ -1,11 +1,11 @@
 """The order of samples: a function of (seed, position) that stores nothing.
 
-Position p counts the samples of the whole run. An epoch has round(weight * size) slots of every source. The sample at
-position p:
+Position p counts the samples of the whole run. The first e epochs have used(e) = floor(e * weight * size) slots of each
+source, so an epoch has one more than another if weight * size is a fraction. The sample at position p:
 
-    epoch, slot = divmod(p, epoch_size)
-    source, turn = mix(epoch, slot)                                # the turn-th slot of this source in the epoch
-    tape = epoch * slots[source] + turn                            # all slots of the source over the whole run
+    epoch: the last one that begins at p or before; it begins at the sum of used(epoch) over the sources
+    source, turn = mix(epoch, p - begin)                           # the turn-th slot of this source in the epoch
+    tape = used(epoch)[source] + turn                              # all slots of the source over the whole run
     passes, place = divmod(tape, size[source])                     # passes: earlier passes through the source
     sample = shuffle(source, passes, place)
 
@@ -20,7 +20,9 @@ There are two orders, `FullOrder` and `WindowedOrder`; each has a mix and a shuf
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -73,16 +75,14 @@ class Need(NamedTuple):
 class Order(Protocol):
     """Mixes the sources of an epoch, and shuffles the samples of a source."""
 
-    def mix(
-        self, seed: int, slots: Sequence[int], epoch: np.ndarray, slot: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return for each slot of an epoch its source, and how many earlier slots of the epoch are that source's.
 
         Args:
             seed: seed of the order.
-            slots: slots of each source in an epoch.
-            epoch: int64.
-            slot: int64 below the sum of ``slots``, broadcast with ``epoch``.
+            slots: slots of each source in this epoch.
+            epoch: its number.
+            slot: int64 below the sum of ``slots``.
         """
 
     def shuffle(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
@@ -97,9 +97,7 @@ class FullOrder(Config):
 
     kind: Literal["full"] = "full"
 
-    def mix(
-        self, seed: int, slots: Sequence[int], epoch: np.ndarray, slot: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Permute all slots of the epoch."""
         starts = np.cumsum([0, *slots], dtype=np.int64)
         slot = permute(slot, int(starts[-1]), hash_integers(seed, _MIX, epoch))
@@ -124,22 +122,18 @@ class WindowedOrder(Config):
     window: Annotated[int, Field(ge=1, le=2**24)] = 32_768
     """Chunks whose samples are shuffled together."""
 
-    def mix(
-        self, seed: int, slots: Sequence[int], epoch: np.ndarray, slot: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give each block of slots its share of every source, in random places of the block.
 
         A source's turns follow one another, so that its windows and lanes do.
         """
         if len(slots) == 1:
             return np.zeros_like(slot), slot
-        blocks = -(-sum(slots) // _BLOCK)
         block, inner = np.divmod(slot, _BLOCK)
-        block += blocks * epoch
         source, turn = np.empty_like(slot), np.empty_like(slot)
         for number in np.unique(block).tolist():
             mine = np.flatnonzero(block == number)
-            sources, turns = _mix_block(seed, slots, *divmod(number, blocks))
+            sources, turns = _mix_block(seed, slots, epoch, number)
             source[mine], turn[mine] = sources[inner[mine]], turns[inner[mine]]
         return source, turn
 
@@ -154,7 +148,7 @@ class WindowedOrder(Config):
     def turns(self, seed: int, slots: Sequence[int], epoch: int, slot: int) -> list[int]:
         """Return how many slots of an epoch each source has before a slot."""
         first = slot // _BLOCK * _BLOCK
-        source, _ = self.mix(seed, slots, np.full(slot - first, epoch), np.arange(first, slot))
+        source, _ = self.mix(seed, slots, epoch, np.arange(first, slot))
         return (apportion(slots, first) + np.bincount(source, minlength=len(slots))).tolist()
 
     def lanes(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, int]:
@@ -195,8 +189,9 @@ class GlobalOrder:
 
     Args:
         sizes: number of samples of every source, each at least 1.
-        weights: number of times that each sample of a source appears in an epoch. Fractions are allowed: with weight
-            0.5 each sample appears once in two epochs, with weight 2 twice in each.
+        weights: number of times that each sample of a source appears in an epoch. Fractions are allowed, read as the
+            decimal numbers that they are written as: with weight 0.5 each sample appears once in two epochs, with
+            weight 2 twice in each.
         seed: selects the order.
         kind: `FullOrder` or `WindowedOrder`.
     """
@@ -208,15 +203,26 @@ class GlobalOrder:
         self.sizes = tuple(sizes)
         self.seed = seed
         self.kind: Order = FullOrder() if kind is None else kind
-        self.slots = tuple(max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True))
-        """Number of slots of every source in an epoch."""
-        self.epoch_size = sum(self.slots)
-        """Samples in an epoch, including repetitions."""
+        self.slots = tuple(size * Fraction(str(weight)) for size, weight in zip(sizes, weights, strict=True))
+        """Slots of every source in an epoch, on average over the epochs."""
+        self.epoch_size = max(1, round(sum(self.slots)))
+        """Samples in an epoch, including repetitions; epochs differ by at most one for each source with fractions."""
 
     def __getitem__(self, positions: np.ndarray) -> Slots:
         """Return the samples at these positions (int64 array, >= 0); the cost depends only on their number."""
         source, passes, place = self._places(np.asarray(positions, dtype=np.int64))
         return self._slots(source, passes, place)
+
+    def begin(self, epoch: int) -> int:
+        """Return the position of the first sample of an epoch."""
+        return sum(self._used(epoch))
+
+    def epoch_of(self, position: int) -> int:
+        """Return the epoch of a position."""
+        # The sum of S floors of e * slots is at most e * total, and above it less S.
+        total = sum(self.slots)
+        first, last = int(position / total), int((position + len(self.slots)) / total)
+        return first - 1 + bisect_right(range(first, last + 1), position, key=self.begin)
 
     def batch(self, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Slots:
         """Return every `world_size`-th sample of global batch `step`, from the `rank`-th on.
@@ -288,8 +294,9 @@ class GlobalOrder:
             source: number of the source.
         """
         assert isinstance(self.kind, WindowedOrder)
-        epoch, slot = divmod(step * batch_size, self.epoch_size)
-        return epoch * self.slots[source] + self.kind.turns(self.seed, self.slots, epoch, slot)[source]
+        epoch, used, slots = self._epoch(step * batch_size)
+        slot = step * batch_size - sum(used)
+        return used[source] + self.kind.turns(self.seed, slots, epoch, slot)[source]
 
     def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
         """Return the most chunks of a window of a source that this rank's node needs. Windowed order only."""
@@ -315,10 +322,25 @@ class GlobalOrder:
 
     def _places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return for each position its source, and the pass and place there."""
-        epoch, slot = np.divmod(positions, self.epoch_size)
-        source, turn = self.kind.mix(self.seed, self.slots, epoch, slot)
-        tape = epoch * np.array(self.slots)[source] + turn
+        source, tape, left = np.empty_like(positions), np.empty_like(positions), positions
+        while len(left):
+            epoch, used, slots = self._epoch(int(left.min()))
+            first, end = sum(used), sum(used) + sum(slots)
+            mine = np.flatnonzero((positions >= first) & (positions < end))
+            source[mine], turn = self.kind.mix(self.seed, slots, epoch, positions[mine] - first)
+            tape[mine] = np.array(used)[source[mine]] + turn
+            left = left[left >= end]
         return source, *np.divmod(tape, np.array(self.sizes)[source])
+
+    def _used(self, epoch: int) -> list[int]:
+        """Return the slots of each source in all earlier epochs."""
+        return [epoch * each.numerator // each.denominator for each in self.slots]
+
+    def _epoch(self, position: int) -> tuple[int, list[int], list[int]]:
+        """Return the epoch of a position, the slots of each source before it, and those in it."""
+        epoch = self.epoch_of(position)
+        used = self._used(epoch)
+        return epoch, used, [after - before for before, after in zip(used, self._used(epoch + 1), strict=True)]
 
     def _slots(self, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> Slots:
         sample = np.empty_like(place)

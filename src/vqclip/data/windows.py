@@ -156,7 +156,7 @@ def apportion(slots: Sequence[int], count: int) -> np.ndarray:
     the proportion, and is ``slots`` at the end of the epoch.
 
     Args:
-        slots: slots of each source in an epoch, each at least 1.
+        slots: slots of each source in an epoch.
         count: at most their sum.
 
     Returns:
@@ -164,7 +164,7 @@ def apportion(slots: Sequence[int], count: int) -> np.ndarray:
     """
     total = sum(slots)
     shares = [(2 * count * each + total) // (2 * total) for each in slots]
-    everyone = range(len(slots))
+    everyone = [number for number, each in enumerate(slots) if each]
     while sum(shares) < count:
         shares[min(everyone, key=lambda n: (Fraction(2 * shares[n] + 1, slots[n]), n))] += 1
     while sum(shares) > count:

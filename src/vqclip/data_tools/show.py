@@ -38,7 +38,7 @@ def show(
 
 def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: int, views: int) -> list[Tile]:
     """Return the tiles of `show`; images equal those of the batches of training, bit for bit."""
-    positions = epoch * data.order.epoch_size + np.arange(count)
+    positions = data.order.begin(epoch) + np.arange(count)
     slots = zip(*(part.tolist() for part in data.order[positions]), strict=True)
     return [_tile(data, vocabulary, source, index, passes, views) for source, index, passes in slots]
 
