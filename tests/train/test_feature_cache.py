@@ -354,6 +354,16 @@ def test_versions_are_part_of_the_settings(monkeypatch, package):
     assert feature_origin._versions() != before
 
 
+def test_the_kind_of_cpu_is_part_of_the_settings(tmp_path, shards, monkeypatch, caplog):
+    """Kernels for other vector instructions round differently, so a run with their features has other bits."""
+    for name, kind in (("a", "AVX2"), ("b", "AVX512")):
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda kind=kind: kind)
+        with caplog.at_level("INFO"):
+            run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+    assert len(list((tmp_path / "features").iterdir())) == 4
+    assert re.search(r"origin.device: 'cpu \S+ AVX2' there, 'cpu \S+ AVX512' now", caplog.text)
+
+
 def test_other_ranks_never_wait_for_all_views_of_a_block(tmp_path, shards):
     """The job pauses after every chunk, however many views a block of samples has."""
     compute, sizes = ImageTokenizer.tower_features, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,9 @@ def _image_origin(config: TaskConfig) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # of the kernels, such as AVX512
 
 
 def _versions() -> dict[str, str]:
