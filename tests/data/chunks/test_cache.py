@@ -72,6 +72,18 @@ def test_chunks_are_made_once_and_the_least_recently_used_go_first(folder: Folde
     assert folder.made == list("abcdefg")
 
 
+def test_what_a_clock_that_was_ahead_left_over_goes_first(folder: Folder) -> None:
+    folder.use(*"abcd")
+    hour_ahead = time.time_ns() + 3600 * 10**9
+    for number, key in enumerate("cab"):
+        os.utime(folder.path / key, ns=(hour_ahead + number,) * 2)
+    folder.use("b", "e", "f")  # the use of b is now, by the right clock
+    assert folder.keys == "bdef"
+    folder.use("d", "g")
+    assert folder.keys == "defg"
+    assert folder.made == list("abcdefg")
+
+
 def test_an_open_chunk_stays_readable(folder: Folder) -> None:
     file = folder.cache.open("a", lambda: content("a"), Deadline(0))
     folder.use(*"bcdefg")

@@ -83,6 +83,14 @@ def test_the_least_recently_used_go_first(folder: Folder) -> None:
     assert folder.size <= folder.cache.limit
 
 
+def test_what_a_clock_that_was_ahead_left_over_goes_first(folder: Folder) -> None:
+    folder.use(*"abc")
+    for path in folder.path.glob("b-*.tar"):
+        os.utime(path, ns=(path.stat().st_atime_ns + 3600 * 10**9, path.stat().st_mtime_ns))
+    folder.use("d", "a")
+    assert folder.keys == "acd"
+
+
 def test_random_use_stays_within_the_bound(folder: Folder) -> None:
     for number in range(60):
         folder.use("abcdefg"[number * number * 5 % 7])

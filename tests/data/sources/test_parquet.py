@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -318,6 +319,10 @@ def test_fetched_images_are_bounded(server: FaultyServer, cache: Path, monkeypat
     from vqclip.data.remote import RemoteConfig, fetch_image, image
 
     monkeypatch.setattr(image, "digest", lambda url: f"{len(url):02x}00{url[-2:]}")  # each measures the folder
+    left_over = cache / "images" / "00" / "from a clock that was ahead"
+    left_over.parent.mkdir(parents=True)
+    left_over.write_bytes(bytes(1000))
+    os.utime(left_over, (time.time() + 3600,) * 2)
     for number in range(10, 20):
         server.files[f"/{number}"] = bytes([number]) * 1000
         assert (
@@ -326,6 +331,7 @@ def test_fetched_images_are_bounded(server: FaultyServer, cache: Path, monkeypat
         kept = list((cache / "images").glob("*/*"))
         assert sum(each.stat().st_size for each in kept) <= 5500
     assert sorted(each.name[-2:] for each in kept) == ["16", "17", "18", "19"][-len(kept) :] or len(kept) == 5
+    assert not left_over.exists()
 
 
 def prepare_on_rank(folder: Path, cache: Path) -> tuple[int, dict]:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
+from vqclip.io.cache import order_of_use
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 
 __all__ = ["ChunkCache"]
@@ -117,7 +118,7 @@ class ChunkCache:
         if size < 0 or os.pread(file, len(_footer(0)), size) != _footer(size):
             os.close(file)
             return None
-        if time.time() - status.st_mtime > _USED_S:
+        if abs(time.time() - status.st_mtime) > _USED_S:  # also a time in the future, from a wrong clock
             _mark_used(file)
         return file
 
@@ -209,7 +210,7 @@ class ChunkCache:
                 elif entry.name in ("ledger", "lock"):
                     continue
                 else:
-                    whole.append((status.st_mtime_ns, status.st_size, entry.path))
+                    whole.append((order_of_use(status.st_mtime_ns), status.st_size, entry.path))
                 size, files = size + status.st_size, files + 1
         if size + more > self.limit or files >= _FILES:
             for _, each, path in sorted(whole):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from vqclip.data.remote.config import RemoteConfig
 from vqclip.data.remote.deadline import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.cache import cache_folder
+from vqclip.io.cache import cache_folder, order_of_use
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 from vqclip.io.files import sync_folder
 
@@ -125,7 +125,7 @@ class ShardCache:
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # a part that became a shard
                 status = path.stat()
-                files.append((path.suffix != ".part", status.st_atime_ns, status.st_size, path))
+                files.append((path.suffix != ".part", order_of_use(status.st_atime_ns), status.st_size, path))
         over = sum(size for _, _, size, _ in files) + more - self.limit
         for is_whole, _, size, path in sorted(files):
             if path != keep and path.suffix in (".part", ".tar") and (over > 0 or not is_whole):

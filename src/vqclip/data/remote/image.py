@@ -16,7 +16,7 @@ from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.remote.urls import digest
 from vqclip.errors import StorageError
 from vqclip.io.atomic import write_file
-from vqclip.io.cache import cache_folder
+from vqclip.io.cache import cache_folder, order_of_use
 from vqclip.io.files import read_bounded
 
 __all__ = ["fetch_image"]
@@ -67,7 +67,7 @@ def _trim(folder: Path, limit: int) -> None:
         for entry in os.scandir(below.path):
             with contextlib.suppress(FileNotFoundError):  # removed by another process
                 status = entry.stat()
-                files.append((status.st_mtime_ns, status.st_size, entry.path))
+                files.append((order_of_use(status.st_mtime_ns), status.st_size, entry.path))
     total = sum(size for _, size, _ in files)
     if total <= limit:
         return
