@@ -24,6 +24,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
+def encodable(text: str) -> str:
+    """Return a text that UTF-8, JSON and Parquet can hold: bytes of a name that are not UTF-8 become Python escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def quote_names(names: Iterable[object]) -> str:
     """Return names of unknown origin for a message: the first 20 in quotes, each of at most 80 characters."""
     return ", ".join(repr(str(name)[:80]) for name in itertools.islice(names, 20))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.config.schema import Bits, Tree
-from vqclip.config import load_config
+from vqclip.config import load_config, to_yaml
 from vqclip.errors import ConfigError
 
 
@@ -53,6 +54,18 @@ def test_folder_instead_of_file(tmp_path):
 def test_unreadable(problems, text, expected):
     (line,) = problems(text)
     assert line.startswith(expected)
+
+
+def test_paths_of_any_bytes(loaded, problems):
+    """As a command line gives them, and as they are written into config.yaml."""
+    name = os.fsdecode(b"caf\xe9: 'x'")
+    tree = loaded("", f"path=[{json.dumps(name)}]")
+    assert tree.path == (Path(name),)
+    assert to_yaml(tree).isascii()
+    assert loaded(to_yaml(tree)) == tree
+    assert loaded("", "path=[" + os.fsdecode(b"\xff/a.tar]")).path == (Path(os.fsdecode(b"\xff/a.tar")),)
+    assert json.loads(tree.model_dump_json())["path"] == [name]
+    assert "half a character" in problems("", r'path=["\ud800"]')[0]
 
 
 def test_a_pipe_is_no_configuration(tmp_path):

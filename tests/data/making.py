@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import tarfile
 from collections.abc import Callable, Mapping
@@ -37,6 +38,10 @@ def write_tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.USTA
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return path
+
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+"""Name of a file in Latin-1."""
 
 
 def caption_members(first: int, count: int) -> dict[str, bytes]:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.data.making import caption_members, class_folder, write_tar
+from tests.data.making import NOT_UTF8, caption_members, class_folder, encode, pixels, write_tar
 from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
 from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
 from vqclip.cli.tokenize import main
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image, parse_source
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
@@ -54,6 +54,34 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, storag
         assert torch.equal(item.image_ids, image.encode(image.transform(decode_image(raw.image))[None])[0])
     assert len({tuple(item.image_ids.flatten().tolist()) for item in data}) > 10
     assert (data[0].text_ids < 0).any()
+
+
+@pytest.mark.parametrize("storage", ["wds", "parquet"])
+def test_names_of_any_bytes(tmp_path: Path, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tar, its members, the class folder, and every folder on the way; what is written is UTF-8, and read."""
+    home = tmp_path / NOT_UTF8
+    monkeypatch.setenv("VQCLIP_CACHE", str(home / "cache"))
+    tokenizer = tokenizer_folder(home / "tokenizer")
+    names = [os.fsdecode(name) for name in (b"im\xe9", b"im\xe8", b"bad\xff")]
+    images = {f"{name}.jpg": encode(pixels(number)) for number, name in enumerate(names[:2])} | {f"{names[2]}.jpg": b""}
+    members = sorted((images | {f"{name}.txt": b"a dog" for name in names}).items())
+    tar = write_tar(home / f"{NOT_UTF8}.tar", dict(members), tarfile.PAX_FORMAT)
+    labelled = home / "classes" / NOT_UTF8 / f"{NOT_UTF8}.jpg"
+    labelled.parent.mkdir(parents=True)
+    labelled.write_bytes(encode(pixels(1)))
+    for path, expected in (
+        (tar, [("im\\xe8", "a dog", -1), ("im\\xe9", "a dog", -1)]),
+        (labelled.parents[1], [("000000000", "a photo of a café", 0)]),
+    ):
+        source, out = parse_source(str(path)), home / f"out {path.stem}"
+        for made in (1, 0):  # the second time it is all there
+            assert run(tokenizer, source, out, format=storage, workers=0, tolerance=0.5).made == made
+        data = TokenDataset(out)
+        assert [(item.key, item.caption, item.label) for item in data] == expected
+        for file in out.rglob("*.json*"):
+            assert "\\ud" not in file.read_text("utf-8").replace("\\\\ud", "")  # half characters, that others refuse
+    bad = json.loads((home / f"out {tar.stem}" / "bad_samples.jsonl").read_text())
+    assert bad["key"] == "bad\\xff"
 
 
 def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:

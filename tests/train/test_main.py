@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vqclip
-from tests.data.making import caption_shards, write_tar
+from tests.data.making import NOT_UTF8, caption_shards, encode, pixels, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
 from tests.ranks import RankError
 from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
@@ -103,6 +103,31 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
     exported = vqclip.load_tokenizer(folder / "tokenizer", modality="text")
     assert torch.equal(exported.encode(["caption 3"]), trained.text.encode(["caption 3"]))
     assert "load_tokenizer" in (folder / "tokenizer" / "README.md").read_text()
+
+
+def test_names_of_any_bytes(tmp_path, monkeypatch, capsys):
+    """Of every folder on the way, the cache's included, of classes and images; also in figures, trackers and pages."""
+    home = tmp_path / NOT_UTF8
+    monkeypatch.setenv("VQCLIP_CACHE", str(home / "cache"))
+    for number in range(12):
+        image = home / "classes" / os.fsdecode(b"%d\xe9" % (number % 2)) / os.fsdecode(b"%d\xff.jpg" % number)
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(encode(pixels(number)))
+    source = {"kind": "folder", "path": str(home / "classes")}
+    zero_shot = [{"kind": "zero_shot", "name": "classes", "data": source}]
+    tree = run_tree(
+        home, tmp_path, data__sources=[source], evaluation=zero_shot, train__steps=4, train__precision="fp32",
+        train__report_every=2, data__feature_cache={}, data__views=1, optim__lr=1e-3, optim__warmup_steps=1,
+    )  # fmt: skip
+    tree["model"]["image"]["tower"]["train"] = "none"
+    config = str(write_config(tmp_path / "run.yaml", tree))
+    assert main(["--config", config]) == 0, capsys.readouterr().err
+    assert "0é" in (home / "tiny" / "report.html").read_text("utf-8")
+    assert list((home / "tiny" / "tensorboard").iterdir())
+    (home / "tiny" / "summary.json").unlink()
+    written = str(home / "tiny" / "config.yaml")
+    assert main(["--config", written, f"data.sources[0].path={json.dumps(source['path'])}"]) == 0  # resumes
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards, capsys):

@@ -6,6 +6,7 @@ whose members have a literal ``kind``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,10 @@ class Config(BaseModel):
         schema = handler(source)
         _make_scalars_strict(handler.resolve_ref_schema(schema))
         return schema
+
+    def model_dump_json(self, **options: Any) -> str:  # type: ignore[override]
+        """Return the section as JSON in ASCII; pydantic's refuses paths with bytes that are not UTF-8."""
+        return json.dumps(self.model_dump(mode="json", **options), separators=(",", ":"))
 
 
 def to_yaml(config: Config, change: Callable[[Any], Any] | None = None) -> str:

@@ -119,6 +119,8 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    NON_PRINTABLE = re.compile(r"[^\t\n\r -~\x85\xa0-\ud7ff\udc80-\udcff\ue000-\ufffd\U00010000-\U0010ffff]")
+    """PyYAML's, but for surrogates that stand for bytes which are not UTF-8, in a path on a command line."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
@@ -241,7 +243,7 @@ def _scalar(tag: str, text: str) -> Any:
     """
     kind = tag.removeprefix(_TAG)
     if kind == "str":
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        if re.search("[\ud800-\udc7f\udd00-\udfff]", text):  # all but those of bytes that are not UTF-8
             raise ValueError("half a character (a lone surrogate)")  # which could not be written back
         return text
     if kind == "null":

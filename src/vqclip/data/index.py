@@ -50,7 +50,7 @@ class ShardIndex:
     sizes: np.ndarray
     """``(samples, 4)`` int64: bytes of each of `KINDS`."""
     keys: bytes
-    """The samples' names, UTF-8, concatenated."""
+    """The samples' names as in the tar, concatenated."""
     key_ends: np.ndarray
     """``(samples,)`` int64: end of each name in `keys`."""
 
@@ -60,7 +60,7 @@ class ShardIndex:
     def key(self, index: int) -> str:
         """Return a sample's name as in WebDataset: the members' path up to the first dot of its last part."""
         start = int(self.key_ends[index - 1]) if index else 0
-        return self.keys[start : int(self.key_ends[index])].decode("utf-8", "replace")
+        return self.keys[start : int(self.key_ends[index])].decode("utf-8", "backslashreplace")
 
 
 def load_index(path: Shard, cache: Path | None = None) -> ShardIndex:

@@ -26,7 +26,7 @@ class SampleTable(NamedTuple):
     """Samples, in the order of their first members."""
 
     keys: bytes
-    """Their names, UTF-8, concatenated."""
+    """Their names as in the tar, concatenated."""
     key_ends: np.ndarray
     """``(samples,)`` int64: end of each name in `keys`."""
     offsets: np.ndarray
@@ -96,7 +96,7 @@ class MemberTable:
                 f"{self._path}: no samples; expected members such as 000000000.jpg and 000000000.txt "
                 f"(extensions: {', '.join(_COLUMNS)}; {self._ignored} members have others)"
             )
-        keys = [key.encode("utf-8", "replace") for key in self._rows]
+        keys = [key.encode("utf-8", "surrogateescape") for key in self._rows]
         table = np.array(list(self._rows.values()), dtype=np.int64).reshape(len(keys), len(KINDS), 2)
         return SampleTable(
             keys=b"".join(keys),

@@ -254,7 +254,7 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
     def _record(self, shard: int) -> RecordT | None:
         path = self._record_file(shard)
         try:
-            return self.record_type.model_validate_json(json.dumps(self._read(path)))
+            return self.record_type.model_validate(self._read(path))
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:  # DataError and pydantic's are ValueErrors

@@ -271,7 +271,7 @@ def _parse_headers(data: bytes, places: list[int], end: int) -> Iterator[tuple[i
         if prefixed[number]:
             name = _name(data[place : place + _BLOCK], {})
         else:
-            name = names[number].partition(b"\0")[0].decode("utf-8", "replace")
+            name = names[number].partition(b"\0")[0].decode("utf-8", "surrogateescape")
         yield place, data[place + 156 : place + 157], size, name
 
 
@@ -335,13 +335,13 @@ def _name(header: bytes, extended: dict[str, str]) -> str:
     if header[257:263] == b"ustar\0":
         prefix = header[345:500].partition(b"\0")[0]
         name = prefix + b"/" + name if prefix else name
-    return name.decode("utf-8", "replace")
+    return name.decode("utf-8", "surrogateescape")
 
 
 def _read_extended(path: Shard, kind: bytes, payload: bytes, at: int) -> dict[str, str]:
     """Return `path` and `size` of the next member from a GNU long name or a PAX header."""
     if kind == b"L":
-        return {"path": payload.partition(b"\0")[0].decode("utf-8", "replace")}
+        return {"path": payload.partition(b"\0")[0].decode("utf-8", "surrogateescape")}
     records = {}
     payload, begin = payload.rstrip(b"\0"), 0
     while begin < len(payload):
@@ -354,6 +354,6 @@ def _read_extended(path: Shard, kind: bytes, payload: bytes, at: int) -> dict[st
         if keyword.startswith(b"GNU.sparse"):
             raise DataError(f"{path}: sparse member at offset {at}; write the shard again without --sparse")
         if keyword in (b"path", b"size"):
-            records[keyword.decode()] = value.decode("utf-8", "replace")
+            records[keyword.decode()] = value.decode("utf-8", "surrogateescape")
         begin = end
     return records

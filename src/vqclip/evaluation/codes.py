@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.io.tensors import save_tensors
+from vqclip.io.tensors import open_tensors, save_tensors
 
 _NAME, _SIZES = "ids", "codebook_sizes"
 
@@ -45,10 +44,10 @@ def load_ids(path: Path, codebook_sizes: Sequence[int]) -> Tensor:
         CheckpointError: the file is missing or damaged, or was written for other codebooks.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             stored = json.loads((file.metadata() or {}).get(_SIZES, "null"))
             ids = file.get_tensor(_NAME)
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+    except (CheckpointError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: ids cannot be read: {error}") from error
     if stored != list(codebook_sizes):
         raise CheckpointError(f"{path}: got ids of codebooks of sizes {stored}, expected {list(codebook_sizes)}")

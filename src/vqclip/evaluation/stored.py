@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from vqclip.data import mask_credentials
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, encodable
 from vqclip.evaluation.details import Part
 from vqclip.evaluation.results import Result
 from vqclip.io.atomic import write_file
@@ -62,7 +62,8 @@ def write_evaluations(run: Path, step: int, results: Sequence[Result]) -> list[P
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     paths = []
     for number, result in enumerate(results):
-        result = dataclasses.replace(result, notes=[mask_credentials(note) for note in result.notes])
+        notes = [encodable(mask_credentials(note)) for note in result.notes]
+        result = dataclasses.replace(result, name=encodable(result.name), notes=notes)
         content = StoredEvaluation(step=step, result=result).model_dump_json().encode()
         path = run / FOLDER / f"{number:02d}-{_file_name(result)}.json"
         if len(content) > MAX_PLAIN_BYTES:

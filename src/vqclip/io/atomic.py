@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, encodable
 from vqclip.io.digest import FileDigest, digest_file
 from vqclip.io.file_locks import try_lock
 from vqclip.io.files import name_file_in_errors, sync, sync_folder
@@ -58,8 +58,8 @@ def _write_directly(path: Path, content: bytes | Callable[[BinaryIO], object]) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically."""
-    write_file(path, text.encode())
+    """Write a UTF-8 text file atomically; bytes of names in it that are not UTF-8 become escapes."""
+    write_file(path, encodable(text).encode())
 
 
 def write_file_once(path: Path, content: bytes) -> None:

@@ -10,16 +10,13 @@ from pathlib import Path
 from vqclip.io.atomic import replace_folder
 from vqclip.io.file_locks import hold_lock
 
-_AHEAD_NS = 60 * 10**9
-"""Difference between the clocks of two machines that is not yet a wrong clock."""
-
 
 def order_of_use(time_ns: int) -> int:
     """Return a number by which files are sorted, the least recently used first, from the time of the last use.
 
-    Times in the future come from a clock that was wrong, so those files are first, in their own order.
+    Times more than a minute ahead come from a clock that was wrong, so those files are first, in their own order.
     """
-    return time_ns if time_ns < time.time_ns() + _AHEAD_NS else time_ns - 2**64
+    return time_ns if time_ns < time.time_ns() + 60 * 10**9 else time_ns - 2**64
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, encodable
 from vqclip.io.files import open_regular
 
 MAX_HEADER_BYTES = 16 << 20
@@ -100,7 +100,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.touch()  # umask and the folder's default access list decide the permissions
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
-        safetensors.torch.save_file(tensors, path, metadata=metadata)
+        if encodable(str(path)) == str(path):
+            safetensors.torch.save_file(tensors, path, metadata=metadata)
+        else:  # a path that the library does not take
+            path.write_bytes(safetensors.torch.save(tensors, metadata))
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{path}: cannot be written: {error}") from error
     path.chmod(mode)
@@ -116,13 +119,14 @@ def open_tensors(path: Path) -> Iterator[Any]:
     try:
         with open_regular(path) as start:
             header = int.from_bytes(start.read(8), "little")
-        if header > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{path}: cannot be read, damaged or cut short: a header of {header} bytes; at most {MAX_HEADER_BYTES} "
-                "are read"
-            )
-        with safe_open(path, framework="pt") as file:
-            yield file
+            if header > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: cannot be read, damaged or cut short: a header of {header} bytes; at most "
+                    f"{MAX_HEADER_BYTES} are read"
+                )
+            plain = encodable(str(path)) == str(path)  # the library takes no other path
+            with safe_open(path if plain else f"/dev/fd/{start.fileno()}", framework="pt") as file:
+                yield file
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:

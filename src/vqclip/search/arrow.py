@@ -19,8 +19,9 @@ import torch
 
 from vqclip.data.libraries import name_errors, require_pyarrow
 from vqclip.data.tokens.layout import id_type
-from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.errors import CheckpointError, ConfigError, DataError, encodable
 from vqclip.io.atomic import write_file
+from vqclip.io.files import open_regular
 from vqclip.search.index import CodeIndex
 from vqclip.search.scan import require_tokenizer
 from vqclip.tokenizer import Tokenizer
@@ -92,7 +93,8 @@ def read_vectors(path: str | Path, tokenizer: Tokenizer) -> Any:
     _, parquet = require_pyarrow()
     with (
         name_errors(f"{path}: cannot be read; expected a .parquet file of `vqclip search export`"),
-        parquet.ParquetFile(path, page_checksum_verification=True) as file,
+        open_regular(path) as stream,  # a path has to be UTF-8
+        parquet.ParquetFile(stream, page_checksum_verification=True) as file,
     ):
         _require_schema(file.schema_arrow, tokenizer, path)
         _require_bounded(file.metadata, file.schema_arrow, path)
@@ -141,7 +143,7 @@ def _batches(index: CodeIndex, tokenizer: Tokenizer, schema: Any) -> Iterator[An
         ids = index.ids(items)
         vectors = tokenizer.embed(ids.to(tokenizer.device)).float().cpu()
         places = items if index.places is None else index.places[items]
-        names = [index.names[item].encode("utf-8", "backslashreplace").decode() for item in items.tolist()]
+        names = [encodable(index.names[item]) for item in items.tolist()]
         rows = (items.numpy(), places.numpy(), names, _list(ids.numpy(), schema), _list(vectors.numpy(), schema))
         yield arrow.record_batch(list(rows), schema=schema)
 

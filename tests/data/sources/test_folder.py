@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.data.making import NOT_UTF8
 from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig, parse_source
 from vqclip.errors import DataError
@@ -30,6 +33,23 @@ def test_classes_prompts_and_images(tmp_path):
     assert images_of(tmp_path).fingerprint != before
     with pytest.raises(DataError, match=r"2\.png: cannot be read: No such file"):
         source.read(5)
+
+
+def test_names_of_any_bytes(tmp_path):
+    """Names are for the text tower too: Latin-1, or escapes where that gives controls (as names in cp850 do)."""
+    folder, names = tmp_path / NOT_UTF8, (b"a_\xe9", b"b\x82", "naïve".encode())
+    for number, name in enumerate(names):
+        (folder / "classes" / os.fsdecode(name)).mkdir(parents=True)
+        (folder / "classes" / os.fsdecode(name) / f"{NOT_UTF8}.png").write_bytes(png((number, 2, 3)))
+    source = images_of(folder / "classes")
+    assert source.classnames == ("a é", "b\\udc82", "naïve")
+    assert [source.read(index).captions for index in range(3)] == [
+        (f"a photo of a {each}",) for each in source.classnames
+    ]
+    assert parse_source(str(folder / "classes")).path == str(folder / "classes")
+    for each in (source.classnames, source.fingerprint, source.shards, source.notes, source.name(0)):
+        json.dumps(each, ensure_ascii=False).encode()
+    assert FolderConfig(path=folder / "classes" / "naïve", captions="names").build().read(0).captions == ("café",)
 
 
 def test_templates_are_read(tmp_path):

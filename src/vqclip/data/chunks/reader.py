@@ -77,7 +77,7 @@ class ChunkReader(TarReader):
         """Return the sample's name in its shard."""
         extent = self._row(index).key
         name = self._from_table(self._chunk_of(index), lambda table: _read_extent(table.file, extent))
-        return name.decode("utf-8", "replace")
+        return name.decode("utf-8", "backslashreplace")
 
     def _shard_and_key(self, index: int) -> tuple[str, str]:
         shard = self._shards[self._shard_of(index)]

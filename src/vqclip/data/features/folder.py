@@ -136,7 +136,7 @@ class FeatureFolder:
         path = self._record_path(shard)
         try:
             body: dict[str, Any] = read_versioned(path, FORMAT, _REMEDY)
-            record = ShardRecord.model_validate_json(json.dumps(body))
+            record = ShardRecord.model_validate(body)
             if (record.settings, record.shard) == (self._digest, shard):
                 return record
             logger.warning("%s: the record of another shard or folder; the shard is computed again", path)

@@ -24,7 +24,14 @@ __all__ = [
     "SourceConfigBase",
 ]
 
-Place = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), Field(min_length=1)]
+
+def _to_place(path: object) -> object:
+    if path == "":  # `Field(min_length=1)` would refuse names that are not UTF-8
+        raise ValueError("expected a path or URL")
+    return str(path) if isinstance(path, Path) else path
+
+
+Place = Annotated[str, BeforeValidator(_to_place)]
 """A path or URL."""
 
 

@@ -25,7 +25,7 @@ from vqclip.data.sources.file_parts import MISSING, FilePart, cut_path, files_of
 from vqclip.data.sources.file_table import FileTable, checksum, load_table
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
-from vqclip.errors import ConfigError, DataError, StorageError, printable
+from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.cache import cache_folder
 from vqclip.io.files import expand_home, open_regular
 
@@ -165,7 +165,7 @@ class FileSource(NumberedSource):
             sizes.append(index.sizes)
             times.append(index.modified_ns)
             total = int(np.maximum(index.sizes, 0).sum())
-            name = f"{self._listing.stem}-{part.start // PART_SIZE:05d}"
+            name = f"{encodable(self._listing.stem)}-{part.start // PART_SIZE:05d}"
             sha256 = checksum(index.digests.tobytes())
             self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
         self._sizes = np.concatenate(sizes) if sizes else np.zeros((0, 1), np.int64)

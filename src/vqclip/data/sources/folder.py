@@ -17,7 +17,7 @@ from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import IMAGE_ENDINGS, FileSourceConfig, local_file
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
-from vqclip.errors import DataError, quote_names
+from vqclip.errors import DataError, encodable, quote_names
 from vqclip.io.walk import walk_files
 
 __all__ = ["FolderConfig"]
@@ -131,8 +131,16 @@ def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions
 
 
 def _caption_of(path: str) -> str:
-    stem = os.path.splitext(os.path.basename(path))[0]
+    stem = _read_name(os.path.splitext(os.path.basename(path))[0])
     return stem.replace("_", " ").replace("-", " ").strip() or stem
+
+
+def _read_name(name: str) -> str:
+    """Return a file's name for a text tower: bytes that are not UTF-8 are read as Latin-1, unless they are controls."""
+    if encodable(name) == name:
+        return name
+    text = os.fsencode(name).decode("latin-1")
+    return text if text.isprintable() else encodable(name)
 
 
 def _is_image(name: str) -> bool:
@@ -145,7 +153,7 @@ def _class_table(folder: Path, builder: TableBuilder, paths: Sequence[str]) -> F
     if not classes:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
-    names = tuple(name.replace("_", " ") for name in classes)
+    names = tuple(_read_name(name).replace("_", " ") for name in classes)
     _require_distinct(folder, classes, names)
     templates: Sequence[str] = (DEFAULT_TEMPLATE,)
     if builder.read_from(folder / TEMPLATES).exists():

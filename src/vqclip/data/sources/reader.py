@@ -16,7 +16,7 @@ from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import GzipShard, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import strip_common_folders
-from vqclip.errors import DataError, StorageError, printable
+from vqclip.errors import DataError, StorageError, encodable, printable
 from vqclip.io.files import read_bounded
 
 __all__ = ["MAX_BYTES", "MAX_IMAGE_BYTES", "ShardReader", "TarReader", "join_checksums", "read_image"]
@@ -150,7 +150,7 @@ class ShardReader(TarReader):
     def shards(self) -> list[dict[str, str | int]]:
         """File name, size, samples and SHA-256 of every shard."""
         return [
-            {"name": index.path.name, "bytes": index.length, "samples": len(index), "sha256": index.sha256}
+            {"name": encodable(index.path.name), "bytes": index.length, "samples": len(index), "sha256": index.sha256}
             for index in self._indexes
         ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -173,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        return Manifest.model_validate_json(json.dumps(read_json_file(path)))
+        return Manifest.model_validate(read_json_file(path))
     except OSError as error:
         if (folder / SETTINGS_FILE).exists():
             done = len([*(folder / RECORDS).glob("*.json")])

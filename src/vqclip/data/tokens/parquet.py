@@ -18,6 +18,7 @@ import numpy as np
 from vqclip.data.libraries import name_errors, require_pyarrow
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
 from vqclip.errors import DataError, printable
+from vqclip.io.files import open_regular
 
 __all__ = ["ParquetShard", "write_parquet"]
 
@@ -90,7 +91,7 @@ class ParquetShard:
         self._path, self._image, self._text = path, image, text
         _, parquet = require_pyarrow()
         with name_errors(f"{path}: cannot be read as Parquet"):
-            self._file = parquet.ParquetFile(path, memory_map=False)
+            self._file = parquet.ParquetFile(open_regular(path))  # a path has to be UTF-8
             _require_columns(self._file.schema_arrow, _schema(image, text), path)
             meta = self._file.metadata
             groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
@@ -149,7 +150,7 @@ class ParquetShard:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._file.close(force=True)
 
 
 def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from PIL.Image import Image
 
+from vqclip.errors import encodable
 from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
 
 FOLDER = "tensorboard"
@@ -24,6 +28,7 @@ class TensorBoard(Tracker):
 
     def __init__(self) -> None:
         self._board: Any = None
+        self._open = contextlib.ExitStack()
 
     def start(self, facts: RunFacts, resumed: int) -> int:
         """Open a new event file; everything before the checkpoint's step is there."""
@@ -31,7 +36,12 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._board = SummaryWriter(str(facts.folder / FOLDER), purge_step=resumed)
+        folder = facts.folder / FOLDER
+        if encodable(str(folder)) != str(folder):  # a path that TensorBoard does not take
+            descriptor = os.open(facts.folder, os.O_RDONLY | os.O_CLOEXEC)
+            self._open.callback(os.close, descriptor)
+            folder = Path(f"/dev/fd/{descriptor}/{FOLDER}")
+        self._board = SummaryWriter(str(folder), purge_step=resumed)
         self._board.add_text("configuration", textwrap.indent(facts.text, "    "), resumed)  # indented: as it is
         # Not add_hparams, which writes a run of its own; the figures are those of the scalars with these names.
         start, settings, self._end = hparams(facts.hyperparameters, dict.fromkeys(facts.final, 0.0))
@@ -64,6 +74,7 @@ class TensorBoard(Tracker):
         if self._board is not None:
             self._board.file_writer.add_summary(self._end)
             self._board.close()
+        self._open.close()
 
 
 class TensorBoardConfig(TrackerConfigBase):

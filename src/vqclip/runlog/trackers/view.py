@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from vqclip.config import Config
 from vqclip.data import mask_credentials
+from vqclip.errors import encodable
 from vqclip.runlog.names import by_codebook
 
 _CONSTANT = ("tokens", "usage_if_uniform")
@@ -83,7 +84,7 @@ def hyperparameters(config: Config) -> dict[str, float | int | bool | str]:
             for number, each in enumerate(value):
                 visit(each, f"{path}[{number}]")
         elif value not in (None, (), default):
-            plain = value if isinstance(value, (bool, int, float)) else mask_credentials(str(value))
+            plain = value if isinstance(value, (bool, int, float)) else encodable(mask_credentials(str(value)))
             found[path] = plain if not isinstance(plain, str) else plain[:200]
 
     for section in _SECTIONS:
