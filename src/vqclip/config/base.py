@@ -59,7 +59,7 @@ class Config(BaseModel):
         _make_scalars_strict(handler.resolve_ref_schema(schema))
         return schema
 
-    def model_dump_json(self, **options: Any) -> str:  # type: ignore[override]
+    def model_dump_json(self, **options: Any) -> str:
         """Return the section as JSON in ASCII; pydantic's refuses paths with bytes that are not UTF-8."""
         return json.dumps(self.model_dump(mode="json", **options), separators=(",", ":"))
 

@@ -119,7 +119,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
-    NON_PRINTABLE = re.compile(r"[^\t\n\r -~\x85\xa0-\ud7ff\udc80-\udcff\ue000-\ufffd\U00010000-\U0010ffff]")
+    NON_PRINTABLE = re.compile(rf"(?![\udc80-\udcff]){yaml.SafeLoader.NON_PRINTABLE.pattern}")  # type: ignore[misc]
     """PyYAML's, but for surrogates that stand for bytes which are not UTF-8, in a path on a command line."""
 
     def __init__(self, stream: str):

@@ -1,11 +1,11 @@
 """The order of samples: a function of (seed, position) that stores nothing.
 
-Position p counts the samples of the whole run. The first e epochs have used(e) = floor(e * weight * size) slots of each
-source, so an epoch has one more than another if weight * size is a fraction. The sample at position p:
+Position p counts the samples of the whole run. The first e epochs have before(e) = floor(e * weight * size) slots of
+each source, so an epoch has one more than another if weight * size is a fraction. The sample at position p:
 
-    epoch: the last one that begins at p or before; it begins at the sum of used(epoch) over the sources
+    epoch: the last one that begins at p or before; it begins at the sum of before(epoch) over the sources
     source, turn = mix(epoch, p - begin)                           # the turn-th slot of this source in the epoch
-    tape = used(epoch)[source] + turn                              # all slots of the source over the whole run
+    tape = before(epoch)[source] + turn                            # all slots of the source over the whole run
     passes, place = divmod(tape, size[source])                     # passes: earlier passes through the source
     sample = shuffle(source, passes, place)
 
@@ -215,7 +215,7 @@ class GlobalOrder:
 
     def begin(self, epoch: int) -> int:
         """Return the position of the first sample of an epoch."""
-        return sum(self._used(epoch))
+        return sum(self._slots_before(epoch))
 
     def epoch_of(self, position: int) -> int:
         """Return the epoch of a position."""
@@ -294,9 +294,9 @@ class GlobalOrder:
             source: number of the source.
         """
         assert isinstance(self.kind, WindowedOrder)
-        epoch, used, slots = self._epoch(step * batch_size)
-        slot = step * batch_size - sum(used)
-        return used[source] + self.kind.turns(self.seed, slots, epoch, slot)[source]
+        epoch, before, slots = self._epoch(step * batch_size)
+        slot = step * batch_size - sum(before)
+        return before[source] + self.kind.turns(self.seed, slots, epoch, slot)[source]
 
     def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
         """Return the most chunks of a window of a source that this rank's node needs. Windowed order only."""
@@ -324,23 +324,23 @@ class GlobalOrder:
         """Return for each position its source, and the pass and place there."""
         source, tape, left = np.empty_like(positions), np.empty_like(positions), positions
         while len(left):
-            epoch, used, slots = self._epoch(int(left.min()))
-            first, end = sum(used), sum(used) + sum(slots)
+            epoch, before, slots = self._epoch(int(left.min()))
+            first, end = sum(before), sum(before) + sum(slots)
             mine = np.flatnonzero((positions >= first) & (positions < end))
             source[mine], turn = self.kind.mix(self.seed, slots, epoch, positions[mine] - first)
-            tape[mine] = np.array(used)[source[mine]] + turn
+            tape[mine] = np.array(before)[source[mine]] + turn
             left = left[left >= end]
         return source, *np.divmod(tape, np.array(self.sizes)[source])
 
-    def _used(self, epoch: int) -> list[int]:
+    def _slots_before(self, epoch: int) -> list[int]:
         """Return the slots of each source in all earlier epochs."""
         return [epoch * each.numerator // each.denominator for each in self.slots]
 
     def _epoch(self, position: int) -> tuple[int, list[int], list[int]]:
         """Return the epoch of a position, the slots of each source before it, and those in it."""
         epoch = self.epoch_of(position)
-        used = self._used(epoch)
-        return epoch, used, [after - before for before, after in zip(used, self._used(epoch + 1), strict=True)]
+        before, after = self._slots_before(epoch), self._slots_before(epoch + 1)
+        return epoch, before, [end - first for first, end in zip(before, after, strict=True)]
 
     def _slots(self, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> Slots:
         sample = np.empty_like(place)
