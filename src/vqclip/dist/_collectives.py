@@ -22,7 +22,7 @@ from torch import Tensor
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
-from vqclip.nn.torch_versions import COLLECTIVE_NAMES, HAS_NN_ALL_GATHER
+from vqclip.nn.torch_versions import COLLECTIVE_NAMES, HAS_NN_ALL_GATHER, eager_in_old_versions
 
 ALL_GATHER, REDUCE_SCATTER = COLLECTIVE_NAMES
 
@@ -30,6 +30,7 @@ ALL_GATHER, REDUCE_SCATTER = COLLECTIVE_NAMES
 warnings.filterwarnings("ignore", category=FutureWarning, module=re.escape(__name__) + "$")
 
 
+@eager_in_old_versions
 def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
     """Concatenate every rank's `x` along the first dimension, in rank order, keeping the gradient.
 
@@ -103,6 +104,7 @@ def gather_sizes(x: Tensor, note: str = "") -> list[int]:
     return sizes
 
 
+@eager_in_old_versions
 def replicated_sum(x: Tensor) -> Tensor:
     """Sum `x` over ranks into a new tensor from which every rank computes the same loss.
 

@@ -16,6 +16,7 @@ from vqclip.dist import _history
 from vqclip.dist._launcher import stop_with_launcher
 from vqclip.dist._rendezvous import private_store
 from vqclip.errors import ConfigError, DistributedError
+from vqclip.nn.torch_versions import GUARDS_PROCESS_GROUP
 
 # Variables that torchrun sets and `env://` needs.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -172,6 +173,8 @@ def control_device() -> torch.device:
 
 def _has_process_group() -> bool:
     # Not is_initialized(), whose result torch.compile treats as a constant; it guards this one.
+    if not GUARDS_PROCESS_GROUP and torch.compiler.is_compiling():
+        return c10d.is_available() and c10d.is_initialized()
     return c10d.is_available() and c10d.group.WORLD is not None
 
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-__all__ = ["COLLECTIVE_NAMES", "HAS_NN_ALL_GATHER", "NO_BUFFER_SYNC", "TORCH_VERSION"]
+__all__ = [
+    "COLLECTIVE_NAMES",
+    "GUARDS_PROCESS_GROUP",
+    "HAS_NN_ALL_GATHER",
+    "NO_BUFFER_SYNC",
+    "TORCH_VERSION",
+    "eager_in_old_versions",
+    "is_torch_compiling",
+]
+
+F = TypeVar("F", bound=Callable[..., object])
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 """Major and minor number, such as ``(2, 14)``."""
@@ -21,3 +34,20 @@ COLLECTIVE_NAMES = (
 
 NO_BUFFER_SYNC = {"forward_sync_buffers" if TORCH_VERSION >= (2, 13) else "broadcast_buffers": False}
 """Argument of DistributedDataParallel, which 2.13 renamed."""
+
+GUARDS_PROCESS_GROUP = TORCH_VERSION >= (2, 12)
+"""Whether compiled code is compiled again once there is a process group."""
+
+
+def eager_in_old_versions(function: F) -> F:
+    """Decorate a function that torch before 2.12 would compile to wrong gradients: there it is never compiled."""
+    return function if TORCH_VERSION >= (2, 12) else torch.compiler.disable(function)
+
+
+def is_torch_compiling() -> bool:
+    """Return whether `torch.compile` traces the code, and `torch.export` does not.
+
+    Before torch 2.12 `torch.compiler.is_exporting` is True for both. There, exports with ``strict=True`` count as
+    compilation.
+    """
+    return torch.compiler.is_dynamo_compiling() and (TORCH_VERSION < (2, 12) or not torch.compiler.is_exporting())

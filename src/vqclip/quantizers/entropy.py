@@ -26,6 +26,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vqclip.nn.precision import first_derivative_only
+from vqclip.nn.torch_versions import is_torch_compiling
 from vqclip.quantizers.vectors import tokens_at_a_time
 
 PART = 2**18
@@ -81,13 +82,13 @@ class _CodeMass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(logits, keep)
-        return (_mass_in_graph if _is_compiling() else _mass)(logits, keep)
+        return (_mass_in_graph if is_torch_compiling() else _mass)(logits, keep)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, keep = ctx.saved_tensors
-        return (_mass_gradient_in_graph if _is_compiling() else _mass_gradient)(grad, logits, keep), None
+        return (_mass_gradient_in_graph if is_torch_compiling() else _mass_gradient)(grad, logits, keep), None
 
 
 def _mass(logits: Tensor, keep: Tensor | None) -> Tensor:
@@ -165,10 +166,6 @@ def _(logits: Tensor, keep: Tensor | None) -> Tensor:
 @_mass_gradient_in_graph.register_fake
 def _(grad: Tensor, logits: Tensor, keep: Tensor | None) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _is_compiling() -> bool:
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def entropy(probabilities: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import first_derivative_only
+from vqclip.nn.torch_versions import is_torch_compiling
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
@@ -140,7 +141,7 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
     scores is computed at a time: `CHUNK` on a CPU, a 64th of a GPU's memory.
     """
     # An operator of its own in a compiled graph, whose number of parts would be part of the graph.
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if is_torch_compiling():
         return _nearest_in_graph(x, codes, among)
     # Relative to the median of the codes, for precision when all codes are far from 0. A single distant code would
     # move the mean.
