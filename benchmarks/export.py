@@ -27,7 +27,6 @@ from vqclip.cli.export import batches
 from vqclip.data.images import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.export import export_onnx
-from vqclip.nn.precision import autocast
 
 Encode = Callable[[Tensor], Tensor]
 
@@ -56,12 +55,7 @@ def round_weights(tokenizer: Any) -> Encode:
 
 def under_autocast(tokenizer: Any) -> Encode:
     """Return ``encode`` under bfloat16 autocast."""
-
-    def encode(inputs: Tensor) -> Tensor:
-        with autocast(torch.device("cpu"), "bf16"):
-            return tokenizer.encode(inputs)
-
-    return encode
+    return lambda inputs: tokenizer.encode(inputs, "bf16")
 
 
 @torch.no_grad()

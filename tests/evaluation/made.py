@@ -80,7 +80,7 @@ class PlainTokenizer(nn.Module):
         continuous = F.normalize(torch.ones(len(ids), self.embed_dim), dim=-1)
         return TokenizerOutput(self.embed(ids), ids, Stats()), continuous
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, precision: str = "fp32") -> Tensor:
         return F.one_hot(ids[:, 0, 0], self.embed_dim) * self.weight
 
 

@@ -57,7 +57,7 @@ def test_hits_and_misses_of_classes_are_the_known_ones(tmp_path):
     image = torch.eye(4)
     image[1] = F.normalize(torch.tensor([0.0, 0.3, 0.0, 0.9]), dim=0)  # 3 is nearer than the right 1, 0 and 2 farther
     image[2] = F.normalize(torch.tensor([0.0, 0.3, 0.9, 0.0]), dim=0)
-    model.image.embed = lambda ids: image[ids[:, 0, 0]] * model.image.weight
+    model.image.embed = lambda ids, precision="fp32": image[ids[:, 0, 0]] * model.image.weight
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
     (examples,) = result.details.examples
     assert examples.direction == "image_to_class"

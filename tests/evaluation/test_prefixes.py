@@ -48,7 +48,7 @@ def test_a_prefix_is_what_its_ids_alone_give(task):
     (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole, [Prefix(2, 1)], text="same"))
     embed = {each: each.embed for each in (whole.image, whole.text)}
     for tokenizer, plain in embed.items():
-        tokenizer.embed = lambda ids, tokenizer=tokenizer, plain=plain: plain(tokenizer.truncate(ids, 2, 1))
+        tokenizer.embed = lambda ids, precision, tokenizer=tokenizer, plain=plain: plain(tokenizer.truncate(ids, 2, 1))
     (cut,) = evaluate(whole, [task])
     assert found.prefixes[0].figures == cut.figures["codes_only"] != found.figures["codes_only"]
     assert found.prefixes[0].intervals == {}

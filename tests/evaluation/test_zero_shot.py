@@ -41,7 +41,7 @@ def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_ch
 def test_wrong_codes_score_nothing(tmp_path, monkeypatch):
     folder = number_shards(tmp_path, [0, 1, 2], 12)
     model = PlainModel(12)
-    model.image.embed = lambda ids: F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
+    model.image.embed = lambda ids, precision="fp32": F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
     # 11 classes at one score, the right one among them; and one wrong one above.
     assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11, "mean_per_class": 0.0})
@@ -151,7 +151,9 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
 def test_the_mean_per_class_gives_every_class_that_occurs_the_same_weight(tmp_path):
     folder = number_shards(tmp_path, [0] * 8 + [1, 2], 4)
     model = PlainModel(4)
-    model.image.embed = lambda ids: F.one_hot(ids[:, 0, 0] % 2, 4) * model.image.weight  # a 2 is taken for a 0
+    model.image.embed = lambda ids, precision="fp32": (
+        F.one_hot(ids[:, 0, 0] % 2, 4) * model.image.weight
+    )  # a 2 is taken for a 0
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
     figures = result.figures["codes_only"]
     assert (figures["top1"], figures["mean_per_class"]) == pytest.approx((0.9, 2 / 3))

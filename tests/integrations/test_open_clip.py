@@ -66,6 +66,7 @@ def test_bytes_and_floats_give_equal_embeddings_in_any_autocast(folder):
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(model.encode_image(whole), expected)
             assert torch.equal(model.encode_text(tokens), texts)
+            assert model.get_logits(whole, tokens)[0].dtype == torch.float32
             inside = half.encode_image(whole)
         assert torch.equal(half.encode_image(whole), inside)
     assert whole.dtype == torch.uint8

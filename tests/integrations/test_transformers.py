@@ -134,6 +134,26 @@ def test_a_folder_from_before_model_types_is_read(folder, tmp_path):
     assert ours.VqclipModel.from_pretrained(tmp_path).config.model_type == "vqclip"
 
 
+def test_a_surrounding_autocast_changes_no_bit(folder, images):
+    tokenizer, processor = (
+        ours.VqclipImageTokenizer.from_pretrained(folder),
+        ours.VqclipImageProcessor.from_pretrained(folder),
+    )
+    pixels = processor(images * 20).pixel_values
+    prompts = ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, return_tensors="pt").input_ids
+    models = [ours.VqclipModel.from_pretrained(folder, embeddings=each) for each in ("codes_only", "continuous")]
+
+    def numbers():
+        yield from (tokenizer.encode(pixels).image_codes, tokenizer(pixels).image_embeds)
+        for model in models:
+            out = model(pixel_values=pixels, input_ids=prompts)
+            yield from (out.logits_per_image, out.image_embeds, out.text_embeds)
+
+    plain = [*numbers()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, numbers(), plain))
+
+
 @pytest.mark.parametrize(
     "convert",
     [

@@ -8,8 +8,12 @@ import torch
 from PIL import Image
 
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
+from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
+from vqclip.model import CLIP
+from vqclip.nn.precision import AUTOCAST_DTYPES
+from vqclip.pixels import PixelsConfig, attach
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 
@@ -45,6 +49,56 @@ def test_stored_ids_give_the_training_embedding_bit_for_bit(quantizer, training,
         assert torch.equal(tokenizer.quantizer.decode(ids).to(dtype), out.vectors)
         assert tokenizer.features(inputs)[0].dtype == tokenizer.decode(ids).dtype == out.embedding.dtype == dtype
         torch.testing.assert_close(out.embedding.norm(dim=-1), torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST_DTYPES.values())
+def test_a_surrounding_autocast_changes_no_bit(dtype):
+    model, images = built(FSQ).eval(), pictures(40)
+    decoder = {"kind": "convolutional", "channels": 4, "max_channels": 8, "channels_per_group": 2}
+    detail = {"quantizer": FSQ, "stages": 2, "channels": 8, "max_channels": 8}
+    pixels = PixelsConfig.model_validate({"decoder": decoder, "image_size": 16, "detail": detail})
+    attach(model.image, pixels.build(model.image.quantizer.dim, 4).eval())
+    plain = [*numbers(model.image, images), *numbers(model.text, CAPTIONS * 13)]
+    with torch.autocast("cpu", dtype):
+        inside = [*numbers(model.image, images), *numbers(model.text, CAPTIONS * 13)]
+    assert [each.dtype for each in inside] == [each.dtype for each in plain]
+    assert all(map(torch.equal, inside, plain))
+
+
+def numbers(tokenizer, inputs):
+    """Everything that a tokenizer computes of samples and of their ids."""
+    ids = tokenizer.encode(inputs)
+    yield from (ids, tokenizer.decode(ids), tokenizer.embed(ids))
+    if tokenizer.pixels is not None:
+        every = tokenizer.encode_pixels(inputs)
+        yield from (every, tokenizer.encode_detail(inputs), tokenizer.decode_pixels(every))
+
+
+@pytest.mark.parametrize("precision", AUTOCAST_DTYPES)
+def test_a_lower_precision_is_asked_for_by_name(precision):
+    tokenizer, images = built(FSQ).image.eval(), pictures(40)
+    with torch.autocast("cpu", AUTOCAST_DTYPES[precision]):
+        out = tokenizer(images)
+    assert torch.equal(tokenizer.encode(images, precision), out.ids)
+    assert torch.equal(tokenizer.embed(out.ids, precision), out.embedding)
+    assert not torch.equal(tokenizer.embed(out.ids), out.embedding)
+    assert tokenizer.decode(out.ids, precision).dtype == AUTOCAST_DTYPES[precision]
+    with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp32"):
+        tokenizer.encode(images, "int8")
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.bfloat16])
+@pytest.mark.parametrize("encode", [True, False])
+def test_loaded_weights_are_not_rounded(saved, convert, encode):
+    loaded = load_tokenizer(saved[1], "image", encode=encode)
+    for module in (loaded, torch.nn.Sequential(loaded), CLIP.from_pretrained(saved[1])):
+        with pytest.raises(ConfigError, match=r"got a conversion to torch\.\w*float16 .*stored as torch.float32: ids"):
+            convert(module)
+        assert {each.dtype for each in module.parameters()} == {torch.float32}
+    expected = loaded.state_dict()
+    assert all(
+        torch.equal(each, expected[name]) for name, each in copy.deepcopy(loaded).double().float().state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("tower", ["vit", "convolutional", "text"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vqclip.evaluation.code_maps import SomeCodes
 from vqclip.evaluation.details import Bits, BitsPoint, Interval
-from vqclip.nn.precision import Precision, autocast
+from vqclip.nn.precision import Precision
 from vqclip.quantizers import Prefix
 from vqclip.tokenizer import ImageTokenizer
 
@@ -51,10 +51,10 @@ def accuracy_by_bits(
         return None
     ids = codes.of(rows).to(tokenizer.device).split(_BATCH)
     embeddings = {prefix_label(extent, extent): whole}
-    with torch.no_grad(), autocast(tokenizer.device, precision):
+    with torch.no_grad():
         for label, prefix in prefixes.items():
             if prefix != extent:
-                parts = [tokenizer.embed(tokenizer.truncate(part, *prefix)) for part in ids]
+                parts = [tokenizer.embed(tokenizer.truncate(part, *prefix), precision) for part in ids]
                 embeddings[label] = torch.cat(parts).to(whole)
     found = figures(rows, embeddings)
     points = [

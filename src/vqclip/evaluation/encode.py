@@ -175,7 +175,7 @@ class Encoder:
 
     def _decode(self, tokenizer: Tokenizer, ids: Tensor) -> Tensor:
         if self.features == "embedding":
-            return tokenizer.embed(ids)
+            return tokenizer.embed(ids, self.precision)
         return _mean_token(tokenizer, tokenizer.quantizer.decode(ids), tokenizer.ids_mask(ids))
 
     def _usage(self, ids: Tensor, sizes: Sequence[int], device: torch.device) -> CodeUsage:

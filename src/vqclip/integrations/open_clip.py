@@ -22,7 +22,7 @@ from vqclip.evaluation.codes import id_dtype
 from vqclip.evaluation.encode import MODES, Mode
 from vqclip.model import CLIP
 from vqclip.nn.inputs import require_image
-from vqclip.nn.precision import autocast
+from vqclip.nn.precision import autocast, full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.train.ema import Weights
 from vqclip.train.loading import load_model
@@ -138,7 +138,9 @@ class OpenCLIPWrapper(nn.Module):
 
     def get_logits(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits ``(B, T)`` of images over texts, and their transpose."""
-        logits = self.logit_scale.exp() * self.encode_image(image) @ self.encode_text(text).T
+        images, texts = self.encode_image(image), self.encode_text(text)
+        with full_precision(images.device):
+            logits = self.logit_scale.exp() * images @ texts.T
         if self.logit_bias is not None:
             logits = logits + self.logit_bias
         return logits, logits.T
@@ -156,8 +158,8 @@ class OpenCLIPWrapper(nn.Module):
                 return tokenizer.continuous(inputs)
             if self.mode == "quantized":
                 return tokenizer(inputs).embedding
-            stored = tokenizer.encode(inputs).to(id_dtype(tokenizer.codebook_sizes))
-            return tokenizer.embed(stored)
+            stored = tokenizer.encode(inputs, self.precision).to(id_dtype(tokenizer.codebook_sizes))
+            return tokenizer.embed(stored, self.precision)
 
 
 class Visual(nn.Module):

@@ -22,6 +22,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.inputs import require_ids
+from vqclip.nn.precision import full_precision
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput, checks
 from vqclip.quantizers.draws import random_integers
@@ -112,8 +113,9 @@ class Detail(nn.Module):
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Encode images ``(B, 3, H, W)`` to ids ``(B, N, Cd)`` int64, stage after stage."""
-        return self.quantizer.encode(self.branch(images))
+        """Encode images ``(B, 3, H, W)`` to ids ``(B, N, Cd)`` int64, stage after stage, without autocast."""
+        with full_precision(images.device):
+            return self.quantizer.encode(self.branch(images))
 
     def decode(self, ids: Tensor, stages: int | None = None) -> Tensor:
         """Map the ids ``(B, N, Cd)`` of all stages, or of the first ones, to vectors ``(B, N, dim)``.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vqclip.data.tokens import TokenRecord
 from vqclip.data.tokens.layout import strip_padding
-from vqclip.nn.precision import Precision, autocast
+from vqclip.nn.precision import Precision
 from vqclip.tokenize_dataset.batches import DecodedBatch, DecodedSample
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
@@ -64,8 +64,8 @@ class Encoders:
 
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """Return ids ``(B, N, C)`` int64."""
-        with torch.inference_mode(), autocast(tokenizer.device, self._precision):
-            ids: np.ndarray = tokenizer.encode(inputs).cpu().numpy()
+        with torch.inference_mode():
+            ids: np.ndarray = tokenizer.encode(inputs, self._precision).cpu().numpy()
         return ids
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.nn.pooling import isometric_
+from vqclip.nn.precision import Precision, autocast
 from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalize_channels
 from vqclip.nn.reduction import Reduction, ReductionConfig
 from vqclip.quantizers import Stats
@@ -148,8 +149,10 @@ class Tokenizer(TokenizerDecoder, ABC):
         return self._embed(self.quantizer.continuous(features, mask), mask)
 
     @torch.no_grad()
-    def _encode(self, inputs: Tensor) -> Tensor:
-        return self.quantizer.encode(*self.features(inputs)).contiguous()  # safetensors stores only contiguous tensors
+    def _encode(self, inputs: Tensor, precision: Precision) -> Tensor:
+        with autocast(self.device, precision):
+            ids = self.quantizer.encode(*self.features(inputs))
+        return ids.contiguous()  # safetensors stores only contiguous tensors
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write this tokenizer to a folder that `vqclip.load_tokenizer` reads.

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
-from vqclip.errors import ShapeError, VqclipError
+from vqclip.errors import ConfigError, ShapeError, VqclipError
 from vqclip.lm_vocabulary import FlatCodes
 from vqclip.nn.attention import heads_divide_width
 from vqclip.nn.inputs import require_ids
 from vqclip.nn.pooling import PooledEmbedding
+from vqclip.nn.precision import Precision, autocast, full_precision
 from vqclip.nn.projection import LinearProjectionConfig, Projection, ProjectionConfig
 from vqclip.pixels.decoder import PIXELS_FILE, PixelDecoder
 from vqclip.pixels.pil import to_pil
@@ -95,6 +96,8 @@ class TokenizerDecoder(nn.Module):
     pool: PooledEmbedding
     pixels: PixelDecoder | None
     """Codes to images; None unless `vqclip.pixels.attach` was called, or the folder has a decoder."""
+    stored_dtype: torch.dtype | None = None
+    """Floating-point type of the weights in the folder; None if it was not loaded from one."""
 
     def __init__(
         self,
@@ -150,33 +153,40 @@ class TokenizerDecoder(nn.Module):
             return mask
         return None if bool(mask.all()) else mask
 
-    def decode(self, ids: Tensor) -> Tensor:
+    def decode(self, ids: Tensor, precision: Precision = "fp32") -> Tensor:
         """Map ids ``(B, N, C)`` to vectors ``(B, N, D)`` for a downstream model, 0 for an absent token (all ids -1).
 
-        The ids may be of any integer type.
+        Args:
+            ids: of any integer type.
+            precision: of the computation, whatever autocast the caller uses: ``"bf16"`` and ``"fp16"`` by autocast,
+                the others in the type of the weights.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
         codes, mask = self._lookup(ids), self.ids_mask(ids)
-        vectors = self._project_out(codes, mask)
+        with autocast(self.device, precision):
+            vectors = self._project_out(codes, mask)
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, precision: Precision = "fp32") -> Tensor:
         """Map ids ``(B, N, C)`` to the joint embedding ``(B, E)``, unit-norm: from the codes alone.
 
-        The ids may be of any integer type.
+        Args:
+            ids: of any integer type.
+            precision: see `decode`.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        return self._embed(self._lookup(ids), self.ids_mask(ids))
+        with autocast(self.device, precision):
+            return self._embed(self._lookup(ids), self.ids_mask(ids))
 
     @torch.no_grad()
     def decode_pixels(
         self, ids: Tensor, stages: int | None = None, codebooks: int | None = None, detail: int | None = None
     ) -> Tensor:
-        """Decode ids ``(B, N, C)`` to images ``(B, 3, H, W)`` float32 in 0..1, without gradients.
+        """Decode ids ``(B, N, C)`` to images ``(B, 3, H, W)`` float32 in 0..1, without gradients or autocast.
 
         An image differs by at most about 1e-5 between batches of different sizes.
 
@@ -195,7 +205,8 @@ class TokenizerDecoder(nn.Module):
         ids, further = self._require_pixels().split(require_ids(ids), len(self.codebook_sizes), detail)
         if stages is not None or codebooks is not None:
             ids = self.truncate(ids, stages, codebooks)
-        return self.pixels_of(self._lookup(ids), further).float().clamp(0, 1)
+        with full_precision(self.device):
+            return self.pixels_of(self._lookup(ids), further).float().clamp(0, 1)
 
     def pixels_of(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:
         """Decode the quantizer's code vectors ``(B, N, quantizer.dim)`` to images ``(B, 3, H, W)``, with gradients.
@@ -284,6 +295,23 @@ class TokenizerDecoder(nn.Module):
             "this tokenizer was loaded with encode=False and has no fingerprint, which covers the tower; expected "
             f'load_tokenizer(folder, modality="{self.modality}") to build or search an index'
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or convert the weights, unless stored ones would be rounded (``.half()``, ``.bfloat16()``).
+
+        Raises:
+            ConfigError: a floating-point type that cannot represent them.
+        """
+        stored = self.stored_dtype
+        if stored is not None:
+            wanted = fn(torch.empty(0, dtype=self.pool.position.dtype, device=self.device)).dtype
+            if torch.promote_types(stored, wanted) != wanted:
+                raise ConfigError(
+                    f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
+                    f"would change. Expected {stored} or wider; convert the other parts of your model, and the vectors "
+                    'of decode, instead, or pass precision="bf16" to encode, decode and embed'
+                )
+        return super()._apply(fn, recurse)
 
     def _lookup(self, ids: Tensor) -> Tensor:
         return self.quantizer.decode(self._require_shape(ids))

@@ -175,6 +175,9 @@ class TokenizerFolder:
             module = build()
         with self._open_weights({}) as file:
             _load(self.path / WEIGHTS_FILE, file, module, prefix, adopt_dtype=True, without=without)
+        for part in module.modules():
+            if isinstance(part, TokenizerDecoder):
+                part.stored_dtype = part.pool.position.dtype
         return module.eval()
 
     @contextmanager

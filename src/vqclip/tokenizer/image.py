@@ -12,6 +12,7 @@ from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
+from vqclip.nn.precision import Precision
 from vqclip.pixels.decoder import attach
 from vqclip.pixels.training import PixelTrainingConfig
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
@@ -47,16 +48,17 @@ class ImageTokenizer(Tokenizer):
         require_image(image)
         return self.transform(pil_to_uint8(image))
 
-    def encode(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
+    def encode(self, images: Tensor | Image | Sequence[Image], precision: Precision = "fp32") -> Tensor:
         """Encode images to ids ``(B, N, C)`` int64.
 
         Args:
             images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
+            precision: of the tower, whatever autocast the caller uses; see `decode`.
 
         Raises:
             ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).
         """
-        return self._encode(self.batch(images))
+        return self._encode(self.batch(images), precision)
 
     def encode_pixels(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
         """Encode images to all ids that `decode_pixels` can use: ``(B, N, C + Cd)`` int64.
@@ -71,7 +73,7 @@ class ImageTokenizer(Tokenizer):
             ShapeError: as of `encode`.
         """
         inputs = self.batch(images)
-        ids = self._encode(inputs)
+        ids = self._encode(inputs, "fp32")
         if self.pixels is None or self.pixels.detail is None:
             return ids
         return torch.cat((ids, self.pixels.detail.encode(inputs)), dim=-1)

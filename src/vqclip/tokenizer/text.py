@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vqclip.nn.precision import Precision
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import TextTower, TextTowerConfig
 
@@ -50,14 +51,18 @@ class TextTokenizer(Tokenizer):
         longest = int(self.mask(tokens).any(dim=0).sum())
         return min(self.tower.num_tokens, 8 * max(1, math.ceil(longest / 8)))
 
-    def encode(self, captions: Sequence[str] | Tensor) -> Tensor:
+    def encode(self, captions: Sequence[str] | Tensor, precision: Precision = "fp32") -> Tensor:
         """Encode captions (``list[str]``, or token numbers ``(B, N)``) to ids ``(B, N, C)`` int64, -1 at padding.
+
+        Args:
+            captions: as above.
+            precision: of the tower, whatever autocast the caller uses; see `decode`.
 
         Raises:
             ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which
                 `preprocess` never makes (the last two are not checked under `torch.compile`).
         """
-        return self._encode(self.batch(captions))
+        return self._encode(self.batch(captions), precision)
 
     def batch(self, captions: Sequence[str] | Tensor) -> Tensor:
         """Turn the input of `encode` into that of `features`: token numbers, checked, on the tokenizer's device.

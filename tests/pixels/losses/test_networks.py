@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter, ValidationError
 
 import vqclip
+from tests.models import tiny_model
 from tests.pixels.losses.test_contract import L1, PATCH, TIMM, TOKENIZER, build, images
 from vqclip import dist
 from vqclip.errors import ConfigError
@@ -57,7 +58,7 @@ def test_value_by_hand():
 
 
 def test_features_of_a_folder_in_half_precision_are_computed_in_fp32():
-    vqclip.load_tokenizer("tokenizer", "image").bfloat16().save_pretrained("half")
+    tiny_model().build().image.bfloat16().save_pretrained("half")
     network = build_network(TokenizerNetworkConfig(folder="half"), None)
     assert [each.dtype for each in network(torch.rand(1, 3, 16, 16))] == [torch.float32] * 2
 

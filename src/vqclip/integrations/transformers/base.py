@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from vqclip.errors import CheckpointError, ConfigError
@@ -50,7 +50,7 @@ codes = VqclipImageTokenizer.from_pretrained(folder).encode(**processor(images))
 class FolderModel(PreTrainedModel):
     """A model of transformers around a module that is stored in a tokenizer folder.
 
-    Weights keep the type in which they were stored, or get a wider one: ids depend on the last bits of features.
+    Weights keep the type in which they were stored, or get a wider one: `TokenizerDecoder` refuses others.
     """
 
     base_model_prefix = ""
@@ -67,7 +67,6 @@ class FolderModel(PreTrainedModel):
 
     def _finish(self) -> None:
         """Finish the construction; called at the end of ``__init__``."""
-        self._stored_dtype = self.dtype
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -163,22 +162,6 @@ class FolderModel(PreTrainedModel):
         require_no_options(f"{type(self).__name__}.push_to_hub", options)
         text = make_card(repo_id) if card is None else card
         return save_and_push(self._stored.save_pretrained, repo_id, text, private=private, revision=revision)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, unless the conversion would change ids (``.half()``, ``.bfloat16()``).
-
-        Raises:
-            ConfigError: a floating-point type that cannot represent the stored weights.
-        """
-        wanted = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
-        stored = self._stored_dtype
-        if torch.promote_types(stored, wanted) != wanted:
-            raise ConfigError(
-                f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
-                f"would change. Expected {stored} or wider; convert the other parts of your model, and the vectors of "
-                "decode, instead"
-            )
-        return super()._apply(fn, recurse)
 
 
 def make_card(name: str) -> str:

@@ -20,6 +20,7 @@ from vqclip.integrations.transformers.tokenizers import (
     require_tokens,
 )
 from vqclip.model import CLIP, ModelConfig
+from vqclip.nn.precision import full_precision
 from vqclip.tokenizer import Tokenizer
 
 _EMBEDDINGS = ("codes_only", "continuous")
@@ -84,7 +85,8 @@ class VqclipModel(FolderModel):
 
     def _embed(self, tokenizer: Tokenizer, inputs: Tensor) -> Tensor:
         if self.config.embeddings == "continuous":
-            return tokenizer.continuous(inputs)
+            with full_precision(inputs.device):
+                return tokenizer.continuous(inputs)
         return tokenizer.embed(tokenizer.encode(inputs))
 
     @torch.no_grad()
@@ -98,7 +100,8 @@ class VqclipModel(FolderModel):
         """
         images, texts = self.get_image_features(pixel_values), self.get_text_features(input_ids, attention_mask)
         scale, bias = self.clip.temperature()
-        logits = scale * images @ texts.T
+        with full_precision(images.device):
+            logits = scale * images @ texts.T
         logits = logits if bias is None else logits + bias
         return VqclipOutput(logits, logits.T, images, texts)
 
