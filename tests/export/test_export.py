@@ -21,7 +21,7 @@ from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
 from vqclip.io.digest import digest_file
-from vqclip.io.json_files import add_checksum
+from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach
 from vqclip.tokenizer.fingerprint import fingerprint
@@ -299,6 +299,30 @@ def test_an_export_that_gives_nan_is_an_error(onnx, monkeypatch, part, bad):
     monkeypatch.setattr(OnnxTokenizer, part, lambda self, ids: run(self, ids) * 0 + bad)
     with pytest.raises(NonFiniteError, match=rf"{part}: got (\d+) of \1 numbers NaN or infinite .* 0 from the tok"):
         verify(onnx[1], onnx[0], batches(built(LFQ), "text"))
+
+
+def test_weights_in_files_of_their_own_are_verified(onnx, tmp_path, monkeypatch):
+    """Such as torch writes for more than 1.5 GiB."""
+    from torch.onnx._internal.exporter import _onnx_program
+
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 0)
+    tokenizer, folder = onnx[0], tmp_path / "onnx"
+    export_onnx(tokenizer, folder)
+    parts, path = read_json(folder / "export.json")[0]["parts"], folder / "encode.onnx.data"
+    assert {path.name for path in folder.glob("*.data")} == {f"{part}.onnx.data" for part in parts}
+    assert verify(folder, tokenizer, batches(built(LFQ), "text")).differing_ids == 0
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    for damage in (lambda: path.write_bytes(data), path.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match=r"encode\.onnx\.data: (SHA-256|no such file)"):
+            OnnxTokenizer(folder)
+    for each in onnx[1].iterdir():
+        shutil.copy(each, folder)
+    with pytest.raises(
+        CheckpointError, match=r"export.json: contains no digest of decode\.onnx\.data; export it again"
+    ):
+        OnnxTokenizer(folder)
 
 
 @pytest.mark.parametrize("name", ["encode.onnx", "export.json"])

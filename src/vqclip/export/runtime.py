@@ -52,7 +52,8 @@ class OnnxTokenizer:
         self._sessions: dict[Part, Any] = {}
         for part in self.parts:
             path = folder / f"{part}.onnx"
-            verify_file(path, _file_digest(folder, self.info, part), INFO_FILE)
+            for name, digest in _file_digests(folder, self.info, part).items():
+                verify_file(folder / name, digest, INFO_FILE)
             try:
                 self._sessions[part] = runtime.InferenceSession(
                     str(path), _options(runtime, self.precision, threads), providers=list(providers)
@@ -200,8 +201,14 @@ def _require_outputs(path: Path, session: Any, part: Part) -> None:
         raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it again")
 
 
-def _file_digest(folder: Path, info: dict[str, Any], part: Part) -> FileDigest:
+def _file_digests(folder: Path, info: dict[str, Any], part: Part) -> dict[str, FileDigest]:
+    """Return the digests of a part's graph and, if its weights are in a file of their own, of that file."""
+    stated, name = info["parts"][part], f"{part}.onnx"
     try:
-        return FileDigest(**info["parts"][part]["file"])
+        digests = {name: FileDigest(**stated["file"])}
+        if "data" in stated or (folder / f"{name}.data").exists():
+            name = f"{name}.data"
+            digests[name] = FileDigest(**stated["data"][name])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: does not contain the digest of {part}.onnx") from error
+        raise CheckpointError(f"{folder / INFO_FILE}: contains no digest of {name}; export it again") from error
+    return digests

@@ -40,7 +40,8 @@ OUTPUTS: dict[Part, str] = {
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
-    A tokenizer with a pixel decoder has ``decode_pixels.onnx`` as well. Inputs are those of `export_program`. An
+    A tokenizer with a pixel decoder has ``decode_pixels.onnx`` as well. Weights of more than 1.5 GiB are in a file
+    beside the graph, such as ``encode.onnx.data``. Inputs are those of `export_program`. An
     existing export is replaced atomically (`vqclip.io.atomic.replace_folder`).
 
     Args:
@@ -160,8 +161,10 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
 
 
 def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
+    data = path.with_name(f"{path.name}.data")  # torch moves weights of more than 1.5 GiB to it
     return {
         "file": digest_file(path).model_dump(),
+        **({"data": {data.name: digest_file(data).model_dump()}} if data.exists() else {}),
         "inputs": {_input(part): _tensor_info(inputs)},
         "outputs": {OUTPUTS[part]: _tensor_info(program.module()(inputs))},
     }
