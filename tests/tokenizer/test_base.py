@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -298,6 +299,17 @@ def test_what_are_no_ids_is_refused(ids):
     for use in (image.embed, image.decode, image.to_vocabulary):
         with pytest.raises(ShapeError, match=r"^ids: got .*expected (integers|ids that fit int64)"):
             use(ids)
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_preprocessing_is_pickled_without_the_weights(modality):
+    """For the workers of a data loader that spawns."""
+    tokenizer = getattr(built(), modality)
+    pickled, inputs = pickle.dumps(tokenizer.preprocess), CAPTIONS
+    assert len(pickled) < 2000 < len(pickle.dumps(tokenizer)) // 20
+    if modality == "image":
+        inputs = Image.effect_noise((40, 30), 90)
+    assert torch.equal(pickle.loads(pickled)(inputs), tokenizer.preprocess(inputs))
 
 
 def test_parameters_stand_in_the_order_of_the_data():

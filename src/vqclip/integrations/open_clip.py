@@ -21,16 +21,13 @@ from vqclip.errors import ConfigError
 from vqclip.evaluation.codes import id_dtype
 from vqclip.evaluation.encode import MODES, Mode
 from vqclip.model import CLIP
-from vqclip.nn.inputs import require_image
 from vqclip.nn.precision import autocast, full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
+from vqclip.tokenizer.image import Preprocess
 from vqclip.train.ema import Weights
 from vqclip.train.loading import load_model
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from vqclip.data.transforms import EvalTransform
     from vqclip.towers.vocabulary import Vocabulary
 
 __all__ = ["OpenCLIPModel", "OpenCLIPWrapper", "Precision", "Preprocess", "Tokenize", "Visual", "load"]
@@ -183,30 +180,6 @@ class Visual(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Return `OpenCLIPWrapper.encode_image`."""
         return self._encode(image)
-
-
-class Preprocess:
-    """PIL image → ``(3, H, W)``: the tokenizer's own transform. Light enough for loader workers.
-
-    Args:
-        transform: transform of evaluation.
-        dtype: float32 for 0..1, as open_clip's callers expect; uint8 for 0..255.
-    """
-
-    def __init__(self, transform: EvalTransform, dtype: torch.dtype = torch.float32):
-        self.transform, self.dtype = transform, dtype
-
-    def __call__(self, image: Image) -> Tensor:
-        """Prepare one image of any mode and size.
-
-        Raises:
-            ShapeError: not a PIL image.
-        """
-        from vqclip.data.decode import pil_to_uint8
-
-        require_image(image)
-        pixels = self.transform(pil_to_uint8(image))
-        return pixels if self.dtype == torch.uint8 else pixels.to(self.dtype).div_(255)
 
 
 class Tokenize:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data.decode import pil_to_uint8
-from vqclip.data.transforms import EvalTransformConfig
+from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.nn.precision import Precision
@@ -22,12 +22,34 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class Preprocess:
+    """PIL image → ``(3, H, W)``, without a model, so that little is pickled for a worker.
+
+    Args:
+        transform: transform of evaluation.
+        dtype: float32 for 0..1, as open_clip's callers expect; uint8 for 0..255.
+    """
+
+    def __init__(self, transform: EvalTransform, dtype: torch.dtype = torch.float32):
+        self.transform, self.dtype = transform, dtype
+
+    def __call__(self, image: Image) -> Tensor:
+        """Prepare one image of any mode and size.
+
+        Raises:
+            ShapeError: not a PIL image.
+        """
+        require_image(image)
+        pixels = self.transform(pil_to_uint8(image))
+        return pixels if self.dtype == torch.uint8 else pixels.to(self.dtype).div_(255)
+
+
 class ImageTokenizer(Tokenizer):
     """Images → ids → vectors and embeddings. Built by `ImageTokenizerConfig.build`.
 
     Attributes:
         config: its configuration.
-        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation.
+        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation: composited on white, resized, cropped.
     """
 
     modality = "image"
@@ -39,14 +61,10 @@ class ImageTokenizer(Tokenizer):
         tower = config.tower.build()
         super().__init__(config, tower, embed_dim, tower.num_tokens)
         self.transform = config.preprocess.build(self.tower.image_size)
+        self.preprocess = Preprocess(self.transform, torch.uint8)
 
     def mask(self, inputs: Tensor) -> None:
         """Return None: every patch is real."""
-
-    def preprocess(self, image: Image) -> Tensor:
-        """Turn one PIL image of any mode and size into ``(3, H, W)`` uint8: composited on white, resized, cropped."""
-        require_image(image)
-        return self.transform(pil_to_uint8(image))
 
     def encode(self, images: Tensor | Image | Sequence[Image], precision: Precision = "fp32") -> Tensor:
         """Encode images to ids ``(B, N, C)`` int64.
