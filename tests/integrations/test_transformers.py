@@ -236,6 +236,37 @@ def test_the_processor_of_a_run_is_found(folder, images):
     assert found(images).pixel_values.equal(ours.VqclipImageProcessor.from_pretrained(folder)(images).pixel_values)
 
 
+def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path):
+    """Called as CLIP's own, such as by mteb."""
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    assert type(processor) is ours.VqclipProcessor
+    pixels, tokens = processor.image_processor(images).pixel_values, model.text.preprocess(CAPTIONS)
+    both = processor(text=CAPTIONS, images=images, return_tensors="pt", padding=True)
+    assert sorted(both) == sorted(processor.model_input_names)
+    assert both.pixel_values.equal(pixels)
+    assert both.input_ids.equal(tokens)
+    loaded = ours.VqclipModel.from_pretrained(folder)
+    out = loaded(**both.to("cpu"))
+    text, image = processor(text=CAPTIONS, truncation=True), processor(images=images, return_tensors="np", padding=True)
+    assert loaded.get_text_features(**text).equal(out.text_embeds)
+    assert loaded.get_image_features(torch.from_numpy(image["pixel_values"])).equal(out.image_embeds)
+    assert processor(text=CAPTIONS[0], images=images[0]).pixel_values.equal(pixels[:1])
+    loaded.save_pretrained(tmp_path / "saved")
+    assert processor.save_pretrained(tmp_path / "saved") == ()
+    with pytest.raises(ShapeError, match="got neither text nor images"):
+        processor(return_tensors="pt")
+    with pytest.raises(ConfigError, match=r"got do_rescale=True; expected none of these"):
+        processor(images=images, do_rescale=True)
+
+
+def test_errors_do_not_print_images(folder, images):
+    vocabulary, pixels = ours.VqclipVocabulary.from_pretrained(folder), [torch.rand(3, 40, 40)] * 100
+    for given in (pixels, torch.stack(pixels), images * 100, [np.asarray(image) for image in images]):
+        with pytest.raises(ConfigError, match="got images=") as error:
+            vocabulary(CAPTIONS, images=given)
+        assert len(str(error.value)) < 500
+
+
 def test_a_processor_of_its_own_folder(tmp_path, images):
     processor = ours.VqclipImageProcessor(image_size=24, mode="squash", interpolation="bilinear")
     processor.save_pretrained(tmp_path)

@@ -7,8 +7,9 @@
     codes = tokenizer.encode(**processor(images)).image_codes  # (B, N, C) int64
 
 Importing this module registers the classes with ``AutoConfig``, ``AutoModel``, ``AutoImageProcessor``,
-``AutoTokenizer`` and ``AutoModelForZeroShotImageClassification``. Folders are those of `vqclip.tokenizer.folder`, read
-by its strict reader: ``save_pretrained`` writes one that `vqclip.load_tokenizer` reads too. Nothing in a folder is
+``AutoProcessor``, ``AutoTokenizer`` and ``AutoModelForZeroShotImageClassification``. Folders are those of
+`vqclip.tokenizer.folder`, read by its strict reader: ``save_pretrained`` writes one that `vqclip.load_tokenizer` reads
+too. Nothing in a folder is
 executed.
 """
 
@@ -28,7 +29,7 @@ from vqclip.integrations.transformers.config import (
     VqclipTextTokenizerConfig,
 )
 from vqclip.integrations.transformers.model import VqclipModel, VqclipOutput
-from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipVocabulary
+from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipProcessor, VqclipVocabulary
 from vqclip.integrations.transformers.register import register
 from vqclip.integrations.transformers.tokenizers import (
     VqclipImageTokenizer,
@@ -45,6 +46,7 @@ __all__ = [
     "VqclipImageTokenizerOutput",
     "VqclipModel",
     "VqclipOutput",
+    "VqclipProcessor",
     "VqclipTextTokenizer",
     "VqclipTextTokenizerConfig",
     "VqclipTextTokenizerOutput",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,7 +185,7 @@ def require_no_options(function: str, options: Mapping[str, Any]) -> None:
         if value is not None and value is not False and name not in _WITHOUT_EFFECT and value != _USUAL.get(name)
     }
     if strange:
-        shown = ", ".join(f"{name}={value!r}" for name, value in strange.items())
+        shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in strange.items())  # images are long
         raise ConfigError(
             f"{function}: got {shown}; expected none of these. Set HF_TOKEN, HF_HOME or HF_HUB_OFFLINE in the "
             "environment for access to the hub"

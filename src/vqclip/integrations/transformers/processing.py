@@ -14,7 +14,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 import vqclip
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.integrations.transformers.base import local_folder, require_no_options
 from vqclip.nn.inputs import require_images
 from vqclip.tokenizer import TextTokenizerConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer
     from vqclip.towers.vocabulary import Vocabulary
 
-__all__ = ["PROCESSOR_FILE", "VqclipImageProcessor", "VqclipVocabulary"]
+__all__ = ["PROCESSOR_FILE", "VqclipImageProcessor", "VqclipProcessor", "VqclipVocabulary"]
 
 _MAX_SIZE = 4096
 
@@ -193,6 +193,61 @@ class VqclipVocabulary:
             lists = {name: row.tolist() for name, row in rows.items()}
             return BatchEncoding({name: row[0] if single else row for name, row in lists.items()})
         return BatchEncoding({name: _as_tensors(row, return_tensors) for name, row in rows.items()})
+
+
+class VqclipProcessor:
+    """Captions, PIL images or both → the inputs of a `VqclipModel`, with the calls of transformers' ``CLIPProcessor``.
+
+    Args:
+        image_processor: of the image tokenizer.
+        tokenizer: of the text tokenizer.
+    """
+
+    def __init__(self, image_processor: VqclipImageProcessor, tokenizer: VqclipVocabulary):
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.model_input_names = [*tokenizer.model_input_names, *image_processor.model_input_names]
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], revision: str | None = None, **options: Any
+    ) -> VqclipProcessor:
+        """Load from a folder or hub name with both tokenizers; see `VqclipVocabulary.from_pretrained`."""
+        require_no_options(f"{cls.__name__}.from_pretrained", options)
+        folder = local_folder(pretrained_model_name_or_path, revision)
+        return cls(VqclipImageProcessor.from_pretrained(folder), VqclipVocabulary.from_pretrained(folder))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> tuple[str, ...]:
+        """Check that a folder contains this processor's vocabulary; see `VqclipVocabulary.save_pretrained`."""
+        return self.tokenizer.save_pretrained(save_directory)
+
+    def __call__(
+        self,
+        *,
+        text: str | list[str] | None = None,
+        images: Any = None,
+        return_tensors: str = "pt",
+        padding: bool | str = "max_length",
+        **options: Any,
+    ) -> BatchEncoding:
+        """Prepare captions, images or both.
+
+        Args:
+            text: a caption or a list of them.
+            images: a PIL image or a list of them.
+            return_tensors: ``"pt"`` or ``"np"``.
+            padding: has no effect: rows have N positions.
+            options: ``truncation`` and ``max_length`` of `VqclipVocabulary`; others are refused.
+
+        Raises:
+            ShapeError: other inputs, or none.
+            ConfigError: another option or type of tensors.
+        """
+        if text is None and images is None:
+            raise ShapeError("VqclipProcessor: got neither text nor images, expected text=[...], images=[...] or both")
+        found = self.tokenizer([] if text is None else text, return_tensors=return_tensors, **options)
+        if text is None:
+            found.clear()
+        return found if images is None else BatchEncoding({**found, **self.image_processor(images, return_tensors)})
 
 
 def _as_tensors(values: Tensor, kind: str | None) -> Any:

@@ -10,6 +10,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForZeroShotImageClassification,
+    AutoProcessor,
     AutoTokenizer,
 )
 
@@ -19,7 +20,7 @@ from vqclip.integrations.transformers.config import (
     VqclipTextTokenizerConfig,
 )
 from vqclip.integrations.transformers.model import VqclipModel
-from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipVocabulary
+from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipProcessor, VqclipVocabulary
 from vqclip.integrations.transformers.tokenizers import VqclipImageTokenizer, VqclipTextTokenizer
 
 _MODELS: dict[Any, Any] = {
@@ -38,6 +39,7 @@ def register() -> None:
             AutoTokenizer.register(config, slow_tokenizer_class=VqclipVocabulary)
         if "image" in config.sections:
             AutoImageProcessor.register(config, **_processor_classes())
+    AutoProcessor.register(VqclipConfig, VqclipProcessor)
     AutoModelForZeroShotImageClassification.register(VqclipConfig, VqclipModel)
 
 
