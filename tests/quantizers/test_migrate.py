@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import vector_quantize_pytorch as peer
+from einops import rearrange
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.quantizers import from_vector_quantize_pytorch
+from vqclip.quantizers.nearest import TableQuantizer
 
 MODULES: dict[str, Any] = {
     "vq": lambda: peer.VectorQuantize(dim=8, codebook_size=64, kmeans_init=True, threshold_ema_dead_code=2),
@@ -32,6 +34,23 @@ MODULES: dict[str, Any] = {
         codebook_size=256, dim=8, codebook_scale=0.5, soft_clamp_input_value=1.0
     ),
     "lfq, codebooks": lambda: peer.LFQ(codebook_size=16, dim=8, num_codebooks=2),
+    "lfq, spherical": lambda: peer.LFQ(codebook_size=256, dim=8, spherical=True),
+    "residual lfq": lambda: peer.ResidualLFQ(
+        dim=8, codebook_size=256, num_quantizers=3, quantize_dropout=True, soft_clamp_input_value=2.0
+    ),
+    "simvq": lambda: peer.SimVQ(dim=8, codebook_size=64),
+    "residual simvq": lambda: peer.ResidualSimVQ(dim=8, codebook_size=64, num_quantizers=3, rotation_trick=False),
+    "grouped vq": lambda: peer.GroupedResidualVQ(dim=8, groups=2, num_quantizers=3, codebook_size=32),
+    "grouped vq, learned": lambda: peer.GroupedResidualVQ(
+        dim=8, groups=2, num_quantizers=2, codebook_size=32, learnable_codebook=True, ema_update=False
+    ),
+    "grouped fsq": lambda: peer.GroupedResidualFSQ(dim=8, groups=2, levels=[8, 5, 4, 3], num_quantizers=2),
+    "grouped lfq": lambda: peer.GroupedResidualLFQ(dim=8, groups=2, codebook_size=16, num_quantizers=2),
+    "vq, frozen": lambda: peer.VectorQuantize(dim=8, codebook_size=64, freeze_codebook=True),
+    "residual vq, frozen": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=2, freeze_codebook=True),
+    "grouped vq, frozen": lambda: peer.GroupedResidualVQ(
+        dim=8, groups=2, num_quantizers=2, codebook_size=32, ema_update=False
+    ),
 }
 
 WIDTHS = {"fsq": 4, "fsq, symmetric": 4, "fsq, codebooks": 6, "residual fsq": 4}
@@ -58,7 +77,9 @@ def test_ids_are_equal(name: str) -> None:
     ours = from_vector_quantize_pytorch(module, inner=name == "vq, heads")
     inside = module.project_in(x) if name == "vq, heads" else x
     out = ours(inside)
-    assert torch.equal(out.ids, ids.view(*out.ids.shape).long())
+    assert len(ids) == 2
+    ids = rearrange(ids, "g b n q -> b n (g q)") if name.startswith("grouped") else ids
+    assert torch.equal(out.ids, ids.reshape(*out.ids.shape).long())
     if name != "vq, heads":
         torch.testing.assert_close(out.vectors, vectors, rtol=1e-5, atol=1e-5)
 
@@ -67,11 +88,36 @@ def test_ids_are_equal(name: str) -> None:
 def test_goes_on_training(name: str) -> None:
     ours = from_vector_quantize_pytorch(trained(name), inner=True).train()
     x = inputs(ours.dim, 50).requires_grad_()
-    out = ours(x)
-    (out.vectors.square().sum() + sum(ours.losses(out.stats).values())).backward()
-    ours.update(out.stats)
+    before = [part.codes().clone() for part in ours.parts() if isinstance(part, TableQuantizer)]
+    for _ in range(3):
+        out = ours(x)
+        (out.vectors.square().sum() + sum(ours.losses(out.stats).values())).backward()
+        torch.optim.SGD([x, *ours.parameters()], lr=0.1).step()
+        ours.update(out.stats)
     assert torch.isfinite(x.grad).all()
     assert torch.isfinite(ours(x).vectors).all()
+    after = [part.codes() for part in ours.parts() if isinstance(part, TableQuantizer)]
+    assert all(torch.equal(*pair) == name.endswith("frozen") for pair in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lambda: peer.VectorQuantize(dim=8, codebook_size=32, accept_image_fmap=True), (2, 8, 5, 6)),
+        (lambda: peer.VectorQuantize(dim=8, codebook_size=32, channel_last=False, codebook_dim=4), (2, 8, 30)),
+        (lambda: peer.SimVQ(dim=8, codebook_size=32, channel_first=True), (2, 8, 30)),
+        (lambda: peer.LFQ(codebook_size=256, dim=8, channel_first=True), (2, 8, 30)),
+        (lambda: peer.FSQ([4] * 8, channel_first=True), (2, 8, 30)),
+    ],
+)
+def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    given, x = module().eval(), torch.randn(shape)
+    with pytest.raises(ConfigError, match=r"inner=True"):
+        from_vector_quantize_pytorch(given)
+    ours, last = from_vector_quantize_pytorch(given, inner=True), rearrange(x, "b d ... -> b ... d")
+    ids = ours(given.project_in(last) if hasattr(given, "project_in") else last).ids
+    assert torch.equal(ids, given(x)[1].reshape(*ids.shape).long())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +130,10 @@ def test_goes_on_training(name: str) -> None:
         (lambda: peer.ResidualVQ(dim=4, codebook_size=(8, 4), num_quantizers=2), "codebook sizes that differ"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, use_cosine_sim=True), "use cosine sim"),
         (lambda: peer.VectorQuantize(dim=4, codebook_size=8, accept_image_fmap=True), "channels before positions"),
-        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, ema_update=False), "codebook that does not learn"),
+        (lambda: peer.SimVQ(dim=4, codebook_size=8, frozen_codebook_dim=6), "transform other than a square matrix"),
+        (lambda: peer.SimVQ(dim=4, codebook_size=8, codebook_transform=nn.Tanh()), "transform other than a square"),
+        (lambda: peer.ResidualLFQ(dim=4, codebook_size=16, num_quantizers=2, spherical=True), "spherical"),
+        (lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True, codebook_scale=0.5), "codebook scale beside spheri"),
         (
             lambda: peer.ResidualVQ(
                 dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_multiple_of=2
@@ -95,7 +144,6 @@ def test_goes_on_training(name: str) -> None:
         (lambda: peer.FSQ([4, 4], channel_first=True), "channels before positions"),
         (lambda: peer.LFQ(codebook_size=16, dim=4, channel_first=True), "channels before positions"),
         (lambda: peer.ResidualFSQ(levels=[4, 4], num_quantizers=2, dim=2, bound_hard_clamp=False), "hard clamp off"),
-        (lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True), "spherical"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(module: Any, message: str) -> None:
