@@ -133,7 +133,10 @@ def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: t
         (lambda: peer.SimVQ(dim=4, codebook_size=8, frozen_codebook_dim=6), "transform other than a square matrix"),
         (lambda: peer.SimVQ(dim=4, codebook_size=8, codebook_transform=nn.Tanh()), "transform other than a square"),
         (lambda: peer.ResidualLFQ(dim=4, codebook_size=16, num_quantizers=2, spherical=True), "spherical"),
-        (lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True, codebook_scale=0.5), "codebook scale beside spheri"),
+        (
+            lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True, codebook_scale=0.5),
+            "spherical with a codebook scale",
+        ),
         (
             lambda: peer.ResidualVQ(
                 dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_multiple_of=2

@@ -83,7 +83,6 @@ def test_a_lower_precision_is_asked_for_by_name(precision):
     assert torch.equal(tokenizer.encode(images, precision), out.ids)
     assert torch.equal(tokenizer.embed(out.ids, precision), out.embedding)
     assert not torch.equal(tokenizer.embed(out.ids), out.embedding)
-    assert tokenizer.decode(out.ids, precision).dtype == AUTOCAST_DTYPES[precision]
     with pytest.raises(ConfigError, match="precision: got 'int8'; expected one of fp32"):
         tokenizer.encode(images, "int8")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,17 +23,22 @@ def vit():
 
 
 @pytest.mark.parametrize("kind", ["weights.pt", "nested.pt", "classifier.pt", "weights.safetensors"])
-def test_local_weights_are_loaded(vit, tmp_path, kind):
-    state = vit.backbone.model.state_dict()
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "visual."])
+def test_local_weights_are_loaded(vit, tmp_path, kind, prefix, caplog):
+    state = {f"{prefix}{name}": tensor for name, tensor in vit.backbone.model.state_dict().items()}
     if kind == "weights.safetensors":
         save_file(state, tmp_path / kind)
     elif kind == "nested.pt":
-        torch.save({"state_dict": state, "epoch": 3}, tmp_path / kind)
+        others = {"epoch": 3, "args": Namespace(lr=1.0), "state_dict_ema": {"module.x": torch.zeros(1)}}
+        torch.save({"state_dict": state, **others}, tmp_path / kind)
     else:
-        head = {"head.weight": torch.zeros(10, 16), "head.bias": torch.zeros(10)} if kind == "classifier.pt" else {}
-        torch.save(state | head, tmp_path / kind)
+        head = {f"{prefix}head.weight": torch.zeros(10, 16), f"{prefix}head.bias": torch.zeros(10)}
+        torch.save(state | (head if kind == "classifier.pt" else {}), tmp_path / kind)
     images = torch.rand(1, 3, 16, 16)
-    assert torch.equal(vit(images), from_file(tmp_path / kind).eval()(images))
+    with caplog.at_level("INFO", logger="vqclip"):
+        assert torch.equal(vit(images), from_file(tmp_path / kind).eval()(images))
+    assert (f"all names begin with {prefix or ' '}, which is removed" in caplog.text) == bool(prefix)
+    assert ("loading state_dict, not state_dict_ema" in caplog.text) == (kind == "nested.pt")
 
 
 def test_local_weights_in_half_precision_are_widened(vit, tmp_path):
@@ -52,10 +59,19 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
     with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt: no such file"):
         from_file(file)
     torch.save({"state_dict": state, "run": Malicious()}, file)
-    with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt cannot be read.*expected a .safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"tower.checkpoint: .*weights.pt cannot be read.*expected a .safeten"
+    ) as told:
         from_file(file)
+    assert "weights_only" not in str(told.value)
     torch.save([1, 2], file)
     with pytest.raises(ConfigError, match="got a list, expected a state dict"):
+        from_file(file)
+    torch.save({"student": state, "teacher": state}, file)
+    with pytest.raises(ConfigError, match="got a dict with student, teacher, expected a state dict"):
+        from_file(file)
+    torch.save({"text.bias": torch.zeros(1)} | {f"visual.{name}": tensor for name, tensor in state.items()}, file)
+    with pytest.raises(ConfigError, match=r"names in the file: text.bias, visual.cls_token.*only a prefix that all"):
         from_file(file)
     for damaged in (b"", b"nothing of the sort", b"PK\x03\x04" + bytes(50)):
         for name in ("weights.pt", "weights.safetensors"):

@@ -60,8 +60,7 @@ class OnnxTokenizer:
                 )
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
-            _require_inputs(path, self._sessions[part], self._inputs[part])
-            _require_outputs(path, self._sessions[part], part)
+            _require_interface(path, self._sessions[part], self._inputs[part], part)
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """Encode pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 to ids ``(B, N, C)`` int64.
@@ -186,19 +185,14 @@ def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) 
         raise CheckpointError(f"{folder / INFO_FILE}: does not give the codebook sizes ({error!r})") from error
 
 
-def _require_inputs(path: Path, session: Any, stated: tuple[str, tuple[int, ...], str]) -> None:
-    """Check that a graph takes the inputs in `INFO_FILE`; raise CheckpointError otherwise."""
+def _require_interface(path: Path, session: Any, stated: tuple[str, tuple[int, ...], str], part: Part) -> None:
+    """Check that a graph takes the inputs in `INFO_FILE` and has the output of its part; else raise CheckpointError."""
     found = [(each.name, tuple(each.shape[1:]), each.type) for each in session.get_inputs()]
     name, shape, dtype = stated
     if found != [(name, shape, f"tensor({dtype})")]:
         raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it again")
-
-
-def _require_outputs(path: Path, session: Any, part: Part) -> None:
-    """Check that a graph has the output of its part; raise CheckpointError otherwise."""
-    found = [each.name for each in session.get_outputs()]
-    if found != [OUTPUTS[part]]:
-        raise CheckpointError(f"{path}: gives {found}, expected {[OUTPUTS[part]]}; export it again")
+    if (outputs := [each.name for each in session.get_outputs()]) != [OUTPUTS[part]]:
+        raise CheckpointError(f"{path}: gives {outputs}, expected {[OUTPUTS[part]]}; export it again")
 
 
 def _file_digests(folder: Path, info: dict[str, Any], part: Part) -> dict[str, FileDigest]:

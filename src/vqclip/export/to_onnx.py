@@ -41,8 +41,8 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
 
     A tokenizer with a pixel decoder has ``decode_pixels.onnx`` as well. Weights of more than 1.5 GiB are in a file
-    beside the graph, such as ``encode.onnx.data``. Inputs are those of `export_program`. An
-    existing export is replaced atomically (`vqclip.io.atomic.replace_folder`).
+    beside the graph, such as ``encode.onnx.data``. Inputs are those of `export_program`. An existing export is replaced
+    atomically (`vqclip.io.atomic.replace_folder`).
 
     Args:
         tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.

@@ -97,7 +97,7 @@ class TokenizerDecoder(nn.Module):
     pixels: PixelDecoder | None
     """Codes to images; None unless `vqclip.pixels.attach` was called, or the folder has a decoder."""
     stored_dtype: torch.dtype | None = None
-    """Floating-point type of the weights in the folder; None if it was not loaded from one."""
+    """Floating-point type of the weights in the folder, which are never rounded; None if not loaded from one."""
 
     def __init__(
         self,
@@ -153,28 +153,24 @@ class TokenizerDecoder(nn.Module):
             return mask
         return None if bool(mask.all()) else mask
 
-    def decode(self, ids: Tensor, precision: Precision = "fp32") -> Tensor:
+    def decode(self, ids: Tensor) -> Tensor:
         """Map ids ``(B, N, C)`` to vectors ``(B, N, D)`` for a downstream model, 0 for an absent token (all ids -1).
 
-        Args:
-            ids: of any integer type.
-            precision: of the computation, whatever autocast the caller uses: ``"bf16"`` and ``"fp16"`` by autocast,
-                the others in the type of the weights.
+        The ids may be of any integer type. A caller's autocast has no effect.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
         codes, mask = self._lookup(ids), self.ids_mask(ids)
-        with autocast(self.device, precision):
+        with full_precision(self.device):
             vectors = self._project_out(codes, mask)
         return vectors if mask is None else vectors * mask.unsqueeze(-1)
 
     def embed(self, ids: Tensor, precision: Precision = "fp32") -> Tensor:
         """Map ids ``(B, N, C)`` to the joint embedding ``(B, E)``, unit-norm: from the codes alone.
 
-        Args:
-            ids: of any integer type.
-            precision: see `decode`.
+        The ids may be of any integer type. ``precision`` decides, not a caller's autocast: ``"bf16"`` and ``"fp16"``
+        are computed under autocast, the others in the type of the weights.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -297,20 +293,13 @@ class TokenizerDecoder(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights, unless stored ones would be rounded (``.half()``, ``.bfloat16()``).
-
-        Raises:
-            ConfigError: a floating-point type that cannot represent them.
-        """
-        stored = self.stored_dtype
-        if stored is not None:
-            wanted = fn(torch.empty(0, dtype=self.pool.position.dtype, device=self.device)).dtype
-            if torch.promote_types(stored, wanted) != wanted:
-                raise ConfigError(
-                    f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
-                    f"would change. Expected {stored} or wider; convert the other parts of your model, and the vectors "
-                    'of decode, instead, or pass precision="bf16" to encode, decode and embed'
-                )
+        wanted = fn(torch.empty(0, dtype=self.pool.position.dtype, device=self.device)).dtype
+        if (stored := self.stored_dtype) is not None and torch.promote_types(stored, wanted) != wanted:
+            raise ConfigError(
+                f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
+                f"would change. Expected {stored} or wider; convert other parts of your model, and the vectors of "
+                'decode, instead, or pass precision="bf16" to encode and embed'
+            )
         return super()._apply(fn, recurse)
 
     def _lookup(self, ids: Tensor) -> Tensor:

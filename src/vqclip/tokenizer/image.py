@@ -71,7 +71,7 @@ class ImageTokenizer(Tokenizer):
 
         Args:
             images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
-            precision: of the tower, whatever autocast the caller uses; see `decode`.
+            precision: of the tower, whatever autocast the caller uses; see `embed`.
 
         Raises:
             ShapeError: for a tensor of another shape, dtype or range (which is not checked under `torch.compile`).

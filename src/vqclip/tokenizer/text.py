@@ -54,9 +54,7 @@ class TextTokenizer(Tokenizer):
     def encode(self, captions: Sequence[str] | Tensor, precision: Precision = "fp32") -> Tensor:
         """Encode captions (``list[str]``, or token numbers ``(B, N)``) to ids ``(B, N, C)`` int64, -1 at padding.
 
-        Args:
-            captions: as above.
-            precision: of the tower, whatever autocast the caller uses; see `decode`.
+        ``precision`` is that of the tower; see `embed`.
 
         Raises:
             ShapeError: for anything else; for token numbers outside the vocabulary and rows without an end mark, which

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import BadZipFile
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
-from vqclip.towers.weights import require_plain_size
+from vqclip.towers.weights import explain, read_state, require_plain_size
 
 
 @dataclass
@@ -40,14 +41,7 @@ _SHARED: ContextVar[SharedModels | None] = ContextVar("shared open_clip models",
 
 _FAILURES = (
     *(RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile),
-    *(
-        AssertionError,
-        AttributeError,
-        EOFError,
-        LookupError,
-        StopIteration,
-        TypeError,
-    ),  # from files of other content
+    *(AssertionError, AttributeError, EOFError, LookupError, StopIteration, TypeError),  # from files of other content
 )
 
 
@@ -103,39 +97,39 @@ def _create(model: str, pretrained: str | None) -> Any:
                 f"QuickGELU, {model} is built {'without' if activation else 'with'} it; expected "
                 f"{model + '-quickgelu' if activation else model.removesuffix('-quickgelu')} as the model"
             )
-    try:
-        if pretrained is not None and pretrained not in tags and not pretrained.endswith(".safetensors"):
-            require_plain_size(Path(pretrained))
-        made = open_clip.create_model(
-            model,
-            pretrained=pretrained,
-            device=torch.get_default_device(),  # `meta` for the shapes alone, as for a plan
-            force_custom_text=True,
-            weights_only=True,
-            pretrained_text=False,
-        )
-    except _FAILURES as error:
-        if pretrained is None:
+    with TemporaryDirectory(prefix="vqclip-weights-") as folder:
+        source = pretrained
+        if pretrained is not None and pretrained not in tags and not pretrained.endswith((".npz", ".npy")):
+            state, prefix = read_state(Path(pretrained), "tower.pretrained")
+            if prefix:
+                torch.save(state, source := f"{folder}/weights.pt")
+        try:
+            if source is not None and source.endswith(".npz"):
+                require_plain_size(Path(source))
+            made = open_clip.create_model(
+                model,
+                pretrained=source,
+                device=torch.get_default_device(),  # `meta` for the shapes alone, as for a plan
+                force_custom_text=True,
+                weights_only=True,
+                pretrained_text=False,
+            )
+        except _FAILURES as error:
+            if pretrained is None:
+                raise ConfigError(
+                    f"tower.model: open_clip cannot make {model}: {type(error).__name__}: {error}; a model of "
+                    "open_clip's own parts, such as ViT-B-16, needs neither the network nor other packages"
+                ) from error
             raise ConfigError(
-                f"tower.model: open_clip cannot make {model}: {type(error).__name__}: {error}; a model of open_clip's "
-                "own parts, such as ViT-B-16, needs neither the network nor other packages"
+                f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {explain(error)}; expected "
+                "a state dict of this model, saved by torch or safetensors"
             ) from error
-        raise ConfigError(
-            f"tower.pretrained: {pretrained!r} cannot be loaded as weights of {model}: {_in_words(error)}; expected a "
-            "state dict of this model, saved by torch or safetensors"
-        ) from error
     if pretrained is not None and (bad := nonfinite_names(made.state_dict())):
         raise ConfigError(
             f"tower.pretrained: the weights {pretrained!r} contain NaN or infinity: {first_names(bad)}; expected an "
             "intact copy of them"
         )
     return made
-
-
-def _in_words(error: Exception) -> str:
-    if "weights_only" in str(error):  # torch advises to turn its protection off
-        return "it is damaged, or contains more than tensors, and code in it is never run"
-    return f"{type(error).__name__}: {error}"
 
 
 def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import zipfile
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.io.tensors import nonfinite_names, tensor_differences
+from vqclip.io.tensors import first_names, nonfinite_names, tensor_differences
+
+log = logging.getLogger(__name__)
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), key: str = "tower.checkpoint") -> None:
@@ -20,8 +25,7 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), ke
 
     Args:
         model: the model to fill.
-        path: a safetensors file (by its suffix) or a PyTorch file that contains only tensors: a state dict, or one
-            under ``state_dict`` or ``model``.
+        path: a file for `read_state`.
         unused: modules that the file may contain and ``model`` does not have, such as a classifier.
         key: key path of ``path``, for errors.
 
@@ -30,16 +34,20 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), ke
             tensors of the wrong shape or dtype.
     """
     expected = model.state_dict()
+    stored, _ = read_state(path, key, expected)
     state = {
         name: _widen_half(tensor, expected.get(name))
-        for name, tensor in _read(path, key).items()
+        for name, tensor in stored.items()
         if not name.startswith(tuple(f"{part}." for part in unused))
     }
     problems = tensor_differences(expected, state) or [
         f"{name}: contains NaN or infinity" for name in nonfinite_names(state)
     ]
     if problems:
-        raise ConfigError(f"{key}: {path} does not fit the model: " + "; ".join(problems[:10]))
+        raise ConfigError(
+            f"{key}: {path} does not fit the model: {'; '.join(problems[:10])}; names in the file: "
+            f"{first_names(stored)}; only a prefix that all names have is removed"
+        )
     model.load_state_dict(state, strict=True)
 
 
@@ -64,26 +72,54 @@ def require_plain_size(path: Path) -> None:
         raise ValueError(f"its parts claim to unpack to {claimed} bytes, from a file of {path.stat().st_size}")
 
 
-def _read(path: Path, key: str) -> dict[str, Tensor]:
+def read_state(path: Path, key: str, expected: Iterable[str] = ()) -> tuple[dict[str, Tensor], str]:
+    """Read a safetensors file (by its suffix), or a PyTorch file with a state dict, without running code.
+
+    The state dict may be under ``state_dict`` or ``model`` beside plain values, as of timm and Lightning. A prefix of
+    all names that those in ``expected`` do not have, such as ``module.`` or ``_orig_mod.``, is removed.
+
+    Returns:
+        The tensors by their names, and the prefix that was removed.
+
+    Raises:
+        ConfigError: a file that is missing, damaged or contains anything else; ``key`` is its key path.
+    """
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        require_plain_size(path)
-        stored: Any = torch.load(path, map_location="cpu", weights_only=True)
+            stored: Any = load_file(path)
+        else:
+            require_plain_size(path)
+            with torch.serialization.safe_globals([Namespace]):  # a class without code, in files of timm's train.py
+                stored = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: {path}: no such file") from error
     except Exception as error:  # torch and pickle raise many kinds of errors for damaged files
-        reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{key}: {path} cannot be read: {type(error).__name__}: {reason}; expected a .safetensors file, "
-            "or a PyTorch file that contains only tensors (torch.load with weights_only=True)"
+            f"{key}: {path} cannot be read: {explain(error)}; expected a .safetensors file, or a PyTorch file that "
+            "contains only tensors"
         ) from error
     for name in ("state_dict", "model"):
         if isinstance(stored, dict) and isinstance(stored.get(name), dict):
+            if f"{name}_ema" in stored:
+                log.info("%s: %s: loading %s, not %s_ema", key, path, name, name)
             stored = stored[name]
     if not isinstance(stored, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
         for name, value in stored.items()
     ):
-        raise ConfigError(f"{key}: {path}: got a {type(stored).__name__}, expected a state dict: tensors by name")
-    return stored
+        names = f" with {first_names([str(name) for name in stored])}" if isinstance(stored, dict) else ""
+        raise ConfigError(
+            f"{key}: {path}: got a {type(stored).__name__}{names}, expected a state dict: tensors by name, alone or "
+            "under state_dict or model, with or without a prefix that all names have"
+        )
+    shared, own = (os.path.commonprefix(list(names)) for names in (stored, expected))  # noqa: RUF071 (cut at dots below)
+    if prefix := shared[: shared.rfind(".") + 1].removesuffix(own[: own.rfind(".") + 1]):
+        log.info("%s: %s: all names begin with %s, which is removed", key, path, prefix)
+    return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}, prefix
+
+
+def explain(error: Exception) -> str:
+    """Return why a file cannot be loaded, without torch's advice to turn its protection off."""
+    if "weights_only" in str(error):
+        return "it is damaged, or contains more than tensors, and code in it is never run"
+    return f"{type(error).__name__}: {error}"

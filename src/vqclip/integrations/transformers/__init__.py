@@ -9,8 +9,7 @@
 Importing this module registers the classes with ``AutoConfig``, ``AutoModel``, ``AutoImageProcessor``,
 ``AutoProcessor``, ``AutoTokenizer`` and ``AutoModelForZeroShotImageClassification``. Folders are those of
 `vqclip.tokenizer.folder`, read by its strict reader: ``save_pretrained`` writes one that `vqclip.load_tokenizer` reads
-too. Nothing in a folder is
-executed.
+too. Nothing in a folder is executed.
 """
 
 from vqclip.errors import ConfigError

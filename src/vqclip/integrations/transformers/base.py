@@ -66,10 +66,6 @@ class FolderModel(PreTrainedModel):
     def _stored(self) -> Any:
         """The module that is stored in a folder."""
 
-    def _finish(self) -> None:
-        """Finish the construction; called at the end of ``__init__``."""
-        self.post_init()
-
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as they are."""
 

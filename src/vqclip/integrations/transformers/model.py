@@ -65,7 +65,7 @@ class VqclipModel(FolderModel):
                     f"embeddings: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
                     "'continuous'"
                 )
-        self._finish()
+        self.post_init()
 
     @classmethod
     def _load(cls, folder: Path) -> CLIP:

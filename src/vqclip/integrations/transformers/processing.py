@@ -196,47 +196,26 @@ class VqclipVocabulary:
 
 
 class VqclipProcessor:
-    """Captions, PIL images or both → the inputs of a `VqclipModel`, with the calls of transformers' ``CLIPProcessor``.
-
-    Args:
-        image_processor: of the image tokenizer.
-        tokenizer: of the text tokenizer.
-    """
+    """Captions, PIL images or both → the inputs of a `VqclipModel`, called as the ``CLIPProcessor`` of transformers."""
 
     def __init__(self, image_processor: VqclipImageProcessor, tokenizer: VqclipVocabulary):
         self.image_processor, self.tokenizer = image_processor, tokenizer
         self.model_input_names = [*tokenizer.model_input_names, *image_processor.model_input_names]
+        self.save_pretrained = tokenizer.save_pretrained
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], revision: str | None = None, **options: Any
-    ) -> VqclipProcessor:
+    def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> VqclipProcessor:
         """Load from a folder or hub name with both tokenizers; see `VqclipVocabulary.from_pretrained`."""
-        require_no_options(f"{cls.__name__}.from_pretrained", options)
-        folder = local_folder(pretrained_model_name_or_path, revision)
-        return cls(VqclipImageProcessor.from_pretrained(folder), VqclipVocabulary.from_pretrained(folder))
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> tuple[str, ...]:
-        """Check that a folder contains this processor's vocabulary; see `VqclipVocabulary.save_pretrained`."""
-        return self.tokenizer.save_pretrained(save_directory)
+        return cls(
+            VqclipImageProcessor.from_pretrained(name, **options), VqclipVocabulary.from_pretrained(name, **options)
+        )
 
     def __call__(
-        self,
-        *,
-        text: str | list[str] | None = None,
-        images: Any = None,
-        return_tensors: str = "pt",
-        padding: bool | str = "max_length",
-        **options: Any,
+        self, *, text: str | list[str] | None = None, images: Any = None, return_tensors: str = "pt", **options: Any
     ) -> BatchEncoding:
-        """Prepare captions, images or both.
+        """Prepare a caption or a list of them, a PIL image or a list of them, or both.
 
-        Args:
-            text: a caption or a list of them.
-            images: a PIL image or a list of them.
-            return_tensors: ``"pt"`` or ``"np"``.
-            padding: has no effect: rows have N positions.
-            options: ``truncation`` and ``max_length`` of `VqclipVocabulary`; others are refused.
+        ``return_tensors`` is ``"pt"`` or ``"np"``; ``options`` are those of `VqclipVocabulary`.
 
         Raises:
             ShapeError: other inputs, or none.

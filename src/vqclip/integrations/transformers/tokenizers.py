@@ -51,7 +51,7 @@ class _TokenizerModel(FolderModel):
     def __init__(self, config: Any, tokenizer: Tokenizer | None = None):
         super().__init__(config)
         self.tokenizer = build_tokenizer(config, self.modality) if tokenizer is None else tokenizer
-        self._finish()
+        self.post_init()
 
     @classmethod
     def _load(cls, folder: Path) -> Tokenizer:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.pixels.losses.networks import FeatureNetwork, NetworkConfig, build_network
-from vqclip.towers.weights import require_plain_size
+from vqclip.towers.weights import explain, require_plain_size
 
 __all__ = ["FrechetConfig", "FrechetFeatures", "InceptionConfig", "Moments", "frechet_distance"]
 
@@ -138,9 +138,8 @@ def _load_inception(path: Path) -> tuple[nn.Module, str]:
             torch.save(state, plain := Path(folder, "weights.pth"))
             network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(plain))
     except Exception as error:  # damaged files raise errors of any kind
-        told = str(error).strip().splitlines()
         raise ConfigError(
-            f"network.weights: {path} cannot be used ({told[0] if told else type(error).__name__}); expected a file of "
+            f"network.weights: {path} cannot be used ({explain(error).splitlines()[0]}); expected a file of "
             "torch-fidelity's Inception weights"
         ) from error
     return network.eval(), hashlib.sha256(content).hexdigest()

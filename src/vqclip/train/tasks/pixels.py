@@ -25,7 +25,7 @@ from vqclip.data.features.settings import TORCH_DTYPES
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.model import CLIP, ImageModel, load_pretrained
-from vqclip.nn.precision import Precision, full_precision
+from vqclip.nn.precision import Precision
 from vqclip.pixels import (
     ConvolutionalPixelsConfig,
     DetailConfig,
@@ -131,8 +131,7 @@ class PixelTask(Task[PixelBatch]):
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the ids ``(B, N, C)`` of images ``(B, 3, H, W)`` uint8; equal in every batch."""
-        with torch.no_grad(), full_precision(images.device):
-            return run_in_chunks(self.image.encode, images)
+        return run_in_chunks(self.image.encode, images)
 
     def local(self, batch: Batch) -> PixelBatch:
         """Move the images to the device, and encode them unless their ids are stored."""
