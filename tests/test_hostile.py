@@ -15,6 +15,7 @@ import tarfile
 import textwrap
 import threading
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +434,7 @@ def test_no_pickle_is_read(tmp_path: Path) -> None:
         for load in (lambda: vqclip.load_tokenizer(folder, modality="image"), lambda: CLIP.from_pretrained(folder)):  # noqa: B023
             with pytest.raises(CheckpointError, match=refused):
                 load()
-    for number, weights in enumerate((evil, {"a": hostile.Marker(marker)})):
+    for number, weights in enumerate((evil, {"a": hostile.Marker(marker)}, Namespace(a=hostile.Marker(marker)))):
         for legacy in (False, True):
             path = tmp_path / f"{number}-{legacy}.pt"
             if isinstance(weights, bytes):
@@ -441,7 +442,7 @@ def test_no_pickle_is_read(tmp_path: Path) -> None:
             else:
                 torch.save(weights, path, _use_new_zipfile_serialization=not legacy)
             config = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, checkpoint=path)
-            with pytest.raises(ConfigError, match=f"{path.name} cannot be read: UnpicklingError: Weights only load"):
+            with pytest.raises(ConfigError, match=rf"{path.name} cannot be read: it is damaged, or contains more"):
                 config.build()
     assert not marker.exists()
     assert hostile.Marker(marker).__reduce__()[0] is os.mkdir

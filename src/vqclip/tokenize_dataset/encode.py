@@ -62,11 +62,10 @@ class Encoders:
                 known[caption] = strip_padding(ids, self.text.codebook_sizes)
         return known
 
+    @torch.inference_mode()
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """Return ids ``(B, N, C)`` int64."""
-        with torch.inference_mode():
-            ids: np.ndarray = tokenizer.encode(inputs, self._precision).cpu().numpy()
-        return ids
+        return tokenizer.encode(inputs, self._precision).cpu().numpy()
 
 
 class EncodedShard:
