@@ -174,6 +174,29 @@ def test_equals_one_process(
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
 
+def without_order(name: str, split: Sequence[int]) -> State:
+    """Update with the default order, also from batches without a real token on some ranks or on all."""
+    torch.manual_seed(0)
+    quantizer = FAMILIES[name].build().double()
+    quantizer.set_seed(3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(20):
+        x = torch.randn(sum(split), 5, quantizer.dim, generator=generator, dtype=torch.float64)
+        mask = torch.rand(sum(split), 5, generator=generator) > 0.3
+        mask[: {4: 16, 9: 10}.get(step, 0)] = False
+        mine = [part.split(list(split))[dist.rank()] for part in (x, mask)]
+        quantizer.update(quantizer(*mine).stats)
+    return dict(quantizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["vq", "residual of vq"])
+def test_without_an_order_and_without_tokens(ranks: RankPool, name: str) -> None:
+    """`ZeroDivisionError` of a batch, or of a stage that dropout left out, in which no rank had a token."""
+    expected = without_order(name, (16,))
+    for found in ranks(2, without_order, name, (10, 6)):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
 WITH_DROPOUT = [name for name, config in FAMILIES.items() if isinstance(config, ResidualConfig)]
 

@@ -33,7 +33,7 @@ from vqclip.quantizers.vectors import straight_through
 from vqclip.seeds import derive_seed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class QuantizerOutput:
     """Output of a quantizer."""
 

@@ -116,7 +116,8 @@ class TableQuantizer(Quantizer):
         return straight_through(values, through)
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
-        sums = dict(super()._statistics(bounded, values, ids, keep))  # `update` reads the histogram
+        counts = super()._statistics(bounded, values, ids, keep)
+        sums = counts.sums | counts.histograms  # `update` reads the histogram
         sums["commitment"] = squared_error(bounded, values, keep)
         if "codebook" in self.loss_weights:
             learned = look_up(self.codes().to(bounded.dtype), ids.squeeze(-1).clamp(min=0))

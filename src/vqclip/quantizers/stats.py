@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Order(NamedTuple):
     """G, the number of samples in the global batch."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Draw:
     """A request for random tokens of the global batch, fulfilled by `sync`: forward sees only this rank's tokens.
 
@@ -55,16 +55,17 @@ class Draw:
         return int(self.count)
 
 
-@dataclass(frozen=True, eq=False)
-class Stats(Mapping[str, Tensor]):
-    """Named sums and counts over tokens: immutable, added with ``+``, differentiable where a loss needs them.
+@dataclass(eq=False)
+class Stats:
+    """Named sums and counts over tokens: added with ``+``, never changed, differentiable where a loss needs them.
 
     Every entry is a sum over tokens, so sums of entries are entries of joined batches: ``a + b`` joins microbatches,
     ``sync()`` joins ranks. A mean is computed only at the end, as reduced sum over reduced count: a mean of per-rank
     means is wrong when ranks have different numbers of tokens.
 
-    As a mapping it contains the sums and histograms, of this rank or of all ranks. Sums under
-    ``own/`` are never reduced over ranks.
+    Read like a mapping, it contains the sums and histograms, of this rank or of all ranks. Sums under
+    ``own/`` are never reduced over ranks. It is an ordinary dataclass and no `Mapping`, because other programs (accelerate,
+    Lightning) rebuild mappings of any class from their items, without the draws; fields of dataclasses they keep.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
@@ -87,6 +88,25 @@ class Stats(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.sums) + len(self.histograms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sums or name in self.histograms
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the entry of a name, or the default."""
+        return self[name] if name in self else default
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the entries."""
+        return (self.sums | self.histograms).keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """Return the entries."""
+        return (self.sums | self.histograms).values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Return the names and the entries."""
+        return (self.sums | self.histograms).items()
 
     def __add__(self, other: Stats) -> Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
@@ -230,7 +250,8 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
     found = {}
     for name, draw in draws.items():
         count = draw.number()
-        row = _rows(draw, count, order) if len(draw.vectors) and count else draw.stream.new_full((count,), -1)
+        some = len(draw.vectors) and count and (order is None or order.size)
+        row = _rows(draw, count, order) if some else draw.stream.new_full((count,), -1)
         present = (row >= 0)[:, None, None]
         # An additional row of zeros for tokens of other ranks, because an empty rank has no row.
         vectors = torch.cat((draw.vectors, draw.vectors.new_zeros(1, *draw.vectors.shape[1:])))[row]
@@ -245,8 +266,8 @@ def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
     # Without an order every real token is a sample. Their number stays on the device.
     places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
     filled = keep.sum().clamp(min=1) if order is None else size
-    tokens, left = divmod(len(keep), len(places))
-    if left:
+    tokens, left = divmod(len(keep), max(len(places), 1))
+    if left or tokens and not len(places):
         raise ShapeError(
             f"statistics of {len(keep)} tokens with an order of {len(places)} samples; expected those of the forward's "
             "samples, each with the same number of tokens, padding included"

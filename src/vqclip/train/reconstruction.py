@@ -72,7 +72,7 @@ class ReconstructingCLIP(nn.Module):
         """
         if "pixels" not in sums:
             return {}, {}
-        terms, weights = self.losses.terms(sums["pixels"], step)
+        terms, weights = self.losses.terms(sums["pixels"].sums, step)
         return (
             {f"pixels/{name}": term for name, term in terms.items()},
             {f"pixels/{name}": weight for name, weight in weights.items()},

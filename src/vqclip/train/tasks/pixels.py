@@ -154,7 +154,7 @@ class PixelTask(Task[PixelBatch]):
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[PixelBatch], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
         """Return the losses on pixels, and those of the detail codebooks."""
-        terms, weights = self.pixel_losses.terms(sums["pixels"], step)
+        terms, weights = self.pixel_losses.terms(sums["pixels"].sums, step)
         for name, quantizer in self.quantizers().items():
             for term, value in quantizer.losses(sums[name]).items():
                 terms[f"{name}/{term}"], weights[f"{name}/{term}"] = value, quantizer.loss_weights[term]
