@@ -162,7 +162,7 @@ def train(model: CaptionAndDraw, streams: Tensor, words: Tensor, updates: int, s
     """Train both directions together, with AdamW, warmup and decay."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=max(2, updates), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=max(20, updates), pct_start=0.1)
     model.train()
     for update in range(updates):
         some = torch.randint(len(words), (32,), generator=draws)

@@ -153,7 +153,7 @@ def fit_transformer(
     torch.manual_seed(seed)  # first weights, order of the images, dropout
     model = TransformerClassifier(tokenizer, classes, from_codebooks)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=max(2, steps), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=max(20, steps), pct_start=0.1)
     for _ in tqdm(range(steps), desc="transformer", disable=None):
         some = torch.randint(len(train.labels), (128,))
         loss = F.cross_entropy(model(train.ids[some]), train.labels[some], label_smoothing=0.1)

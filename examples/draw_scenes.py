@@ -102,7 +102,7 @@ def fit(model: nn.Module, loss: Callable[[Tensor], Tensor], updates: int, sample
     """Train with AdamW, warmup and decay; ``loss`` takes the rows ``(B,)`` of an update."""
     draws = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, betas=(0.9, 0.96))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=max(2, updates), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=max(20, updates), pct_start=0.1)
     model.train()
     for update in range(1, updates + 1):
         optimizer.zero_grad()

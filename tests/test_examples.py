@@ -87,7 +87,7 @@ def example(capsys):
 
 def test_classify_tells_three_figures_and_their_differences(example, tokenizer, tmp_path):
     folder = class_folder(class_folder(tmp_path / "classes", 30, "train"), 12, "test")
-    command = "classify", tokenizer, folder, "--steps", 3
+    command = "classify", tokenizer, folder, "--steps", 10
     lines = example(*command)
     assert lines == example(*command)  # the seed decides everything
     assert lines[0].startswith("30 training images, 12 test images, 48 bits each")
@@ -113,7 +113,7 @@ def test_probe_learns_what_is_linear_and_the_penalty_is_chosen_by_held_out_folds
 
 
 def test_caption_and_draw_judges_both_directions(example, tokenizer, captions):
-    lines = example("caption_and_draw", tokenizer, captions, "--updates", 3)
+    lines = example("caption_and_draw", tokenizer, captions, "--updates", 10)
     assert lines[0].startswith("24 training pairs, ")
     for name, line in zip(("captions", "drawings"), lines[-2:], strict=True):
         number = r"-?\d\.\d{3}"
@@ -152,7 +152,7 @@ def test_judge_shuffles_every_one_and_finds_the_margin(capsys):
     assert "cosine 1.000, shuffled 0.000, true 1.000; margin over shuffled 1.000" in capsys.readouterr().out
 
 
-DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--updates=2", "--causal-updates=2", "--judge-updates=2", "--rounds=3"]
+DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--updates=2", "--causal-updates=2", "--judge-updates=10", "--rounds=3"]
 
 
 def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_path):

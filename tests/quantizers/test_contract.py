@@ -454,6 +454,16 @@ class TestPrecision:
 
 
 class TestNaN:
+    def test_infinity_shows_in_losses_that_are_not_bounded(self, quantizer: Quantizer) -> None:
+        x = vectors_for(quantizer, 6, 5)
+        x[1, 2] = math.inf
+        out = whole(quantizer)(x)
+        for ids, size in zip(out.ids.unbind(-1), quantizer.codebook_sizes, strict=True):
+            assert ((ids >= 0) & (ids <= size - 1)).all()
+        losses = quantizer.losses(out.stats)
+        if getattr(quantizer, "bound", None) != "tanh":
+            assert all(not loss.isfinite() for name, loss in losses.items() if name == "commitment")
+
     @pytest.mark.parametrize("training", [True, False])
     def test_shows_in_vectors_and_losses_but_not_in_ids(self, quantizer: Quantizer, training: bool) -> None:
         x = vectors_for(quantizer, 6, 5)

@@ -144,7 +144,7 @@ def forward_alone(config: QuantizerConfig) -> list[bool]:
         if quantizer.codebook_sizes:
             quantizer.decode(out.ids)
         quantizer.metrics(out.stats)
-        quantizer.losses(out.stats.local())
+        quantizer.losses(out.stats.local() if training else out.stats)
         done.append(training)
     return done
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.quantizers.test_contract import CONFIGS
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers import BSQ, VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers.vq import _warn_skipped
 from vqclip.train.optim import parameter_groups
 
 
@@ -65,6 +67,34 @@ def test_without_tokens_nothing_moves_and_no_code_grows_old() -> None:
     quantizer.update(quantizer(torch.zeros(0, 2)).stats)
     for name, value in quantizer.state_dict().items():
         assert torch.equal(value, before[name] + (name == "step"))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e30])
+@pytest.mark.parametrize(
+    "name", ["vq", "vq, plain", "vq, learned", "vq, cosine", "vq, not synchronised", "residual of vq"]
+)
+def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    """One inf, such as that of a step that `GradScaler` skips, made a codebook NaN for good."""
+    _warn_skipped.cache_clear()
+    quantizer = CONFIGS[name].build()
+    x = torch.randn(8, 64, quantizer.dim)
+    x[[0, 3, 6, 7], 5, 1] = bad  # at the start, which then waits, and when codes move
+    for step, tokens in enumerate(x):
+        before = {key: value.clone() for key, value in quantizer.state_dict().items()}
+        quantizer.update(quantizer(tokens).stats)
+        after = quantizer.state_dict()
+        assert all(value.isfinite().all() for value in after.values())
+        if step in (0, 3, 6, 7) and (bad != 1e30 or name != "vq, cosine"):
+            expected = {key: value + 1 if key.endswith("step") else value for key, value in before.items()}
+            torch.testing.assert_close(dict(after), expected, rtol=0, atol=1e-6)
+        else:
+            assert any(not after[key].equal(value) for key, value in before.items() if key.endswith("sizes"))
+    first = quantizer.parts()[-1] if len(quantizer.parts()) > 1 else quantizer
+    assert isinstance(first, VQ)
+    assert first.started
+    if bad != 1e30 or name != "vq, cosine":
+        assert first.skipped == 4
+        assert caplog.text.count("contained NaN or infinity, so that it moved no code") == 1
 
 
 def test_kmeans_waits_for_tokens() -> None:

@@ -26,6 +26,7 @@ HOST_ONLY = {
     "dist/_control.py:end",
     "dist/_control.py:start_any_rank",
     "quantizers/vq.py:_refresh_draws",
+    "quantizers/vq.py:_count_skipped",
     "dist/_control.py:gather_json",
     "train/verdicts.py:read",
     "quantizers/stats.py:number",

@@ -14,11 +14,13 @@ parts in one call; statistics then have G as their first axis.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,11 @@ from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, su
 from vqclip.quantizers.vectors import straight_through
 from vqclip.seeds import derive_seed
 
+log = logging.getLogger(__name__)
+
+FORGOTTEN = 128
+"""Forwards in training mode without an `update` after which its absence is reported."""
+
 
 @dataclass(eq=False)
 class QuantizerOutput:
@@ -43,6 +50,12 @@ class QuantizerOutput:
     """``(..., C)`` int64 in ``[0, K)``, -1 where masked."""
     stats: Stats
     """This rank's sums and counts, for `Quantizer.losses`, `metrics` and `update`."""
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "QuantizerOutput: got an iteration over it, expected its fields vectors, ids and stats; nn.DataParallel, "
+            "which iterates, cannot join statistics: use DistributedDataParallel (DDP)"
+        )
 
 
 class Quantizer(nn.Module, ABC):
@@ -57,8 +70,8 @@ class Quantizer(nn.Module, ABC):
     - NaN in the input gives NaN vectors, never an id out of range.
 
     A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`. It overrides `_bound`,
-    `_pass_gradient`, `_statistics`, `losses`, `metrics`, `update`, `spawn` and `refinement` if the defaults here do not
-    fit. The private methods get ``(T, G, D)``.
+    `_pass_gradient`, `_statistics`, `_losses`, `metrics`, `_update`, `spawn` and `refinement` if the defaults here do
+    not fit. The private methods of forward get ``(T, G, D)``.
 
     Args:
         dim: D, the width of the vectors.
@@ -82,6 +95,8 @@ class Quantizer(nn.Module, ABC):
         self.loss_weights = dict(loss_weights or {})
         self.key = 0
         """Key of this quantizer's random draws; equal for all quantizers until `set_seed` is called."""
+        self._forwards = 0
+        """Forwards in training mode since the last `update`, as far as they are not compiled."""
 
     @property
     def bits(self) -> float:
@@ -153,6 +168,10 @@ class Quantizer(nn.Module, ABC):
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
         require_vectors(type(self).__name__, self.dim, x, mask)
+        if self.training and not torch.compiler.is_compiling():  # a number that changes would compile again
+            self._forwards += 1
+            if self._forwards == FORGOTTEN + 1 and self._needs_update():
+                _warn_forgotten(type(self).__name__)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             bounded = self._bound(tokens)
@@ -213,10 +232,12 @@ class Quantizer(nn.Module, ABC):
     def losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return unweighted auxiliary losses, name → scalar: means over the tokens of all ranks.
 
-        A collective if the statistics are not reduced yet. The training step reduces those of all quantizers together
-        before, with `vqclip.quantizers.sync`.
+        A collective in training mode if the statistics are not reduced yet. The training step reduces those of all
+        quantizers together before, with `vqclip.quantizers.sync`. Never a collective in evaluation mode, in which a
+        rank may be alone: statistics that are not reduced then give the means over the tokens of this rank.
         """
-        return {}
+        together = self.training and self.loss_weights
+        return self._losses(stats.sync(histograms=False) if together else stats.local())
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
         """Return measures of codebook usage, name → detached scalar; never a collective.
@@ -247,7 +268,8 @@ class Quantizer(nn.Module, ABC):
     def update(self, stats: Stats, start: bool = True) -> None:
         """Update codebooks after an optimizer step, once, with the statistics of all its microbatches.
 
-        A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode.
+        A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode. Autocast
+        changes nothing.
 
         The step has reduced the sums, but not the histograms. An update or a loss that reads counts of codes has them
         among the sums (see `TableQuantizer`): ``stats.sync()`` would be a further collective of every step.
@@ -256,6 +278,10 @@ class Quantizer(nn.Module, ABC):
             stats: statistics of forwards in training mode.
             start: False: do not initialise a codebook in this step.
         """
+        if self.training:
+            self._forwards = 0
+            with torch.no_grad():
+                self._update(stats, start)
 
     def spawn(self, groups: int = 1) -> Quantizer:
         """Return a new quantizer with the same settings, for a group axis of ``groups``, with a new random codebook.
@@ -291,6 +317,10 @@ class Quantizer(nn.Module, ABC):
         """True if each rank has its own codebook, from its own tokens."""
         return any(part.rank_local for part in self.parts() if part is not self)
 
+    def _needs_update(self) -> bool:
+        """Return whether training without `update` is a mistake."""
+        return any(part._needs_update() for part in self.parts() if part is not self)
+
     def parts(self) -> list[Quantizer]:
         """Return this quantizer and all quantizers inside it."""
         return [part for part in self.modules() if isinstance(part, Quantizer)]
@@ -305,6 +335,13 @@ class Quantizer(nn.Module, ABC):
     @abstractmethod
     def _decode(self, ids: Tensor) -> Tensor:
         """Return the values ``(T, G, D)`` of ids ``(T, G, C)`` int64; 0 for -1."""
+
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
+        """Return `losses`, without communication."""
+        return {}
+
+    def _update(self, stats: Stats, start: bool) -> None:
+        """Do what `update` does, in training mode and without gradient."""
 
     def _bound(self, x: Tensor) -> Tensor:
         """Map ``(T, G, D)`` to the range of the codes, before rounding."""
@@ -356,6 +393,16 @@ class Quantizer(nn.Module, ABC):
         keep = mask.reshape(-1)
         # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
         return tokens.masked_fill(~keep[:, None, None], 0), keep
+
+
+@functools.cache
+def _warn_forgotten(name: str) -> None:
+    log.warning(
+        "%s: %d forwards in training mode without an update, so codebooks and the draws of dropout stay as they are; "
+        "call quantizer.update(stats) once after each step of the optimizer, or quantizer.eval() to train around it",
+        name,
+        FORGOTTEN,
+    )
 
 
 # Needed to export a quantizer.

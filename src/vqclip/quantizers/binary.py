@@ -63,9 +63,8 @@ class BinaryQuantizer(Quantizer):
         """Each residual stage halves the quantization step."""
         return 2.0
 
-    def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """Return the losses of the class, over the tokens of all ranks; 0 without tokens."""
-        stats = stats.sync(histograms=False)
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
+        """Return the losses of the class; 0 without tokens."""
         count = stats["tokens"].clamp(min=1)
         losses = {"token_entropy": (stats["token_entropy"].double() / count).mean()}
         if "code_mass" in stats:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
+from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import first_derivative_only
 from vqclip.nn.torch_versions import is_torch_compiling
@@ -71,9 +72,8 @@ class TableQuantizer(Quantizer):
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``, with gradient if they are learned by gradient."""
 
-    def losses(self, stats: Stats) -> dict[str, Tensor]:
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the losses of the class."""
-        stats = stats.sync(histograms=False)
         count = stats["tokens"].clamp(min=1)
         return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
 
@@ -90,11 +90,9 @@ class TableQuantizer(Quantizer):
         """Return the metrics of `Quantizer`, and ``oldest``: steps since the least recently used code was used."""
         return {**super().metrics(stats), "oldest": self.age.max()}
 
-    def update(self, stats: Stats, start: bool = True) -> None:
+    def _update(self, stats: Stats, start: bool) -> None:
         """Count the step, and the steps since each code was used."""
-        if self.training:
-            with torch.no_grad():
-                self._count_step(stats.sync()["codes"])
+        self._count_step(stats.sync()["codes"])
 
     def _count_step(self, counts: Tensor) -> None:
         waited = torch.where(counts.sum() > 0, self.age + 1, self.age)
@@ -123,6 +121,20 @@ class TableQuantizer(Quantizer):
             learned = look_up(self.codes().to(bounded.dtype), ids.squeeze(-1).clamp(min=0))
             sums["codebook"] = squared_error(bounded.detach(), learned, keep)
         return Stats(sums)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight that codes are made of.
+
+    Raises:
+        ConfigError: it is in shards, as `torch.distributed.fsdp.fully_shard` leaves it outside of forward and backward.
+    """
+    if dist.local_rows(weight) is not weight:
+        raise ConfigError(
+            "quantizer: got codes in shards (fully_shard), expected all of them on every rank; use VQ with learning: "
+            "ema, or fully_shard(model, ignored_params=set(quantizer.parameters())) and average their gradients"
+        )
+    return weight
 
 
 def squared_error(a: Tensor, b: Tensor, keep: Tensor | None) -> Tensor:

@@ -45,15 +45,15 @@ class Product(Quantizer):
         self.layer = layer.spawn(groups * codebooks)
         self.codebooks = codebooks
 
-    def losses(self, stats: Stats) -> dict[str, Tensor]:
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the layer's losses, each the mean over codebooks."""
-        return self.layer.losses(stats)
+        return self.layer._losses(stats)
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
         """Return the layer's metrics: means over codebooks, and ``0/usage``, ``1/usage``, ... for each."""
         return self.layer.metrics(stats)
 
-    def update(self, stats: Stats, start: bool = True) -> None:
+    def _update(self, stats: Stats, start: bool) -> None:
         """Update the layer; see `Quantizer.update`."""
         self.layer.update(stats, start)
 

@@ -104,10 +104,9 @@ class Residual(Quantizer):
         """See `Quantizer.spawn`."""
         return Residual(self.stages[0], self.depth, self.dropout, self.least, groups)
 
-    def losses(self, stats: Stats) -> dict[str, Tensor]:
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the sum over stages of each loss of the layer."""
-        stats = stats.sync(histograms=False)
-        each = [stage.losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
+        each = [stage._losses(stats.under(str(i))) for i, stage in enumerate(self.stages)]
         return {name: torch.stack([losses[name] for losses in each]).sum() for name in each[0]}
 
     def metrics(self, stats: Stats) -> dict[str, Tensor]:
@@ -119,7 +118,10 @@ class Residual(Quantizer):
         nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
         return {**whole, "tokens": each[0]["tokens"], **nested}
 
-    def update(self, stats: Stats, start: bool = True) -> None:
+    def _needs_update(self) -> bool:
+        return self.dropout or super()._needs_update()
+
+    def _update(self, stats: Stats, start: bool) -> None:
         """Update every stage, and the step number that keys dropout."""
         for i, stage in enumerate(self.stages):
             already = stage.started
@@ -127,8 +129,7 @@ class Residual(Quantizer):
             # A stage that has just been initialised changes the remainder: the next one starts in the next step.
             start = start and already
         _refresh_turns(self)
-        if self.training:
-            self.step.add_(1)
+        self.step.add_(1)
 
     def _bound(self, x: Tensor) -> Tensor:
         return self.stages[0]._bound(x)

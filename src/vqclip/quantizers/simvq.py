@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
+from vqclip.nn.precision import full_precision
 from vqclip.quantizers.checks import resolve_weights
-from vqclip.quantizers.nearest import GradientPath, TableQuantizer
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer, whole
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 
 
@@ -58,7 +59,8 @@ class SimVQ(TableQuantizer):
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``, with gradient for the layer."""
-        return self.codebook @ self.transform
+        with full_precision(self.codebook.device):
+            return self.codebook @ whole(self.transform)
 
 
 class SimVQLossWeights(Config):

@@ -64,8 +64,8 @@ class Stats:
     means is wrong when ranks have different numbers of tokens.
 
     Read like a mapping, it contains the sums and histograms, of this rank or of all ranks. Sums under
-    ``own/`` are never reduced over ranks. It is an ordinary dataclass and no `Mapping`, because other programs (accelerate,
-    Lightning) rebuild mappings of any class from their items, without the draws; fields of dataclasses they keep.
+    ``own/`` are never reduced over ranks. It is a plain dataclass and no `Mapping`: other programs (accelerate,
+    Lightning) rebuild a mapping of any class from its items, without the draws, but keep the fields of a dataclass.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
@@ -94,7 +94,7 @@ class Stats:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the entry of a name, or the default."""
-        return self[name] if name in self else default
+        return (self.sums | self.histograms).get(name, default)
 
     def keys(self) -> KeysView[str]:
         """Return the names of the entries."""
@@ -267,7 +267,7 @@ def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
     places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
     filled = keep.sum().clamp(min=1) if order is None else size
     tokens, left = divmod(len(keep), max(len(places), 1))
-    if left or tokens and not len(places):
+    if left or (tokens and not len(places)):
         raise ShapeError(
             f"statistics of {len(keep)} tokens with an order of {len(places)} samples; expected those of the forward's "
             "samples, each with the same number of tokens, padding included"

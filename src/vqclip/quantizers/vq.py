@@ -20,7 +20,7 @@ from vqclip.quantizers.checks import check_channels
 from vqclip.quantizers.draws import stream
 from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.kmeans import kmeans
-from vqclip.quantizers.nearest import GradientPath, TableQuantizer
+from vqclip.quantizers.nearest import GradientPath, TableQuantizer, whole
 from vqclip.quantizers.replacement import replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
@@ -55,6 +55,8 @@ class VQ(TableQuantizer):
                      codes  = totals / sizes
         always:      codes with sizes < dead_below · mean size are replaced by random tokens
 
+    An update whose tokens contain NaN or infinity, on any rank, moves no code; the next one says so, once.
+
     Dead codes follow SoundStream (Zeghidour et al. 2021): at most a quarter of the codes (or 64) in one step become
     tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
 
@@ -85,7 +87,8 @@ class VQ(TableQuantizer):
     codebook: Tensor
     sizes: Tensor
     totals: Tensor
-    has_started: Tensor
+    skipped: Tensor
+    """() int64, the updates that moved no code because of tokens that are not finite, in this process."""
 
     def __init__(
         self,
@@ -121,8 +124,9 @@ class VQ(TableQuantizer):
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
-        self.register_buffer("has_started", torch.tensor(not kmeans))
-        # A copy that forward can read without waiting for the device.
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self._skipped_before = torch.zeros((), dtype=torch.int64, device="cpu")
+        # A copy of `has_started` that forward can read without waiting for the device.
         self._is_started = not kmeans
         self._is_next = True
         self._refresh_draws()
@@ -136,14 +140,17 @@ class VQ(TableQuantizer):
         """See `Quantizer.spawn`."""
         return VQ(**self._settings, groups=groups)
 
+    @property
+    def has_started(self) -> Tensor:
+        """() bool: True if the codebook is initialised. In the state, but no buffer: programs average all buffers."""
+        return self.sizes.sum() > 0 if self._settings["kmeans"] else torch.ones_like(self.sizes.sum(), dtype=torch.bool)
+
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
-        return self._normalize(self.codebook)
+        return self._normalize(whole(self.codebook))
 
-    def losses(self, stats: Stats) -> dict[str, Tensor]:
-        """Return the losses of the class."""
-        stats = stats.sync(histograms=False)
-        losses = super().losses(stats)
+    def _losses(self, stats: Stats) -> dict[str, Tensor]:
+        losses = super()._losses(stats)
         if "orthogonality" in self.loss_weights:
             with full_precision(self.codebook.device):
                 losses["orthogonality"] = mean_squared_cosine(self.codes()).mean()
@@ -171,17 +178,17 @@ class VQ(TableQuantizer):
         """True without ``sync_codebook``."""
         return not self.sync_codebook
 
-    def update(self, stats: Stats, start: bool = True) -> None:
+    def _needs_update(self) -> bool:
+        return True
+
+    def _update(self, stats: Stats, start: bool) -> None:
         """Move the codes to the tokens of the global batch, replace dead codes, and count the step.
 
-        A collective, like `losses`, unless the statistics are reduced already or ``sync_codebook`` is False. Does
-        nothing in evaluation mode.
+        A collective unless the statistics are reduced already or ``sync_codebook`` is False.
 
         Raises:
-            ConfigError: the statistics are those of a forward in evaluation mode.
+            ConfigError: the statistics are those of a forward in evaluation mode, or the codes are in shards.
         """
-        if not self.training:
-            return
         if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
         if not self._is_started:
@@ -192,16 +199,20 @@ class VQ(TableQuantizer):
             raise ConfigError(
                 "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
             )
-        with torch.no_grad():
+        # Some token has no finite distance from its code: the update is one without tokens.
+        finite = stats["commitment"].to(self.codebook.dtype).isfinite().all()
+        self._count_skipped(~finite)
+        counts = stats[f"{own}codes"].where(finite, 0)
+        with full_precision(whole(self.codebook).device):
             if self._is_started:
-                self._update_averages(stats[f"{own}codes"], stats[f"{own}vectors"] if self.learning == "ema" else None)
+                self._update_averages(counts, stats[f"{own}vectors"] if self.learning == "ema" else None)
             elif start:
                 self._initialize_kmeans(
-                    stats[f"{own}codes"], stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"]
+                    counts, stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0)
                 )
             if self.dead_below > 0:
-                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"])
-            self._count_step(stats[f"{own}codes"])
+                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0))
+            self._count_step(counts)
         self._refresh_draws()
 
     def _bound(self, x: Tensor) -> Tensor:
@@ -236,6 +247,22 @@ class VQ(TableQuantizer):
     def _refresh_draws(self) -> None:
         # A tensor of its own for each number: statistics keep theirs.
         self._draws = torch.tensor(self._draws_wanted(), device="cpu")
+
+    def _count_skipped(self, skipped: Tensor) -> None:
+        """Count the update if it is skipped, and say so in the next one, so that none waits for the device."""
+        # In a plan tensors have no values. The number may still be on its way from the device: any other.
+        if type(self._skipped_before) is Tensor and self._skipped_before > 0 and self.skipped > 0:
+            _warn_skipped()
+        self.skipped.add_(skipped)
+        self._skipped_before = self.skipped.to("cpu", non_blocking=True, copy=True)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}has_started"] = self.has_started
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}has_started", None)  # follows from the sizes
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
         """Return the sum over tokens of their soft assignments: ``(T, G, D)`` → ``(G, K)``."""
@@ -279,7 +306,6 @@ class VQ(TableQuantizer):
         centres, members, placed = kmeans(rearrange(found, "m g d -> g m d"), size, cosine=self.cosine)
         sizes = members.to(self.sizes.dtype) * (counts.sum(dim=-1, keepdim=True) / len(found))
         self._set_codes(placed, centres, sizes)
-        self.has_started.fill_(True)
         self._is_started = True
 
     def _replace_dead(self, vectors: Tensor, present: Tensor) -> None:
@@ -349,6 +375,14 @@ def _refresh_started(module: nn.Module, keys: object = None) -> None:
     assert isinstance(module, VQ)
     module._is_started = bool(module.has_started)
     module._refresh_draws()
+
+
+@functools.cache
+def _warn_skipped() -> None:
+    log.warning(
+        "VQ: the tokens of an update contained NaN or infinity, so that it moved no code; VQ.skipped counts such "
+        "updates; mask these tokens, or find their cause, such as an overflow in fp16"
+    )
 
 
 @functools.cache

@@ -1,0 +1,319 @@
+"""Quantizers in other people's programs: every one ends with the codes of a plain loop on one process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.scatter_gather import gather
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from tests.quantizers.test_contract import CONFIGS
+from tests.ranks import RankPool
+from vqclip import dist
+from vqclip.errors import ConfigError
+from vqclip.quantizers import (
+    VQ,
+    FSQConfig,
+    ProductConfig,
+    Quantizer,
+    QuantizerConfig,
+    QuantizerOutput,
+    ResidualConfig,
+    SimVQ,
+    VQConfig,
+    sync,
+)
+from vqclip.quantizers.base import _warn_forgotten
+
+BUSY = {"decay": 0.8, "dead_below": 0.5}
+FAMILIES: dict[str, QuantizerConfig] = {
+    name: CONFIGS[name]
+    for name in ("fsq", "lfq", "bsq", "vq, learned", "simvq", "identity", "residual of fsq with dropout")
+} | {
+    "vq": VQConfig(dim=6, codebook_size=16, **BUSY),
+    "vq, cosine": VQConfig(dim=6, codebook_size=16, cosine=True, **BUSY),
+    "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=2, dropout=True),
+    "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=8, **BUSY), codebooks=2),
+}
+STEPS = 8
+
+Forward = Callable[[Tensor], dict[str, Any]]
+State = dict[str, Tensor]
+
+
+class Model(nn.Module):
+    """A layer and a quantizer; returns a dictionary, as many programs do."""
+
+    def __init__(self, config: QuantizerConfig):
+        super().__init__()
+        torch.manual_seed(0)
+        self.quantizer: Quantizer = config.build().double()
+        torch.manual_seed(1)
+        self.encoder = nn.Linear(6, self.quantizer.dim).double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out = self.quantizer(self.encoder(x))
+        return {"out": out, "parts": (out.vectors, out.stats)}
+
+
+def batch(number: int, dim: int = 6) -> Tensor:
+    return torch.randn(16, 5, dim, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def train(
+    model: Model,
+    forward: Forward,
+    after_backward: Callable[[], None] = lambda: None,
+    split: Sequence[int] = (16,),
+    steps: Sequence[int] = range(STEPS),
+) -> State:
+    """Train in the plain loop of docs/quantizers.md, on this rank's part of batches of 16 samples."""
+    quantizer = model.quantizer
+    quantizer.set_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in steps:
+        vectors, ours = forward(batch(number).split(list(split))[dist.rank()])["parts"]
+        (stats,) = sync([ours])
+        losses = quantizer.losses(stats)
+        weighted = sum((quantizer.loss_weights[k] * v for k, v in losses.items()), torch.zeros(()))
+        optimizer.zero_grad()
+        (dist.world_size() * vectors.square().sum() / 100 + weighted).backward()
+        after_backward()
+        optimizer.step()
+        quantizer.update(stats)
+    return dict(quantizer.state_dict())
+
+
+@functools.cache
+def plain(name: str) -> State:
+    model = Model(FAMILIES[name])
+    return copy.deepcopy(train(model, model))
+
+
+def assert_same(found: State, name: str) -> None:
+    torch.testing.assert_close(found, plain(name), rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}: {text}")
+
+
+def rebuilt(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to all tensors, as accelerate does: mappings of any class are made again of their items."""
+    if isinstance(data, (list, tuple)):
+        return type(data)(rebuilt(each, function) for each in data)
+    if isinstance(data, Mapping):
+        return type(data)({name: rebuilt(each, function) for name, each in data.items()})
+    return function(data) if isinstance(data, Tensor) else data
+
+
+def replaced(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to all tensors, as Lightning does: also in the fields of dataclasses, which it sets."""
+    if not dataclasses.is_dataclass(data):
+        if isinstance(data, tuple):
+            return tuple(replaced(each, function) for each in data)
+        if isinstance(data, Mapping):
+            return type(data)({name: replaced(each, function) for name, each in data.items()})
+        return function(data) if isinstance(data, Tensor) else data
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+    found = copy.deepcopy(data, {id(value): value for value in fields.values()})
+    for name, value in fields.items():
+        setattr(found, name, replaced(value, function))
+    return found
+
+
+def in_accelerate(model: Model) -> Forward:
+    operations = pytest.importorskip("accelerate.utils")
+    return operations.convert_outputs_to_fp32(model)
+
+
+PROGRAMS: dict[str, Callable[[Model], Forward]] = {
+    "accelerate": in_accelerate,
+    "pattern of accelerate": lambda model: lambda x: rebuilt(model(x), Tensor.clone),
+    "pattern of Lightning": lambda model: lambda x: replaced(model(x), Tensor.clone),
+    "checkpointing": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "pickled draws": lambda model: lambda x: with_pickled_draws(**model(x)),
+}
+
+
+def with_pickled_draws(out: QuantizerOutput, parts: object) -> dict[str, Any]:
+    """The outputs, and statistics whose draws came out of a pickle; tensors with a graph cannot."""
+    stored = pickle.loads(pickle.dumps(replaced(out, Tensor.detach)))
+    return {"out": out, "parts": (out.vectors, dataclasses.replace(out.stats, draws=stored.stats.draws))}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_equals_a_plain_loop(program: str) -> None:
+    for name, config in FAMILIES.items():
+        model = Model(config)
+        assert_same(train(model, PROGRAMS[program](model)), name)
+
+
+def test_lightning_updates_after_the_step_from_what_training_step_returned() -> None:
+    """Lightning detaches the outputs of `training_step` and hands them to `on_train_batch_end`."""
+    for name, config in FAMILIES.items():
+        models = [Model(config), Model(config)]
+        for number, model in enumerate(models):
+            for step in range(4):
+                stats = model(batch(step))["out"].stats
+                model.quantizer.update(replaced({"stats": stats}, Tensor.detach)["stats"] if number else stats)
+        torch.testing.assert_close(*(dict(model.state_dict()) for model in models), rtol=0, atol=0, msg=name)
+
+
+def on_two_ranks(kind: str) -> dict[str, State]:
+    found = {}
+    for name, config in FAMILIES.items():
+        model = Model(config)
+        if kind == "ddp":
+            found[name] = train(model, DistributedDataParallel(model), split=(10, 6))
+            continue
+        codes = list(model.quantizer.parameters())
+
+        def average(codes: Sequence[nn.Parameter] = codes) -> None:
+            for each in codes:
+                if each.grad is not None:
+                    c10d.all_reduce(each.grad.div_(2))
+
+        mesh = c10d.init_device_mesh("cpu", (2,))
+        fully_shard(model, mesh=mesh, ignored_params=set(codes))
+        found[name] = train(model, model, average, (10, 6))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+def test_several_processes_equal_one(ranks: RankPool, kind: str) -> None:
+    for found in ranks(2, on_two_ranks, kind):
+        for name in FAMILIES:
+            assert_same(found[name], name)
+
+
+def refusals_of_shards() -> list[str]:
+    found = []
+    for quantizer in (VQ(6, 8, learning="gradient", kmeans=False), SimVQ(6, 8)):
+        fully_shard(quantizer, mesh=c10d.init_device_mesh("cpu", (2,)))
+        out = quantizer(batch(0).float())
+        quantizer.losses(out.stats)["codebook"].backward()
+        for call in (lambda q=quantizer, out=out: q.update(out.stats), lambda q=quantizer, out=out: q.decode(out.ids)):
+            try:
+                call()
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def test_codes_in_shards_are_refused(ranks: RankPool) -> None:
+    for found in ranks(2, refusals_of_shards):
+        assert len(found) == 3  # an update of SimVQ touches no code
+        assert all("codes in shards (fully_shard)" in each and "ignored_params" in each for each in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    """Around forward, losses, update and the codes, as Lightning's bf16-mixed and `Accelerator.autocast` do it."""
+    for name, config in FAMILIES.items():
+        found = []
+        for is_cast in (False, True):
+            torch.manual_seed(0)
+            quantizer = config.build()
+            losses: list[dict[str, Tensor]] = []
+            for number in range(6):
+                with torch.autocast("cpu", dtype, enabled=is_cast):
+                    out = quantizer(1e3 + batch(number, quantizer.dim).float())  # 1000 + randn is coarse in 16 bits
+                    losses.append(quantizer.losses(out.stats))
+                    quantizer.update(out.stats)
+                    vectors = quantizer.decode(out.ids) if quantizer.codebook_sizes else out.vectors
+                    codes = [part.codes() for part in quantizer.parts() if isinstance(part, (VQ, SimVQ))]
+            found.append((out.ids, vectors.detach(), codes, losses, dict(quantizer.state_dict())))
+        torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["swa", "ema"])
+def test_averages_of_weights_and_buffers(average: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The averaged model can be used, and trained on: its codebooks do not start again."""
+    averages = []
+    for config in FAMILIES.values():
+        model = Model(config)
+        averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+        for number in range(5):
+            averaged.update_parameters(model)
+            train(model, model, steps=[number])
+        averaged.update_parameters(model)
+        assert model.quantizer.started
+        averages.append(averaged.module.quantizer)
+    monkeypatch.setattr("vqclip.quantizers.vq.kmeans", None)
+    for quantizer in averages:
+        out = quantizer.eval()(batch(9, quantizer.dim))
+        assert out.vectors.isfinite().all()
+        assert not quantizer.codebook_sizes or quantizer.decode(out.ids).equal(out.vectors)
+        quantizer.train().update(quantizer(batch(9, quantizer.dim)).stats)
+        assert quantizer.started
+
+
+def test_a_checkpoint_of_the_state_and_a_pickle_go_on_alike() -> None:
+    for name, config in FAMILIES.items():
+        model, file = Model(config), io.BytesIO()
+        train(model, model, steps=range(4))
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        loaded = Model(config)
+        loaded.load_state_dict(torch.load(file, weights_only=True))
+        for each in (loaded, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert_same(train(each, each, steps=range(4, STEPS)), name)
+
+
+class Encoded(Dataset[dict[str, Tensor]]):
+    """Ids of vectors, quantized in the worker."""
+
+    def __init__(self, quantizers: dict[str, Quantizer]):
+        self.quantizers = quantizers
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: each(batch(index, each.dim)).ids for name, each in self.quantizers.items()}
+
+
+def test_spawned_workers_of_a_data_loader() -> None:
+    data = Encoded({name: config.build() for name, config in FAMILIES.items()})
+    (found,) = DataLoader(data, 2, num_workers=1, multiprocessing_context="spawn")
+    for name in FAMILIES:
+        assert found[name].equal(torch.stack([data[index][name] for index in range(2)]))
+
+
+def test_data_parallel_is_told_of_ddp() -> None:
+    quantizer = FSQConfig(levels=(8, 5)).build()
+    with pytest.raises(ConfigError, match="got an iteration.*vectors, ids and stats.*DistributedDataParallel"):
+        gather([quantizer(torch.randn(3, 2)) for _ in range(2)], "cpu")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forgotten_update_is_reported_once(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _warn_forgotten.cache_clear()
+    monkeypatch.setattr("vqclip.quantizers.base.FORGOTTEN", 8)
+    quantizer = FAMILIES[name].build()
+    x = torch.randn(2, quantizer.dim)
+    for _ in range(8):
+        stats = quantizer(x).stats
+    for _ in range(8):
+        quantizer.eval()(x)
+    quantizer.train().update(stats)
+    for _ in range(8):
+        quantizer(x)
+    assert not caplog.records
+    for _ in range(16):
+        quantizer(x)
+    told = [each for each in caplog.messages if "without an update" in each]
+    assert len(told) == (1 if "vq" in name.replace("simvq", "") or "dropout" in name else 0)
