@@ -95,8 +95,10 @@ class Quantizer(nn.Module, ABC):
         self.loss_weights = dict(loss_weights or {})
         self.key = 0
         """Key of this quantizer's random draws; equal for all quantizers until `set_seed` is called."""
+        self._needs_update = False
+        """Whether training without `update` is a mistake."""
         self._forwards = 0
-        """Forwards in training mode since the last `update`, as far as they are not compiled."""
+        """Forwards in training mode since the last `update`, without compiled ones."""
 
     @property
     def bits(self) -> float:
@@ -170,7 +172,7 @@ class Quantizer(nn.Module, ABC):
         require_vectors(type(self).__name__, self.dim, x, mask)
         if self.training and not torch.compiler.is_compiling():  # a number that changes would compile again
             self._forwards += 1
-            if self._forwards == FORGOTTEN + 1 and self._needs_update():
+            if self._forwards == FORGOTTEN + 1 and any(part._needs_update for part in self.parts()):
                 _warn_forgotten(type(self).__name__)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
@@ -268,8 +270,7 @@ class Quantizer(nn.Module, ABC):
     def update(self, stats: Stats, start: bool = True) -> None:
         """Update codebooks after an optimizer step, once, with the statistics of all its microbatches.
 
-        A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode. Autocast
-        changes nothing.
+        A collective like `losses` if the quantizer has a codebook to update. Does nothing in evaluation mode.
 
         The step has reduced the sums, but not the histograms. An update or a loss that reads counts of codes has them
         among the sums (see `TableQuantizer`): ``stats.sync()`` would be a further collective of every step.
@@ -277,6 +278,9 @@ class Quantizer(nn.Module, ABC):
         Args:
             stats: statistics of forwards in training mode.
             start: False: do not initialise a codebook in this step.
+
+        Raises:
+            ConfigError: the statistics are those of a forward in evaluation mode, or the codes are in shards.
         """
         if self.training:
             self._forwards = 0
@@ -316,10 +320,6 @@ class Quantizer(nn.Module, ABC):
     def rank_local(self) -> bool:
         """True if each rank has its own codebook, from its own tokens."""
         return any(part.rank_local for part in self.parts() if part is not self)
-
-    def _needs_update(self) -> bool:
-        """Return whether training without `update` is a mistake."""
-        return any(part._needs_update() for part in self.parts() if part is not self)
 
     def parts(self) -> list[Quantizer]:
         """Return this quantizer and all quantizers inside it."""

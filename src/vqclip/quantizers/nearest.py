@@ -124,11 +124,7 @@ class TableQuantizer(Quantizer):
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight that codes are made of.
-
-    Raises:
-        ConfigError: it is in shards, as `torch.distributed.fsdp.fully_shard` leaves it outside of forward and backward.
-    """
+    """Return a weight that codes are made of; raise a `ConfigError` if it is in shards."""
     if dist.local_rows(weight) is not weight:
         raise ConfigError(
             "quantizer: got codes in shards (fully_shard), expected all of them on every rank; use VQ with learning: "

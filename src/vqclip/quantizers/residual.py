@@ -67,7 +67,7 @@ class Residual(Quantizer):
         check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth, layer.extent.stages * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
-        self.dropout = dropout
+        self.dropout = self._needs_update = dropout
         self.least = least
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         _refresh_turns(self)
@@ -117,9 +117,6 @@ class Residual(Quantizer):
         whole = {n: summary(n, torch.stack([m[n].double() for m in each]), used) for n in each[0] if "/" not in n}
         nested = {f"{i}/{name}": value for i, m in enumerate(each) for name, value in m.items() if name != "tokens"}
         return {**whole, "tokens": each[0]["tokens"], **nested}
-
-    def _needs_update(self) -> bool:
-        return self.dropout or super()._needs_update()
 
     def _update(self, stats: Stats, start: bool) -> None:
         """Update every stage, and the step number that keys dropout."""

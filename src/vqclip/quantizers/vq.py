@@ -128,6 +128,7 @@ class VQ(TableQuantizer):
         self._skipped_before = torch.zeros((), dtype=torch.int64, device="cpu")
         # A copy of `has_started` that forward can read without waiting for the device.
         self._is_started = not kmeans
+        self._needs_update = True
         self._is_next = True
         self._refresh_draws()
         self.register_load_state_dict_post_hook(_refresh_started)
@@ -143,7 +144,7 @@ class VQ(TableQuantizer):
     @property
     def has_started(self) -> Tensor:
         """() bool: True if the codebook is initialised. In the state, but no buffer: programs average all buffers."""
-        return self.sizes.sum() > 0 if self._settings["kmeans"] else torch.ones_like(self.sizes.sum(), dtype=torch.bool)
+        return (self.sizes.sum() > 0) | (not self._settings["kmeans"])
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
@@ -178,17 +179,8 @@ class VQ(TableQuantizer):
         """True without ``sync_codebook``."""
         return not self.sync_codebook
 
-    def _needs_update(self) -> bool:
-        return True
-
     def _update(self, stats: Stats, start: bool) -> None:
-        """Move the codes to the tokens of the global batch, replace dead codes, and count the step.
-
-        A collective unless the statistics are reduced already or ``sync_codebook`` is False.
-
-        Raises:
-            ConfigError: the statistics are those of a forward in evaluation mode, or the codes are in shards.
-        """
+        """Move the codes to the tokens of the global batch, replace dead codes, and count the step."""
         if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
         if not self._is_started:
@@ -199,20 +191,18 @@ class VQ(TableQuantizer):
             raise ConfigError(
                 "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
             )
-        # Some token has no finite distance from its code: the update is one without tokens.
+        # If a token has no finite distance from its code, the update is one without tokens.
         finite = stats["commitment"].to(self.codebook.dtype).isfinite().all()
         self._count_skipped(~finite)
-        counts = stats[f"{own}codes"].where(finite, 0)
+        sums = {name: total.where(finite, 0) for name, total in stats.items()}
         with full_precision(whole(self.codebook).device):
             if self._is_started:
-                self._update_averages(counts, stats[f"{own}vectors"] if self.learning == "ema" else None)
+                self._update_averages(sums[f"{own}codes"], sums[f"{own}vectors"] if self.learning == "ema" else None)
             elif start:
-                self._initialize_kmeans(
-                    counts, stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0)
-                )
+                self._initialize_kmeans(sums[f"{own}codes"], sums[f"{own}drawn/vectors"], sums[f"{own}drawn/present"])
             if self.dead_below > 0:
-                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0))
-            self._count_step(counts)
+                self._replace_dead(sums[f"{own}drawn/vectors"], sums[f"{own}drawn/present"])
+            self._count_step(sums[f"{own}codes"])
         self._refresh_draws()
 
     def _bound(self, x: Tensor) -> Tensor:
@@ -250,8 +240,8 @@ class VQ(TableQuantizer):
 
     def _count_skipped(self, skipped: Tensor) -> None:
         """Count the update if it is skipped, and say so in the next one, so that none waits for the device."""
-        # In a plan tensors have no values. The number may still be on its way from the device: any other.
-        if type(self._skipped_before) is Tensor and self._skipped_before > 0 and self.skipped > 0:
+        # In a plan tensors have no values. A number that has not arrived yet may be any.
+        if type(self.skipped) is Tensor and self._skipped_before > 0 and self.skipped > 0:
             _warn_skipped()
         self.skipped.add_(skipped)
         self._skipped_before = self.skipped.to("cpu", non_blocking=True, copy=True)
