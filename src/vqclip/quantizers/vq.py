@@ -55,7 +55,7 @@ class VQ(TableQuantizer):
                      codes  = totals / sizes
         always:      codes with sizes < dead_below · mean size are replaced by random tokens
 
-    An update whose tokens contain NaN or infinity, on any rank, moves no code; the next one says so, once.
+    An update whose tokens contain NaN or infinity, on any rank, moves no code; the next one reports it, once.
 
     Dead codes follow SoundStream (Zeghidour et al. 2021): at most a quarter of the codes (or 64) in one step become
     tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
@@ -239,7 +239,7 @@ class VQ(TableQuantizer):
         self._draws = torch.tensor(self._draws_wanted(), device="cpu")
 
     def _count_skipped(self, skipped: Tensor) -> None:
-        """Count the update if it is skipped, and say so in the next one, so that none waits for the device."""
+        """Count the update if it is skipped; report it in the next one, so that none waits for the device."""
         # In a plan tensors have no values. A number that has not arrived yet may be any.
         if type(self.skipped) is Tensor and self._skipped_before > 0 and self.skipped > 0:
             _warn_skipped()
