@@ -64,8 +64,13 @@ def test_shards_train_the_same_model(ranks, tmp_path, shards, quantizer, world_s
 
 
 def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards):
-    """DDP, shards on 4 ranks, one process, shards on 2 ranks: the trajectory of one run, in the middle of an epoch."""
-    cache, settings = str(tmp_path / "cache"), {"quantizer": BUSY_RESIDUAL, "train__micro_batches": 2}
+    """DDP, shards on 4 ranks, one process, shards on 2 ranks: the trajectory of one run, in the middle of an epoch.
+
+    With weights in channels-last order, as in the configurations that ship.
+    """
+    model = tiny_model(BUSY_RESIDUAL, BUSY_RESIDUAL).model_dump(mode="json")
+    model["image"]["tower"] = CONVOLUTIONAL | {"image_size": 32}  # four tokens
+    cache, settings = str(tmp_path / "cache"), {"model": model, "train__micro_batches": 2}
     ranks(1, run, tree(tmp_path / "whole", shards, **settings), cache, init=False)
     for world_size, parallel, stop in ((2, "ddp", 2), (4, "fsdp", 4), (1, "fsdp", 5), (2, "fsdp", STEPS)):
         part = tree(tmp_path / "parts", shards, parallel=parallel, **settings)

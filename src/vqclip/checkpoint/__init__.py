@@ -31,6 +31,7 @@ from vqclip.checkpoint.optimizer import (
     OptimizerState,
     optimizer_tensors,
     pack_optimizer,
+    place_state,
     restore_optimizer,
 )
 from vqclip.checkpoint.store import MODEL_FILE, STATE_FILE, Checkpoint, load, save
@@ -49,6 +50,7 @@ __all__ = [
     "load",
     "optimizer_tensors",
     "pack_optimizer",
+    "place_state",
     "restore_optimizer",
     "save",
     "set_aside_newer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,7 @@ def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
             found = {key: tensor for key in _SLOTS if (tensor := state.tensors.get(f"{name}/{key}")) is not None}
             if found:  # torch keeps the number of steps on the CPU, but for a fused kernel
                 optimizer.state[parameter] = {
-                    key: _place(tensor, parameter, "cpu" if key == "step" and not group["fused"] else parameter.device)
-                    for key, tensor in found.items()
+                    key: place_state(tensor, parameter, group, key) for key, tensor in found.items()
                 }
 
 
@@ -224,10 +223,20 @@ def _expected_tensors(optimizer: Optimizer, stored: Collection[str]) -> dict[str
     return found
 
 
-def _place(tensor: Tensor, parameter: Tensor, device: torch.device | str) -> Tensor:
+def place_state(tensor: Tensor, parameter: Tensor, group: Mapping[str, Any], key: str) -> Tensor:
+    """Return a copy of a tensor of AdamW's state, on the device and in the memory layout that the optimizer needs.
+
+    Fused kernels iterate over memory: a moment needs the strides of its parameter, as torch made it.
+
+    Args:
+        tensor: the state, or of weights in shards this rank's rows.
+        parameter: of the running optimizer.
+        group: its group there.
+        key: of the state, such as ``exp_avg``.
+    """
+    device = "cpu" if key == "step" and not group["fused"] else parameter.device
     if tensor.shape != parameter.shape:
         return tensor.to(device, copy=True)
-    # Fused kernels iterate over memory: the state needs the strides of the parameter, as torch made it.
     return torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
 
 

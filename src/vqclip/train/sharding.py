@@ -164,26 +164,25 @@ class Sharding:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     if (outline := stored.outlines.get(f"{name}/{key}")) is not None:
-                        device = "cpu" if key == "step" and not group["fused"] else parameter.device
-                        rows = self._rows(stored, f"{name}/{key}", name, outline, device)
-                        optimizer.state[parameter][key] = rows
+                        rows = self._rows(stored, f"{name}/{key}", name, outline, parameter.device)
+                        optimizer.state[parameter][key] = checkpoint.place_state(rows, parameter, group, key)
 
     def averages(self, stored: Stored) -> dict[str, Tensor]:
         """Return this rank's rows of the moving averages among stored tensors. A collective."""
         return {
-            name: self._rows(stored, name, name.removeprefix(AVERAGE), outline, "cpu")
+            name: self._rows(stored, name, name.removeprefix(AVERAGE), outline, "cpu").clone()
             for name, outline in stored.outlines.items()
             if name.startswith(AVERAGE)
         }
 
     def _rows(self, stored: Stored, name: str, parameter: str, outline: Outline, device: Any) -> Tensor:
-        """Return this rank's rows of a stored tensor, as a copy."""
+        """Return this rank's rows of a stored tensor: a view of the file, or of a tensor on `device`."""
         if stored.is_everywhere:
-            return self.shards.rows(parameter, stored.tensors[name]).to(device, copy=True)
+            return self.shards.rows(parameter, stored.tensors[name])
         whole = torch.empty(outline[0], dtype=outline[1], device=device)
         if dist.is_main():
             whole.copy_(stored.tensors[name])
-        return self.shards.rows(parameter, dist.broadcast_(whole)).clone()
+        return self.shards.rows(parameter, dist.broadcast_(whole))
 
 
 _Slots = list[tuple[nn.Module, str]]
