@@ -10,11 +10,19 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.data.making import caption_shards
+from tests.training import run_tree
+from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.process.lock import LOCK_FILE, RunLock
+from vqclip.io.file_locks import take_lock
+from vqclip.process.lock import LOCK_FILE, LOCK_FILES, RunLock
+from vqclip.train import Callback
+from vqclip.train import run as train
+from vqclip.train.tasks.kinds import load_task_config
 
 FORK = multiprocessing.get_context("fork")
 
@@ -69,6 +77,8 @@ def test_the_end_of_the_context_frees_the_folder(tmp_path):
         with RunLock(tmp_path) as lock:
             lock.acquire()
             assert "in use" in pool.apply(take, (tmp_path,))
+            shutil.copytree(tmp_path, tmp_path / "copy")  # opens and closes each file
+            assert "in use" in pool.apply(take, (tmp_path,))
         assert pool.apply(take, (tmp_path,)) is None
 
 
@@ -110,7 +120,7 @@ def test_another_thread_is_refused_and_takes_no_lock_away(tmp_path, holder):
         thread.start()
         thread.join(30)
         lock.acquire()
-    assert "in use by another job (another run in this process)" in refused[0]
+    assert f"in use by another job (process {os.getpid()} on" in refused[0]
     take_there()  # it is free again
     assert len(refused) == 1
 
@@ -118,6 +128,32 @@ def test_another_thread_is_refused_and_takes_no_lock_away(tmp_path, holder):
 def test_every_rank_is_refused(tmp_path, ranks, holder):
     for message in ranks(2, take, tmp_path / "run"):
         assert f"process {holder.pid}" in message
+
+
+def train_and_copy(tree, cache):
+    """Train on a rank; rank 0 copies the run's folder after each step, then rank 1 returns the holders it meets."""
+    holders, folder = [], Path(tree["run"]["folder"]) / "tiny"
+
+    class Copy(Callback):
+        def on_step_end(self, training):
+            if dist.is_main():
+                shutil.copytree(folder, f"{folder}-{training.done}")
+            dist.barrier()
+            if not dist.is_main():
+                for name in LOCK_FILES:
+                    with open(folder / name, "a+") as file:
+                        holders.append(take_lock(file, folder))
+            dist.barrier()
+
+    os.environ["VQCLIP_CACHE"] = cache
+    train(load_task_config(tree), [Copy()])
+    return os.getpid(), holders
+
+
+def test_a_start_of_several_ranks_and_a_callback_that_copies_the_folder_keep_the_lock(tmp_path, ranks):
+    tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", counts=(12,)), train__steps=2, optim__warmup_steps=1)
+    (pid, _), (_, holders) = ranks(2, train_and_copy, tree, str(tmp_path / "cache"), init=False)
+    assert holders == [f"process {pid} on {socket.gethostname()}"] * 4
 
 
 class FullFile:
@@ -147,7 +183,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     def refuse(*args):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("fcntl.lockf", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     with RunLock(tmp_path) as lock:
         lock.acquire()
     assert "No locks available" in caplog.text

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -59,20 +59,26 @@ def hold_lock(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def take_lock(file: TextIO, path: Path) -> str | None:
-    """Lock an open file for this process and write its name into it; return the holder if another process has it.
+_files = weakref.WeakSet[TextIO]()
+"""Files of `take_lock`. A forked child closes them: it would hold their locks beyond the death of this process."""
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
-    Not flock, which children would inherit and hold beyond the death of this process. On a file system without locks,
-    it logs a warning with ``path``, and the lock counts as taken.
+
+def take_lock(file: TextIO, path: Path) -> str | None:
+    """Lock an open file for this process and write its name into it; return the holder if another one has it.
+
+    Not lockf, whose lock ends when this process closes any other descriptor of the file, as after reading or copying
+    it. On a file system without locks, it logs a warning with ``path``, and the lock counts as taken.
     """
+    _files.add(file)
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_taken = try_lock(file.fileno())
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.seek(0)
-            return file.read(200).strip() or "its name is not in the file"
         logger.warning("%s cannot be locked (%s): make sure that only one job uses it", path, error.strerror)
         return None
+    if not is_taken:
+        file.seek(0)
+        return file.read(200).strip() or "its name is not in the file"
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

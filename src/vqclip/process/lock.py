@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -19,11 +18,6 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")
 """Two files: a job that loses one to an ``rm`` still holds the folder."""
-
-
-_claims: set[Path] = set()
-"""Folders of this process's runs: a file's lock belongs to the process, so it does not exclude another thread."""
-_claims_lock = threading.Lock()
 
 
 class RunLock:
@@ -43,7 +37,6 @@ class RunLock:
     def __init__(self, folder: Path):
         self._folder = folder
         self._held: dict[str, TextIO] = {}
-        self._claimed: Path | None = None
 
     def acquire(self) -> None:
         """Lock the folder, making it if necessary, or check that it is still locked. A collective.
@@ -54,12 +47,6 @@ class RunLock:
 
         def acquire() -> str | None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if self._claimed is None:
-                with _claims_lock:
-                    if self._folder.resolve() in _claims:
-                        return "another run in this process"
-                    _claims.add(self._folder.resolve())
-                self._claimed = self._folder.resolve()
             return next((holder for name in LOCK_FILES if (holder := self._acquire(self._folder / name))), None)
 
         holder = dist.run_on_main(acquire)
@@ -87,8 +74,6 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._claimed is not None:
-            _claims.discard(self._claimed)
         while self._held:
             with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
                 self._held.popitem()[1].close()
