@@ -256,12 +256,32 @@ def test_codebooks_that_collapse_are_named_one_by_one():
     assert [len(messages) for messages in said] == [0, 0, 0, 1, 0, 0]
     names = "0, 1, 3, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15"
     start = f"image: codebooks {names} of 16 have collapsed since step 1 or before: 1 of 512 codes in use over"
-    assert said[3][0].startswith(f"{start} 4,096 tokens, where evenly used codes would be 512. What may help: model.")
+    assert said[3][0].startswith(
+        f"{start} 4,096 tokens, where evenly used codes would be 512; perplexity 1. What may help: model."
+    )
     health = watched.watch.health()
     assert health["verdict"].startswith(f"COLLAPSED: {start}")
     assert health["warnings"] == [{"step": 4, "text": said[3][0]}]
     assert [round(each["usage"] * each["codes"]) == 1 for each in health["codebooks"]] == [n in dead for n in range(16)]
     assert [each["name"] for each in health["codebooks"]] == [f"image/{number}" for number in range(16)]
+
+
+def test_a_collapse_that_only_the_last_report_sees_is_in_the_verdict():
+    """A few tokens in a thousand have other codes, so that the number of codes seen stays above the limit."""
+    watched = Watched(FSQConfig(levels=(8, 8, 8, 8, 4)).build())
+    many = tokens(70_000, watched.quantizer)
+    few = many[torch.arange(70_000) % 31]
+    few[::700] = many[::700]
+    watched.done = 149
+    assert watched.step(many) == []
+    watched.watch.count({"image": watched.quantizer(few).stats.local()}, torch.tensor(False))
+    watched.done = 199
+    assert watched.step(few) == []
+    (codebook,) = watched.watch.health()["codebooks"]
+    assert 0.005 < codebook["usage"] / codebook["usage_if_uniform"] < 0.02
+    verdict = "COLLAPSED: image: the codebook has collapsed since step 200 or before: 130 of 16,384 codes in use over"
+    assert watched.watch.health()["verdict"].startswith(verdict)
+    assert watched.watch.health()["verdict"].endswith("; perplexity 31")
 
 
 def test_a_warning_of_thousands_of_codebooks_can_be_resumed():

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 USAGE = 0.005
-"""Fraction of the codes that evenly used codes would show, below which a codebook counts as collapsed (the default)."""
+"""Perplexity below which a codebook counts as collapsed, as a fraction of the codes that evenly used codes would show
+(the default)."""
 ONE_CODE = 1.05
 """Perplexity below which a codebook counts as using a single code."""
 EQUAL = 1e-5
@@ -41,11 +42,14 @@ def find_signs(figures: Mapping[str, float], loss: float, chance: float) -> dict
 
 
 def has_collapsed(codebook: Mapping[str, Any], usage: float = USAGE) -> bool:
-    """Return whether a codebook of `read_codebooks` uses too few of its codes."""
+    """Return whether a codebook of `read_codebooks` uses too few of its codes.
+
+    Perplexity decides, not the number of codes seen, which a few stray tokens in a long window keep above any limit.
+    """
     possible, size = codebook["usage_if_uniform"], codebook["codes"]
     if possible * size < min(10, 0.9 * size):  # too few tokens
         return False
-    return bool(codebook["usage"] < usage * possible or codebook["perplexity"] < ONE_CODE)
+    return bool(codebook["perplexity"] < max(ONE_CODE, usage * possible * size))
 
 
 def read_codebooks(modality: str, figures: Mapping[str, float], sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -37,8 +37,8 @@ class CollapseConfig(Config):
     """Thresholds for a collapsed run or codebook."""
 
     usage: float = Field(USAGE, gt=0, le=1)
-    """A codebook has collapsed if it uses less than this fraction of the codes that the same number of tokens would use
-    if all codes were equally likely; also if nearly all its tokens have one code."""
+    """A codebook has collapsed if its perplexity is below this fraction of the codes that the same number of tokens
+    would use if all codes were equally likely; also if nearly all its tokens have one code."""
     steps: int = Field(20, ge=1)
     """Steps for which a codebook uses too few codes, or the loss is at chance, before the warning; a gradient of 0 and
     equal embeddings are reported at once."""
@@ -181,10 +181,13 @@ class CollapseWatch:
     def health(self) -> dict[str, Any]:
         """Return the verdict on the run after the last report, as JSON values.
 
-        ``verdict`` is a line of text, ``codebooks`` the usage over the window, ``warnings`` those of the whole run.
+        ``verdict`` is a line of text, ``codebooks`` the usage over the window, ``warnings`` those of the whole run. A
+        codebook counts if it has collapsed in the last report: the window covers the steps before, and the next report
+        that would have warned may never come.
         """
         signs = [text for text in self._reported.values() if text]
-        lost = [each for each in self._codebooks if each["name"] in self._reported]
+        is_due = self._last >= self._config.steps
+        lost = [each for each in self._codebooks if is_due and has_collapsed(each, self._config.usage)]
         for modality in dict.fromkeys(_modality(each["name"]) for each in lost):
             signs.append(self._describe([each for each in lost if _modality(each["name"]) == modality]))
         dead = any(self._reported.values())
@@ -198,13 +201,13 @@ class CollapseWatch:
         of = [each for each in self._codebooks if _modality(each["name"]) == modality]
         numbers = first_names([each["name"].partition("/")[2] for each in codebooks], shown=20)
         named = f"codebook{'s' * (len(codebooks) > 1)} {numbers} of {len(of)}" if number else "the codebook"
-        used = sorted(round(each["usage"] * each["codes"]) for each in codebooks)
-        spread = f"{used[0]}" if used[0] == used[-1] else f"{used[0]} to {used[-1]}"
-        since = min(self._since[each["name"]] for each in codebooks)
+        used = _span([each["usage"] * each["codes"] for each in codebooks])
+        since = min(self._since.get(each["name"], self._last) for each in codebooks)
         return (
             f"{modality}: {named} ha{'ve' if len(codebooks) > 1 else 's'} collapsed since step {since} or before: "
-            f"{spread} of {first['codes']:,} codes in use over {first['tokens']:,.0f} tokens, where evenly used codes "
-            f"would be {first['usage_if_uniform'] * first['codes']:,.0f}"
+            f"{used} of {first['codes']:,} codes in use over {first['tokens']:,.0f} tokens, where evenly used codes "
+            f"would be {first['usage_if_uniform'] * first['codes']:,.0f}; perplexity "
+            f"{_span([each['perplexity'] for each in codebooks])}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,6 +266,11 @@ def _code_counts(stats: Stats) -> list[str]:
 
 def _tokens_of(name: str) -> str:
     return f"{name.removesuffix('codes')}tokens"
+
+
+def _span(numbers: Sequence[float]) -> str:
+    low, high = f"{min(numbers):,.0f}", f"{max(numbers):,.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _modality(name: str) -> str:
