@@ -164,3 +164,13 @@ def test_named_errors_names_lost_peers_only():
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     with pytest.raises(RuntimeError, match="size mismatch"), dist.named_errors("DDP's backward"):
         raise RuntimeError("size mismatch")
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")])
+@pytest.mark.parametrize("tasks", ["1", "2"])
+def test_a_task_of_another_launcher_is_told_that_it_works_alone(monkeypatch, caplog, name, launcher, tasks):
+    monkeypatch.setenv(name, tasks)
+    assert not dist.init("cpu")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (tasks == "2")
+    assert all(f"one of 2 tasks of {launcher} ({name}), but torchrun" in each for each in told)

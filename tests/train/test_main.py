@@ -568,6 +568,15 @@ def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
     assert reads == [1] * 4  # the length of the longest caption, of tokens that are still on the CPU
 
 
+@pytest.mark.parametrize("mode", [True, "regional"])
+def test_a_machine_without_a_compiler_is_refused_before_the_first_step(tmp_path, shards, monkeypatch, mode):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    tree = run_tree(tmp_path, shards, train__compile=mode)
+    with pytest.raises(ConfigError, match="^train.compile: torch.compile needs a C.. compiler, .* no .*; install g"):
+        train(TrainConfig.model_validate(tree))
+
+
 GRAPHS = {True: 1, "regional": 4}
 """The model, or one for the blocks of each tower and one for each quantizer."""
 

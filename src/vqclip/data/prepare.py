@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from vqclip import dist
 from vqclip.data.index import load_index
@@ -21,7 +21,7 @@ from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
 
-__all__ = ["HasShards", "prepare_shard", "prepare_sources"]
+__all__ = ["HasShards", "SharesOpened", "prepare_shard", "prepare_sources"]
 
 _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
@@ -32,6 +32,20 @@ class HasShards(Protocol):
 
     def shards(self) -> Sequence[Shard | Part]:
         """Return the tars or other parts, after drawing missing ones; none for a source without an index."""
+        ...
+
+
+@runtime_checkable
+class SharesOpened(Protocol):
+    """The config of a source that other processes can open without asking a server again."""
+
+    @property
+    def opened(self) -> Any:
+        """JSON value that `shards` has made; None if there is none."""
+        ...
+
+    def set_opened(self, opened: Any) -> None:
+        """Have `shards` and `build` use the value of another process, if they can."""
         ...
 
 
@@ -53,12 +67,18 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
     """
     group = _ranks_with_this_cache()
     place = group.index(dist.rank())
+    shards: list[tuple[str, Shard | Part]] = []
     with dist.raise_on_all_ranks():
-        if place == 0:  # so that a data set is drawn once
+        if place == 0:  # so that a data set is drawn, or fetched, once
             remove_leftovers(cache_folder() / "index")
-            _list_shards(sources, keys)
+            shards = _list_shards(sources, keys)
+    opened = dist.gather_json([each.opened if isinstance(each, SharesOpened) else None for each in sources])[group[0]]
     with dist.raise_on_all_ranks():
-        shards = _list_shards(sources, keys)
+        if place:
+            for source, value in zip(sources, opened, strict=True):
+                if isinstance(source, SharesOpened):
+                    source.set_opened(value)
+            shards = _list_shards(sources, keys)
     left = shards[place :: len(group)][::-1]
     more = True
     while more:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,12 @@ from vqclip.dist._rendezvous import private_store
 from vqclip.errors import ConfigError, DistributedError
 from vqclip.nn.torch_versions import GUARDS_PROCESS_GROUP
 
+logger = logging.getLogger(__name__)
+
 # Variables that torchrun sets and `env://` needs.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""Variables in which other launchers put the number of their tasks."""
 
 
 def is_distributed() -> bool:
@@ -63,6 +68,7 @@ def is_main() -> bool:
 def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
     """Join the job that torchrun's environment variables describe. Without them (one process), do nothing.
 
+    A task of srun or mpirun that torchrun has not started logs a warning: it works alone, as may be intended.
     CPU tensors use gloo, CUDA tensors NCCL. Does nothing if a process group exists already. On Linux this process
     then receives SIGTERM when torchrun dies.
 
@@ -77,7 +83,18 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
         DistributedError: Some variables are missing, the machine has fewer GPUs than ranks, or not all ranks arrived
             within `timeout_s`.
     """
-    if _has_process_group() or not any(name in os.environ for name in _TORCHRUN[:2]):
+    if _has_process_group():
+        return False
+    if not any(name in os.environ for name in _TORCHRUN[:2]):
+        for name, launcher in _TASKS.items():
+            if (tasks := os.environ.get(name, "")).isdigit() and int(tasks) > 1:
+                logger.warning(
+                    "this process is one of %s tasks of %s (%s), but torchrun has not started it: it works alone, and "
+                    "each task does all of the work. For one job over all, start one `torchrun` a machine, as in "
+                    "docs/machines.md: `srun torchrun ...`",
+                    tasks, launcher, name,
+                )
+                break
         return False
     if missing := [name for name in _TORCHRUN if name not in os.environ]:
         raise DistributedError(

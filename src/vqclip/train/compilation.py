@@ -6,6 +6,10 @@ long for one block as for all. The rest, and the losses, whose work is in operat
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import nn
 
+from vqclip.errors import ConfigError
 from vqclip.quantizers import Quantizer
 from vqclip.towers.blocks import compiled_forward
 from vqclip.towers.depth import block_names
@@ -33,10 +38,14 @@ class CompiledRegions:
     Args:
         towers: with their recomputation; each block is compiled.
         quantizers: each is compiled as a whole.
+
+    Raises:
+        ConfigError: this machine has no compiler for the code that torch makes.
     """
 
     def __init__(self, towers: Iterable[nn.Module], quantizers: Iterable[Quantizer]):
-        _prepare_einops()
+        towers = [*towers]
+        _prepare(towers)
         blocks = [tower.get_submodule(name) for tower in towers for name in block_names(tower)]
         modules = (*blocks, *quantizers)
         self._eager = {module: vars(module).get("forward") for module in modules}
@@ -62,12 +71,26 @@ class CompiledRegions:
 
 
 def compile_model(model: nn.Module) -> nn.Module:
-    """Compile a whole model."""
-    _prepare_einops()
+    """Compile a whole model.
+
+    Raises:
+        ConfigError: this machine has no compiler for the code that torch makes.
+    """
+    _prepare([model])
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _prepare_einops() -> None:
+def _prepare(modules: Iterable[nn.Module]) -> None:
+    """Look for the compiler, without which the first step ends in a traceback of torch; prepare einops."""
+    on_cpu = any(each.device.type == "cpu" for module in modules for each in module.parameters())
+    variable, usual = ("CXX", "clang++" if sys.platform == "darwin" else "g++") if on_cpu else ("CC", "gcc")
+    names = shlex.split(os.environ.get(variable, ""))[:1] or ([usual] if on_cpu else [usual, "clang", "cc"])
+    if not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"train.compile: torch.compile needs a {'C++' if on_cpu else 'C'} compiler, and this machine has no "
+            f"{' or '.join(names)}; install {usual}, name another one in the environment variable {variable}, or set "
+            "train.compile: false"
+        )
     # einops remembers each new type of tensor, and torch then compiles once more: show it both types now.
     for tensor in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
         rearrange(tensor, "a -> a")

@@ -13,7 +13,8 @@ import pytest
 
 from tests.data.loading import open_data
 from tests.data.making import encode, pixels
-from vqclip.data import EvalSet, EvalTransformConfig, RawSample, parse_source
+from tests.ranks import RankPool
+from vqclip.data import EvalSet, EvalTransformConfig, RawSample, parse_source, prepare_sources
 from vqclip.data.sources import hf
 from vqclip.data.sources.hf import HfConfig
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -90,6 +91,30 @@ def test_a_folder_of_load_dataset(tmp_path: Path) -> None:
     assert read_all(tmp_path, split="train") == EXPECTED
     assert read_all(tmp_path, split="train[2:4]") == EXPECTED[2:4]
     assert read_all(tmp_path) == EXPECTED
+
+
+def prepare_and_open(folder: Path, cache: Path) -> tuple[int, str, list[RawSample], int]:
+    """On a rank: calls of load_dataset, the identity and the samples of the source, and calls by the next run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VQCLIP_CACHE", str(cache))
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", cache / "hf")
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        calls, load = [], datasets.load_dataset
+        patch.setattr(datasets, "load_dataset", lambda *a, **k: (calls.append(a), load(*a, **k))[1])
+        config = HfConfig(path=str(folder))
+        prepare_sources([config])
+        source = config.build()
+        first, samples = len(calls), [source.read(index) for index in range(len(source))]
+        prepare_sources([config])
+        return first, str(source.fingerprint), samples, len(calls)
+
+
+def test_one_process_of_a_machine_asks_the_hub(tmp_path: Path, ranks: RankPool) -> None:
+    made().to_parquet(tmp_path / "a" / "data.parquet")
+    (first, *main, again), (others, *other, later) = ranks(2, prepare_and_open, tmp_path / "a", tmp_path / "cache")
+    assert (first, again, others, later) == (1, 2, 0, 0)
+    assert main == other
+    assert main[1] == EXPECTED
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from vqclip.data.libraries import name_errors
 from vqclip.data.remote import mask_credentials
@@ -49,6 +50,17 @@ class HfConfig(TableConfig):
     """Read in order from the hub, without a copy on this machine; for evaluation, tokenizing and packing only, and with
     a commit as `revision`."""
 
+    _opened: list[tuple[str, int, int]] | None = PrivateAttr(None)
+
+    @property
+    def opened(self) -> list[tuple[str, int, int]] | None:
+        """Files that `shards` has found, for other processes of this machine: these need not ask the hub again."""
+        return self._opened
+
+    def set_opened(self, opened: Any) -> None:
+        """Open the data from the `opened` of another process, as JSON has it, if this one sees the same files."""
+        self._opened = None if opened is None else [(str(path), *numbers) for path, *numbers in opened]
+
     @property
     def forward_only(self) -> bool:
         """Return whether rows can be read in their order alone."""
@@ -71,11 +83,16 @@ class HfConfig(TableConfig):
             DataError: `datasets` is not installed, or cannot read the data set.
             ConfigError: a split or column is missing or not plain.
         """
-        return () if self.streaming else divide(HfRows(self))
+        if self.streaming:
+            return ()
+        rows = HfRows(self, self._opened)
+        self._opened = rows.files if re.fullmatch(r"\w*", self.split or "") else None  # not of a part of a split
+        return divide(rows)
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the data set."""
-        return RowSource((HfStream if self.streaming else HfRows)(self), "hf", cache)
+        opened, self._opened = self._opened, None  # the next run asks the hub again
+        return RowSource(HfStream(self) if self.streaming else HfRows(self, opened), "hf", cache)
 
 
 def _require_datasets() -> Any:
@@ -88,7 +105,7 @@ def _require_datasets() -> Any:
     return datasets
 
 
-def _load(config: HfConfig) -> Any:
+def _load(config: HfConfig, opened: list[tuple[str, int, int]] | None) -> Any:
     """Open one split of the data set, its images undecoded, with the columns that are read."""
     datasets = _require_datasets()
     folder = expand_home(config.path)
@@ -97,6 +114,9 @@ def _load(config: HfConfig) -> Any:
         raise ConfigError(
             f"{folder}: was written by save_to_disk, which has no streaming, name or revision: leave them out"
         )
+    with contextlib.suppress(StorageError):  # this machine may have other files
+        if opened and not is_saved and stamp([path for path, _, _ in opened]) == opened:
+            return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path, _, _ in opened])
     with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
         if is_saved:
             found = datasets.load_from_disk(str(folder), keep_in_memory=False)
@@ -158,14 +178,15 @@ class HfRows:
 
     Args:
         config: the data set.
+        opened: its files, if they are known; see `HfConfig.opened`.
     """
 
     content: str | None = None
 
-    def __init__(self, config: HfConfig):
+    def __init__(self, config: HfConfig, opened: list[tuple[str, int, int]] | None = None):
         self._where = config.where
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-            found = _load(config)
+            found = _load(config, opened)
             self._data, self._parser = _select(found, config)
             self._examine(found, config)
         self.classnames, self.templates = self._parser.classnames, self._parser.templates
@@ -173,8 +194,8 @@ class HfRows:
     def _examine(self, found: Any, config: HfConfig) -> None:
         """Find out the number of rows, and what identifies them."""
         self._count = len(found)
-        self._files, self._checked = stamp([each["filename"] for each in self._data.cache_files]), time.monotonic()
-        self.identity = f"{config.model_dump_json(exclude={'weight', 'remote'})} {os.getcwd()} {self._files}"
+        self.files, self._checked = stamp([each["filename"] for each in self._data.cache_files]), time.monotonic()
+        self.identity = f"{config.model_dump_json(exclude={'weight', 'remote'})} {os.getcwd()} {self.files}"
 
     def __len__(self) -> int:
         return self._count
@@ -190,7 +211,7 @@ class HfRows:
 
     def _row(self, index: int, name: str) -> Any:
         if time.monotonic() - self._checked > _CHECK_S:
-            if stamp([path for path, _, _ in self._files]) != self._files:
+            if stamp([path for path, _, _ in self.files]) != self.files:
                 raise StorageError(
                     f"{name}: the files of the data set have changed; start the run again", "changed shard"
                 )
