@@ -42,11 +42,9 @@ class SharesOpened(Protocol):
     @property
     def opened(self) -> Any:
         """JSON value that `shards` has made; None if there is none."""
-        ...
 
     def set_opened(self, opened: Any) -> None:
         """Have `shards` and `build` use the value of another process, if they can."""
-        ...
 
 
 def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> None:
@@ -72,12 +70,12 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
         if place == 0:  # so that a data set is drawn, or fetched, once
             remove_leftovers(cache_folder() / "index")
             shards = _list_shards(sources, keys)
-    opened = dist.gather_json([each.opened if isinstance(each, SharesOpened) else None for each in sources])[group[0]]
+    sharing = [each for each in sources if isinstance(each, SharesOpened)]
+    opened = dist.gather_json([each.opened for each in sharing])[group[0]]
     with dist.raise_on_all_ranks():
         if place:
-            for source, value in zip(sources, opened, strict=True):
-                if isinstance(source, SharesOpened):
-                    source.set_opened(value)
+            for source, value in zip(sharing, opened, strict=True):
+                source.set_opened(value)
             shards = _list_shards(sources, keys)
     left = shards[place :: len(group)][::-1]
     more = True

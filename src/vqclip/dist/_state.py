@@ -89,10 +89,9 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
         for name, launcher in _TASKS.items():
             if (tasks := os.environ.get(name, "")).isdigit() and int(tasks) > 1:
                 logger.warning(
-                    "this process is one of %s tasks of %s (%s), but torchrun has not started it: it works alone, and "
-                    "each task does all of the work. For one job over all, start one `torchrun` a machine, as in "
-                    "docs/machines.md: `srun torchrun ...`",
-                    tasks, launcher, name,
+                    f"this process is one of {tasks} tasks of {launcher} ({name}), but torchrun has not started it: it "
+                    "works alone, and each task does all of the work. For one job over all, start one `torchrun` a "
+                    "machine, as in docs/machines.md: `srun torchrun ...`"
                 )
                 break
         return False

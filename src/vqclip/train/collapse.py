@@ -163,8 +163,9 @@ class CollapseWatch:
         collapsed = {each["name"]: each for each in self._codebooks if has_collapsed(each, self._config.usage)}
         unseen = done if self._last or done < self._config.steps else 0  # a first report this late covers the start
         self._since = {name: self._since.get(name, unseen) for name in (*signs, *collapsed)}
+        at_once = _AT_ONCE | (collapsed.keys() if done - self._last >= self._config.steps else set())  # rare reports
         self._last = done
-        due = [name for name, since in self._since.items() if name in _AT_ONCE or done - since >= self._config.steps]
+        due = [name for name, since in self._since.items() if name in at_once or done - since >= self._config.steps]
         pause = _PAUSES * self._config.steps
         told = {name for name, last in self._seen.items() if done - last < pause} | self._reported.keys()
         messages = [f"{signs[name]}. {RESTART}" for name in due if name in signs and name not in told]
@@ -182,8 +183,7 @@ class CollapseWatch:
         """Return the verdict on the run after the last report, as JSON values.
 
         ``verdict`` is a line of text, ``codebooks`` the usage over the window, ``warnings`` those of the whole run. A
-        codebook counts if it has collapsed in the last report: the window covers the steps before, and the next report
-        that would have warned may never come.
+        codebook that has collapsed in the last report counts without a warning: the next report may never come.
         """
         signs = [text for text in self._reported.values() if text]
         is_due = self._last >= self._config.steps
@@ -269,8 +269,7 @@ def _tokens_of(name: str) -> str:
 
 
 def _span(numbers: Sequence[float]) -> str:
-    low, high = f"{min(numbers):,.0f}", f"{max(numbers):,.0f}"
-    return low if low == high else f"{low} to {high}"
+    return " to ".join(dict.fromkeys(f"{each(numbers):,.0f}" for each in (min, max)))
 
 
 def _modality(name: str) -> str:
