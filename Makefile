@@ -14,16 +14,26 @@ TESTS ?=
 JOBS ?= 2
 
 BIN := $(VENV)/bin
+# What is installed: the package alone; what tests need; what checks and the documentation need; an object store's server.
 STAMP := $(VENV)/.installed
-# The tests of object stores run against a server of their own, which few others need.
+TEST_STAMP := $(VENV)/.installed-test
+DEV_STAMP := $(VENV)/.installed-dev
 FAULTS_STAMP := $(VENV)/.installed-test-s3
+# make test-gpu SYSTEM=1: the environment of $(PYTHON) as it is, for machines without a network (docs/gpu.md).
+ifdef SYSTEM
+BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
+STAMP :=
+TEST_STAMP :=
+DEV_STAMP :=
+FAULTS_STAMP :=
+endif
 SOURCES := src tests $(wildcard scripts benchmarks examples)
 
 # Processes share the cores; without this each would start a thread on every one of them.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-gpu faults check format docs readme-images clean
+.PHONY: help bundle train test test-slow test-gpu faults check format docs readme-images clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
@@ -33,28 +43,31 @@ train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS=
 	@sed -n '/^#/!q; s/^# \([^ ]\)/\1/p' $(CONFIG)    # what it trains, in which stages, and how long that takes
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
 
-test: $(STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
+test: $(TEST_STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
-test-slow: $(STAMP) ## run the tests that take minutes
+test-slow: $(TEST_STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
-test-gpu: $(STAMP) ## run the tests that need a GPU, or several
+test-gpu: $(TEST_STAMP) ## run the tests that need a GPU, or several
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
-faults: $(STAMP) $(FAULTS_STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
+bundle: $(TEST_STAMP) ## pack the project and wheels for a machine with a GPU but without a network: docs/gpu.md
+	$(BIN)/python scripts/offline_bundle.py
+
+faults: $(TEST_STAMP) $(FAULTS_STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
 	$(BIN)/python -m pytest -m faults $(TESTS)
 
-check: $(STAMP) ## check format, style and types
+check: $(DEV_STAMP) ## check format, style and types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 
-format: $(STAMP) ## put the code into the project's format, mend what can be mended
+format: $(DEV_STAMP) ## put the code into the project's format, mend what can be mended
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-docs: $(STAMP) ## build the documentation: site/index.html
+docs: $(DEV_STAMP) ## build the documentation: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 readme-images: $(STAMP) ## draw the images of the README from runs/base, which `make train` makes: 15 seconds
@@ -68,9 +81,17 @@ $(STAMP): pyproject.toml
 		|| { echo "vqclip needs Python 3.10 or later, got $$($(PYTHON) --version 2>&1); set PYTHON=..."; exit 1; }
 	@echo 'making the environment $(VENV), once: some minutes, most of them for PyTorch'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test,dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e .
 	@touch $@
 
-$(FAULTS_STAMP): pyproject.toml | $(STAMP)
+$(TEST_STAMP): pyproject.toml | $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test]'
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	@touch $@ $(TEST_STAMP)
+
+$(FAULTS_STAMP): pyproject.toml | $(TEST_STAMP)
 	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[test-s3]'
 	@touch $@

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -62,3 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     """Say where the process hangs should it not end within two minutes, and end it: no wait is without a limit."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape names that are not UTF-8 in captured output, which pytest-xdist could not send."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report

@@ -11,7 +11,6 @@ import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
-from vqclip import dist
 from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.order import FullOrder
@@ -232,9 +231,6 @@ class TaskConfig(Config):
         # Absent where they are null: checkpoints from before these settings resume.
         if not isinstance(self.data.order, FullOrder):
             settings["data.order"] = self.data.order.model_dump(mode="json")
-        if self.train.float8:
-            # Numbers are scaled by the largest one of a process and microbatch.
-            settings["train.float8"] = {"processes": dist.world_size(), "micro_batches": self.train.micro_batches}
         for name in ("ema", "bottleneck"):
             section = getattr(self.train, name)
             if section is not None:

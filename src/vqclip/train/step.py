@@ -39,7 +39,6 @@ from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
 from vqclip.train.compilation import CompiledRegions, compile_model
 from vqclip.train.ema import Ema, EmaConfig
-from vqclip.train.float8 import Float8Layers
 from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import Schedule, clip_gradients, set_lr
@@ -56,10 +55,6 @@ class ComputeConfig(Config):
     precision: Precision = "fp32"
     """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
     fp64 is for checking that processes agree."""
-    float8: bool = False
-    """Compute the products of the towers' linear layers in 8-bit floating point, by torchao (extra `float8`), on GPUs
-    that have it; the rest as `precision` says. Use it with `compile`. The result depends on the number of processes and
-    of microbatches: each scales its own tensors."""
     compile: bool | Literal["regional"] = False
     """`true`: compile the model with `torch.compile`. `regional`: compile the blocks of its towers that train, and its
     quantizers; equal blocks share their code, so it takes less time to compile, and works with `parallel: fsdp`."""
@@ -92,11 +87,6 @@ class ComputeConfig(Config):
                 raise ValueError(
                     f"got parallel {self.parallel!r} and bucket_mb {self.bucket_mb:g}; expected bucket_mb null, or ddp"
                 )
-        if self.float8 and (self.parallel != "ddp" or self.precision not in ("bf16", "fp32")):
-            raise ValueError(
-                f"got float8 true with parallel {self.parallel!r} and precision {self.precision}; expected parallel "
-                "ddp, and precision bf16 or fp32"
-            )
         if self.compile == "regional" and self.activation_checkpointing == "operators":
             raise ValueError(
                 "got compile 'regional' and activation_checkpointing 'operators', which would recompute whole compiled "
@@ -157,8 +147,6 @@ class TrainStep(Generic[SamplesT]):
         self.task, self.optimizer, self.schedule = task, optimizer, schedule
         training = [tower for tower in task.towers.values() if not tower.is_frozen]
         recompute_blocks(training, compute.activation_checkpointing)
-        # Before the first step, which may freeze towers that train later.
-        self.float8 = Float8Layers(training, task.device) if compute.float8 else None
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
@@ -199,7 +187,7 @@ class TrainStep(Generic[SamplesT]):
         self.move_to_step(step)
         local = self.task.local(batch)
 
-        with nullcontext() if self.float8 is None else self.float8.applied(), self._compiled_regions():
+        with self._compiled_regions():
             out = self._forward(local, step)
             sums = self.task.reduce(out, local)
             losses = self._losses(out, sums, local, step)

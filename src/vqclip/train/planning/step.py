@@ -102,7 +102,7 @@ def _without_values(config: TrainConfig) -> TrainConfig:
     if tree["towers"] is not None:
         tree["towers"] |= {"pretrained": None}
     ema = None if config.train.ema is None else config.train.ema.model_copy(update={"every": 1})
-    train = config.train.model_copy(update={"compile": False, "float8": False, "ema": ema})
+    train = config.train.model_copy(update={"compile": False, "ema": ema})
     return config.model_copy(update={"model": ModelConfig.model_validate(tree), "train": train})
 
 
