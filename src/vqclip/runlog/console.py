@@ -116,7 +116,7 @@ _CHATTY = ("aiobotocore", "azure", "botocore")
 """Loggers of packages that report each request, or where they found credentials."""
 
 
-class _AboveBar(logging.StreamHandler[TextIO]):
+class _AboveBar(logging.StreamHandler):  # Python 3.10 has no StreamHandler[TextIO]
     """Handler that writes lines above a progress bar, where one is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -22,11 +22,12 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Literal, Self
+from typing import Generic, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from vqclip import dist
 from vqclip.config import Config
