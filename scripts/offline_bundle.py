@@ -25,7 +25,7 @@ PLATFORMS = ["manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux201
 MOST_BYTES = 60 * 2**20
 
 
-def needed(name: str, extras: frozenset[str], python: str, found: dict[str, str]) -> None:
+def collect_versions(name: str, extras: frozenset[str], python: str, found: dict[str, str]) -> None:
     """Add the versions of an installed package and of all that it needs to ``found``."""
     name = canonicalize_name(name)
     if name in PRESENT or (name in found and not extras):
@@ -37,7 +37,7 @@ def needed(name: str, extras: frozenset[str], python: str, found: dict[str, str]
             {"python_version": python, "python_full_version": f"{python}.0", "extra": each} for each in extras or [""]
         ]
         if requirement.marker is None or any(requirement.marker.evaluate(each) for each in settings):
-            needed(requirement.name, frozenset(requirement.extras), python, found)
+            collect_versions(requirement.name, frozenset(requirement.extras), python, found)
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("vqclip-offline.tar.gz"))
     args = parser.parse_args()
     root, found = Path(__file__).parents[1], dict[str, str]()
-    needed("vqclip", frozenset({"test-gpu"}), args.python, found)
+    collect_versions("vqclip", frozenset({"test-gpu"}), args.python, found)
     del found["vqclip"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]

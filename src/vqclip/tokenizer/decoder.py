@@ -97,7 +97,7 @@ class TokenizerDecoder(nn.Module):
     pixels: PixelDecoder | None
     """Codes to images; None unless `vqclip.pixels.attach` was called, or the folder has a decoder."""
     stored_dtype: torch.dtype | None = None
-    """Floating-point type of the weights in the folder, which are never rounded; None if not loaded from one."""
+    """Floating-point type of the weights in the folder, never rounded to half precision; None if not from a folder."""
 
     def __init__(
         self,
@@ -294,10 +294,10 @@ class TokenizerDecoder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         wanted = fn(torch.empty(0, dtype=self.pool.position.dtype, device=self.device)).dtype
-        if (stored := self.stored_dtype) is not None and torch.promote_types(stored, wanted) != wanted:
+        if (stored := self.stored_dtype) is not None and wanted.itemsize < 4 and wanted != stored:
             raise ConfigError(
                 f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
-                f"would change. Expected {stored} or wider; convert other parts of your model, and the vectors of "
+                f"would change. Expected {stored} or float32; convert other parts of your model, and the vectors of "
                 'decode, instead, or pass precision="bf16" to encode and embed'
             )
         return super()._apply(fn, recurse)
