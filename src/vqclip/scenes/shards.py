@@ -17,7 +17,7 @@ from vqclip.process import progress
 from vqclip.scenes.splits import TEMPLATES, Sample
 
 
-def write_caption_members(folder: Path, samples: Iterable[Sample], shard_size: int) -> None:
+def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) -> None:
     """Write `00000.tar`, ... with `SSSSSNNNN.jpg`, `.txt`, `.json` a sample, and `00000_stats.json` a shard."""
     folder.mkdir(parents=True)
     for shard, part in enumerate(_parts(samples, shard_size)):
@@ -29,7 +29,7 @@ def write_caption_members(folder: Path, samples: Iterable[Sample], shard_size: i
         (folder / f"{shard:05d}_stats.json").write_bytes(_json(stats | {"status_dict": {"success": len(part)}}))
 
 
-def write_label_members(folder: Path, samples: Iterable[Sample], class_names: list[str], shard_size: int) -> None:
+def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[str], shard_size: int) -> None:
     """Write `classnames.txt`, `zeroshot_classification_templates.txt` and `test/N.tar` with jpg, cls, json."""
     (folder / "test").mkdir(parents=True)
     (folder / "classnames.txt").write_bytes("".join(f"{name}\n" for name in class_names).encode())
