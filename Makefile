@@ -20,7 +20,9 @@ TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 FAULTS_STAMP := $(VENV)/.installed-test-s3
 # make test-gpu SYSTEM=1: the environment of $(PYTHON) as it is, for machines without a network (docs/gpu.md).
+PY := $(BIN)/python
 ifdef SYSTEM
+PY := $(PYTHON)
 BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
 STAMP :=
 TEST_STAMP :=
@@ -44,19 +46,19 @@ train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS=
 	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
 
 test: $(TEST_STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 test-slow: $(TEST_STAMP) ## run the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(TESTS)
+	$(PY) -m pytest -m slow $(TESTS)
 
 test-gpu: $(TEST_STAMP) ## run the tests that need a GPU, or several
-	$(BIN)/python -m pytest -m gpu $(TESTS)
+	$(PY) -m pytest -m gpu $(TESTS)
 
 bundle: $(TEST_STAMP) ## pack the project and wheels for a machine with a GPU but without a network: docs/gpu.md
-	$(BIN)/python scripts/offline_bundle.py
+	$(PY) scripts/offline_bundle.py
 
 faults: $(TEST_STAMP) $(FAULTS_STAMP) ## run the tests that kill, corrupt and fuzz, for half an hour
-	$(BIN)/python -m pytest -m faults $(TESTS)
+	$(PY) -m pytest -m faults $(TESTS)
 
 check: $(DEV_STAMP) ## check format, style and types
 	$(BIN)/ruff format --check $(SOURCES)
@@ -68,10 +70,10 @@ format: $(DEV_STAMP) ## put the code into the project's format, mend what can be
 	$(BIN)/ruff check --fix $(SOURCES)
 
 docs: $(DEV_STAMP) ## build the documentation: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 readme-images: $(STAMP) ## draw the images of the README from runs/base, which `make train` makes: 15 seconds
-	$(BIN)/python scripts/readme_images.py runs/base --out docs/images
+	$(PY) scripts/readme_images.py runs/base --out docs/images
 
 clean: ## remove the environment and all caches; runs are kept
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

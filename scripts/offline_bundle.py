@@ -30,8 +30,11 @@ def collect_versions(name: str, extras: frozenset[str], python: str, found: dict
     name = canonicalize_name(name)
     if name in PRESENT or (name in found and not extras):
         return
-    found[name] = importlib.metadata.version(name)
-    for text in importlib.metadata.requires(name) or ():
+    try:
+        found[name], requirements = importlib.metadata.version(name), importlib.metadata.requires(name)
+    except importlib.metadata.PackageNotFoundError:  # a package for another version of Python: the newest one
+        found[name], requirements = "", None
+    for text in requirements or ():
         requirement = Requirement(text)
         settings = [
             {"python_version": python, "python_full_version": f"{python}.0", "extra": each} for each in extras or [""]
@@ -54,7 +57,8 @@ def main() -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", args.python, "--implementation", "cp", "--dest", folder]
         command += [word for each in PLATFORMS for word in ("--platform", f"{each}_{args.machine}")]
-        subprocess.run([*command, *(f"{name}=={version}" for name, version in found.items())], check=True)
+        wheels = [f"{name}=={version}" if version else name for name, version in found.items()]
+        subprocess.run([*command, *wheels], check=True)
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(root)]
         subprocess.run(build, check=True)
         files = subprocess.run(["git", "ls-files"], cwd=root, check=True, capture_output=True, text=True).stdout

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError, for_each
 from vqclip import dist
-from vqclip.dist._collectives import REDUCE_SCATTER
+from vqclip.dist._torch_versions import REDUCE_SCATTER
 from vqclip.errors import ConfigError, DistributedError, ShapeError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
 from vqclip.losses.features import Implementation
+from vqclip.nn.device import planned_gpu
 
 IMPLEMENTATIONS = get_args(Implementation)
 KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
@@ -399,3 +400,12 @@ def test_the_sum_of_softplus(rows, dtype, rtol, spread, mean):
     torch.testing.assert_close(tiles.softplus_sum(x).double(), exact, rtol=rtol, atol=0)
     assert tiles.softplus_sum(torch.full((rows, 2), torch.nan)).isnan()
     assert tiles.softplus_sum(torch.full((rows, 2), torch.inf)) == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype", "side"), [(80, torch.float32, 4352), (80, torch.float64, 3072), (0.1, torch.float32, 256)]
+)
+def test_tiles_follow_the_memory_of_a_gpu(memory, dtype, side):
+    with planned_gpu(int(memory * 2**30)):
+        assert tiles.tile_side(torch.zeros(1, dtype=dtype)) == side
+    assert tiles.tile_side(torch.zeros(1)) == 1024

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.dist._collectives import ALL_GATHER, REDUCE_SCATTER
+from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
 from vqclip.quantizers import LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
 
 OF_THE_CODES = {"codebook", "orthogonality"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import open_clip
 import pytest
@@ -54,14 +55,15 @@ def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.module."])
-def test_a_prefix_of_all_names_is_removed(tiny_open_clip, tmp_path, prefix, caplog):
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.module."])
+def test_layouts_of_other_programs_are_read(tiny_open_clip, tmp_path, prefix, key, caplog):
     model, name, _ = tiny_open_clip
-    state = {f"{prefix}{key}": tensor for key, tensor in model.state_dict().items()}
-    torch.save({"state_dict": state, "epoch": 1}, tmp_path / "weights.pt")
+    state = {f"{prefix}{each}": tensor for each, tensor in model.state_dict().items()}
+    torch.save({key: state, "epoch": 1, "args": Namespace(lr=1.0)}, tmp_path / "weights.pt")
     with caplog.at_level("INFO", logger="vqclip"):
         tower = OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
-    assert f"all names begin with {prefix}, which is removed" in caplog.text
+    assert (f"all names begin with {prefix}, which is removed" in caplog.text) == bool(prefix)
     assert torch.equal(tower.backbone.visual.conv1.weight, model.visual.conv1.weight)
 
 
@@ -196,3 +198,10 @@ def test_an_unknown_open_clip_model_or_tag_is_refused():
 
 def _embedded(model, tokens):
     return model.token_embedding(tokens) + model.positional_embedding, model.attn_mask
+
+
+def test_shapes_of_an_open_clip_model_need_no_memory(tiny_open_clip):
+    _, name, _ = tiny_open_clip
+    with torch.device("meta"):
+        tower = OpenCLIPImageTowerConfig(model=name).build()
+    assert {each.device.type for each in tower.parameters()} == {"meta"}

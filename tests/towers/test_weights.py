@@ -41,6 +41,13 @@ def test_local_weights_are_loaded(vit, tmp_path, kind, prefix, caplog):
     assert ("loading state_dict, not state_dict_ema" in caplog.text) == (kind == "nested.pt")
 
 
+def test_names_of_the_model_itself_are_no_prefix(vit, tmp_path):
+    state = {name: each for name, each in vit.backbone.model.state_dict().items() if name.startswith("blocks.")}
+    torch.save(state, tmp_path / "part.pt")
+    with pytest.raises(ConfigError, match=r"missing cls_token.* names in the file: blocks\.0\."):
+        from_file(tmp_path / "part.pt")
+
+
 def test_local_weights_in_half_precision_are_widened(vit, tmp_path):
     torch.save({name: tensor.half() for name, tensor in vit.backbone.model.state_dict().items()}, tmp_path / "half.pt")
     images = torch.rand(1, 3, 16, 16)

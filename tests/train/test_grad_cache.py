@@ -24,7 +24,7 @@ from tests.test_world_size import ENTROPY_LFQ
 from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, quantizers
 from vqclip.data import Batch
-from vqclip.dist._collectives import REDUCE_SCATTER
+from vqclip.dist._torch_versions import REDUCE_SCATTER
 from vqclip.errors import ConfigError, ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
 from vqclip.train.optim import OptimConfig

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
-from pydantic_core import CoreSchema, to_jsonable_python
+from pydantic_core import CoreSchema, PydanticSerializationError, to_jsonable_python
 
 from vqclip.config.yaml import dump_yaml
 
@@ -60,8 +60,11 @@ class Config(BaseModel):
         return schema
 
     def model_dump_json(self, **options: Any) -> str:
-        """Return the section as JSON in ASCII; pydantic's refuses paths with bytes that are not UTF-8."""
-        return json.dumps(self.model_dump(mode="json", **options), separators=(",", ":"))
+        """Return the section as JSON, in ASCII if it contains paths that are not UTF-8, which pydantic refuses."""
+        try:
+            return super().model_dump_json(**options)
+        except PydanticSerializationError:
+            return json.dumps(self.model_dump(mode="json", **options))
 
 
 def to_yaml(config: Config, change: Callable[[Any], Any] | None = None) -> str:

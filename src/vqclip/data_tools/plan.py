@@ -102,6 +102,7 @@ class Plan:
     def __init__(self, data: Sequence[DataCounts], job: Job):
         self.data, self.job = tuple(data), job
         self.order = GlobalOrder([each.samples for each in data], [each.weight for each in data], job.seed, job.order)
+        self._epoch = float(sum(self.order.slots))
         if job.batch_size > self.order.epoch_size:
             raise ConfigError(
                 f"--batch: got {job.batch_size}, more than the {self.order.epoch_size} samples of an epoch"
@@ -197,7 +198,7 @@ class Plan:
             steps: successive batches that are taken as one.
         """
         data = max(self.data, key=lambda each: each.samples)
-        share = data.samples * data.weight / self.order.epoch_size
+        share = data.samples * data.weight / self._epoch
         order = GlobalOrder([data.samples], [1.0], self.job.seed, self.job.order)
         size = max(1, round(self.job.batch_size * share))
         return simulate_mixing(order, size, min(max(data.shards, 2), data.samples), self.job.seed, 4, steps)
@@ -277,7 +278,7 @@ class FullPlan(Plan):
 
     def _batch_shards(self, each: DataCounts) -> float:
         """Return how many shards a node's part of a batch has samples of."""
-        rows = self.job.batch_size * each.samples * each.weight / self.order.epoch_size / self.job.nodes
+        rows = self.job.batch_size * each.samples * each.weight / self._epoch / self.job.nodes
         return min(rows, each.shards * -np.expm1(rows * np.log1p(-1 / each.shards))) if each.shards > 1 else 1.0
 
     def _read_bytes(self, each: DataCounts) -> float:
@@ -332,7 +333,7 @@ class WindowedPlan(Plan):
         """See `Plan.first_batch_bytes`; each of its samples is of another chunk, as long as a window has as many."""
         total = 0.0
         for each, chunks in zip(self.data, self.window_chunks, strict=True):
-            rows = self.job.batch_size * each.samples * each.weight / self.order.epoch_size
+            rows = self.job.batch_size * each.samples * each.weight / self._epoch
             total += min(rows, chunks) / self.job.nodes * self._chunk_bytes(each)
         return total
 
@@ -371,7 +372,7 @@ class WindowedPlan(Plan):
     def mixing(self) -> float:
         """See `Plan.mixing`."""
         number = int(np.argmax([each.samples for each in self.data]))
-        share = self.data[number].samples * self.data[number].weight / self.order.epoch_size
+        share = self.data[number].samples * self.data[number].weight / self._epoch
         rounds = self.job.batch_size * share / self.window_chunks[number]
         return 1 + rounds**2 / 3 if rounds < 1 else rounds + 1 / (3 * rounds)
 
@@ -424,7 +425,7 @@ class WindowedPlan(Plan):
         windows, layout, gpus = self.windows[number], NodeLayout(self.nodes), self.job.gpus
         lanes = windows.lanes
         needed = np.stack([layout.lanes_of(node * gpus, lanes) for node in range(len(layout))])
-        size = round(self.job.batch_size * self.data[number].weight * windows.size / self.order.epoch_size)
+        size = round(self.job.batch_size * self.data[number].weight * windows.size / self._epoch)
         if lanes % len(layout) or size % self.ranks:
             for step in range(_SIMULATED_STEPS):
                 lane = windows.lane_of(np.arange(step * size, (step + 1) * size) % windows.size)

@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
+from vqclip.dist._torch_versions import ALL_GATHER, HAS_NN_ALL_GATHER, REDUCE_SCATTER, eager_in_old_versions
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
-from vqclip.nn.torch_versions import COLLECTIVE_NAMES, HAS_NN_ALL_GATHER, eager_in_old_versions
-
-ALL_GATHER, REDUCE_SCATTER = COLLECTIVE_NAMES
 
 # torch 2.12 to 2.14 announce at our call that they will withdraw the function, which users cannot change.
 warnings.filterwarnings("ignore", category=FutureWarning, module=re.escape(__name__) + "$")
@@ -37,7 +35,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
     Args:
         x: `(B_r, ...)`, any dtype; B_r may differ between ranks and be zero, everything else must be equal.
         sizes: All B_r in rank order, if the caller knows them. This skips `gather_sizes`, with its checks, and lets
-            `torch.compile` keep one graph.
+            `torch.compile` keep one graph (from torch 2.12 on; before it runs eagerly).
 
     Returns:
         `(ΣB_r, ...)`, the same on every rank. Backward returns the sum over ranks of the gradients of this rank's rows;
@@ -263,11 +261,13 @@ def _gather_equal_sizes(x: Tensor) -> Tensor:
     then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the CPU in
     a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
     """
-    has_gradient = torch.is_grad_enabled() and x.requires_grad
-    on_cpu_among_gpus = x.device.type == "cpu" and "nccl" in c10d.get_backend_config()
-    if not has_gradient or not HAS_NN_ALL_GATHER or torch.compiler.is_compiling():
-        return _Gather.apply(x)
-    if _sum_dtype(x) != x.dtype or on_cpu_among_gpus:
+    if (
+        torch.compiler.is_compiling()
+        or not HAS_NN_ALL_GATHER
+        or not (torch.is_grad_enabled() and x.requires_grad)
+        or _sum_dtype(x) != x.dtype
+        or (x.device.type == "cpu" and "nccl" in c10d.get_backend_config())
+    ):
         return _Gather.apply(x)
     import torch.distributed.nn.functional as functional  # an import that warns from torch 2.15 on
 

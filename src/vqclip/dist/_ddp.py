@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from vqclip.dist._history import exchange_timer
 from vqclip.dist._planned import PlannedDDP, is_planned
 from vqclip.dist._state import is_distributed, named_errors
-from vqclip.nn.torch_versions import NO_BUFFER_SYNC
+from vqclip.dist._torch_versions import NO_BUFFER_SYNC
 
 _WRAPPERS = (DistributedDataParallel, PlannedDDP)
 

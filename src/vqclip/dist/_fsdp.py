@@ -25,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vqclip.dist._collectives import ALL_GATHER, REDUCE_SCATTER, broadcast_
+from vqclip.dist._collectives import broadcast_
 from vqclip.dist._control import gather_json
 from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import is_main, run_collective, world_size
+from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
 from vqclip.errors import ConfigError
 from vqclip.io.parts import Part
 

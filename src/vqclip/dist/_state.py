@@ -16,8 +16,8 @@ import torch.distributed as c10d
 from vqclip.dist import _history
 from vqclip.dist._launcher import stop_with_launcher
 from vqclip.dist._rendezvous import private_store
+from vqclip.dist._torch_versions import GUARDS_PROCESS_GROUP
 from vqclip.errors import ConfigError, DistributedError
-from vqclip.nn.torch_versions import GUARDS_PROCESS_GROUP
 
 logger = logging.getLogger(__name__)
 

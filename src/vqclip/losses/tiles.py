@@ -39,11 +39,11 @@ KEPT_TILES = 4
 def tile_side(features: Tensor) -> int:
     """Return the number of rows and columns of a tile, at least 1.
 
-    On a GPU a tile takes up to a 1024th of the memory, since smaller ones leave it idle, and multiples of 256 rows.
+    On a GPU a tile takes up to a 1024th of the memory, since smaller ones leave it idle, in multiples of 256 rows.
     """
     memory = gpu_memory(features.device)
     side = math.isqrt((TILE_BYTES if memory is None else memory // 1024) // features.element_size())
-    return max(1, side if memory is None else side // 256 * 256)
+    return max(1, side) if memory is None else max(256, side // 256 * 256)
 
 
 class Gradients(NamedTuple):

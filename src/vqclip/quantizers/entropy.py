@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from vqclip.dist import is_torch_compiling
 from vqclip.nn.precision import first_derivative_only
-from vqclip.nn.torch_versions import is_torch_compiling
 from vqclip.quantizers.vectors import tokens_at_a_time
 
 PART = 2**18

@@ -12,9 +12,9 @@ from einops import reduce
 from torch import Tensor
 
 from vqclip import dist
+from vqclip.dist import is_torch_compiling
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import first_derivative_only
-from vqclip.nn.torch_versions import is_torch_compiling
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.usage import MAX_COUNTED_CODES

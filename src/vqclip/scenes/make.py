@@ -22,6 +22,9 @@ from vqclip.scenes.splits import VERSION, class_names, labelled_samples, train_s
 
 logger = logging.getLogger(__name__)
 
+_LAYOUT = 2
+"""Version of the files around the images; `VERSION` keys what is drawn."""
+
 STAMP = "scenes.json"
 
 Count = Annotated[int, Field(ge=1, le=10**8)]
@@ -88,8 +91,8 @@ def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = No
 
 
 def folder_name(config: ScenesConfig) -> str:
-    """Return the data set's name in the cache: `scenes-v<version>-<hash of the configuration>`."""
-    return f"scenes-v{VERSION}-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:10]}"
+    """Return the data set's name in the cache: `scenes-v<version>.<layout>-<hash of the configuration>`."""
+    return f"scenes-v{VERSION}.{_LAYOUT}-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:10]}"
 
 
 def _draw(folder: Path, config: ScenesConfig) -> None:

@@ -101,7 +101,7 @@ def _create(model: str, pretrained: str | None) -> Any:
         source = pretrained
         if pretrained is not None and pretrained not in tags and not pretrained.endswith((".npz", ".npy")):
             state, prefix = read_state(Path(pretrained), "tower.pretrained")
-            if prefix:
+            if prefix or not pretrained.endswith(".safetensors"):  # open_clip knows fewer layouts
                 torch.save(state, source := f"{folder}/weights.pt")
         try:
             if source is not None and source.endswith(".npz"):

@@ -76,7 +76,8 @@ def read_state(path: Path, key: str, expected: Iterable[str] = ()) -> tuple[dict
     """Read a safetensors file (by its suffix), or a PyTorch file with a state dict, without running code.
 
     The state dict may be under ``state_dict`` or ``model`` beside plain values, as of timm and Lightning. A prefix of
-    all names that those in ``expected`` do not have, such as ``module.`` or ``_orig_mod.``, is removed.
+    all names, such as ``module.`` or ``_orig_mod.``, is removed if some of them then are in ``expected``, or if that is
+    empty.
 
     Returns:
         The tensors by their names, and the prefix that was removed.
@@ -112,8 +113,11 @@ def read_state(path: Path, key: str, expected: Iterable[str] = ()) -> tuple[dict
             f"{key}: {path}: got a {type(stored).__name__}{names}, expected a state dict: tensors by name, alone or "
             "under state_dict or model, with or without a prefix that all names have"
         )
-    shared, own = (os.path.commonprefix(list(names)) for names in (stored, expected))  # noqa: RUF071 (cut at dots below)
-    if prefix := shared[: shared.rfind(".") + 1].removesuffix(own[: own.rfind(".") + 1]):
+    shared, known = os.path.commonprefix(list(stored)), set(expected)  # noqa: RUF071 (cut at dots below)
+    parts = shared.split(".")[:-1]
+    prefixes = ["".join(f"{part}." for part in parts[:count]) for count in range(len(parts) + 1)]
+    fitting = (each for each in prefixes if any(name.removeprefix(each) in known for name in stored))
+    if prefix := next(fitting, "" if known else prefixes[-1]):
         log.info("%s: %s: all names begin with %s, which is removed", key, path, prefix)
     return {name.removeprefix(prefix): tensor for name, tensor in stored.items()}, prefix
 
@@ -122,4 +126,4 @@ def explain(error: Exception) -> str:
     """Return why a file cannot be loaded, without torch's advice to turn its protection off."""
     if "weights_only" in str(error):
         return "it is damaged, or contains more than tensors, and code in it is never run"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -51,7 +51,7 @@ codes = VqclipImageTokenizer.from_pretrained(folder).encode(**processor(images))
 class FolderModel(PreTrainedModel):
     """A model of transformers around a module that is stored in a tokenizer folder.
 
-    Weights keep the type in which they were stored, or get a wider one: `TokenizerDecoder` refuses others.
+    Weights keep the type in which they were stored, or get float32 or float64: `TokenizerDecoder` refuses others.
     """
 
     base_model_prefix = ""
@@ -87,7 +87,7 @@ class FolderModel(PreTrainedModel):
             pretrained_model_name_or_path: folder that a run, `vqclip` or ``save_pretrained`` wrote, or a hub name.
             config: configuration of the same folder; its ``embeddings`` are used.
             revision: branch, tag or commit of a hub name.
-            dtype: None and ``"auto"`` keep the stored type; a wider one converts, a narrower one is refused.
+            dtype: None and ``"auto"`` keep the stored type; float32 and float64 convert, others are refused.
             torch_dtype: former name of ``dtype``.
             device_map: one device for the whole model; ``"auto"``: the accelerator, if there is one.
             options: ``embeddings`` of a `VqclipConfig`; options of transformers are refused unless they are None, False

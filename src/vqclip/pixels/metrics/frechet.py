@@ -139,7 +139,7 @@ def _load_inception(path: Path) -> tuple[nn.Module, str]:
             network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(plain))
     except Exception as error:  # damaged files raise errors of any kind
         raise ConfigError(
-            f"network.weights: {path} cannot be used ({explain(error).splitlines()[0]}); expected a file of "
+            f"network.weights: {path} cannot be used ({explain(error)}); expected a file of "
             "torch-fidelity's Inception weights"
         ) from error
     return network.eval(), hashlib.sha256(content).hexdigest()

@@ -1,21 +1,14 @@
-"""Differences between the versions of torch that vqclip supports, 2.8 and later: no other module asks for one."""
+"""Differences between the versions of torch that vqclip supports, 2.8 and later."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-
-__all__ = [
-    "COLLECTIVE_NAMES",
-    "GUARDS_PROCESS_GROUP",
-    "HAS_NN_ALL_GATHER",
-    "NO_BUFFER_SYNC",
-    "TORCH_VERSION",
-    "eager_in_old_versions",
-    "is_torch_compiling",
-]
+import torch.distributed as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -25,14 +18,13 @@ TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].spli
 HAS_NN_ALL_GATHER = TORCH_VERSION < (2, 15)
 """Whether to use `torch.distributed.nn.functional.all_gather`; later versions withdraw it."""
 
-COLLECTIVE_NAMES = (
-    ("all_gather_single", "reduce_scatter_single")
-    if TORCH_VERSION >= (2, 13)
-    else ("all_gather_into_tensor", "reduce_scatter_tensor")
-)
-"""Names in `torch.distributed`: the former ones warn where there are new ones."""
+_IS_RENAMED = hasattr(c10d, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
+"""Names in `torch.distributed`, from 2.13 on new ones; where there are new ones, the former ones warn."""
 
-NO_BUFFER_SYNC = {"forward_sync_buffers" if TORCH_VERSION >= (2, 13) else "broadcast_buffers": False}
+_HAS_NEW_ARGUMENT = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+NO_BUFFER_SYNC = {"forward_sync_buffers" if _HAS_NEW_ARGUMENT else "broadcast_buffers": False}
 """Argument of DistributedDataParallel, which 2.13 renamed."""
 
 GUARDS_PROCESS_GROUP = TORCH_VERSION >= (2, 12)
