@@ -16,6 +16,7 @@ def test_reads_like_a_mapping_of_sums() -> None:
     assert stats["tokens"] == 3
     assert "codes" not in stats
     assert stats.get("codes", 0) == 0
+    assert dict(stats) == stats.sums
     with pytest.raises(TypeError):
         stats["tokens"] = torch.tensor(4)
 
@@ -35,7 +36,7 @@ def test_addition() -> None:
 def test_detach_cuts_the_gradient() -> None:
     stats = LFQ(3)(torch.randn(4, 3, requires_grad=True)).stats
     assert stats["token_entropy"].requires_grad
-    assert not any(total.requires_grad for total in stats.detach().values())
+    assert not any(total.requires_grad for total in dict(stats.detach()).values())
 
 
 def test_one_process_is_all_ranks() -> None:

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.quantizers.test_contract import CONFIGS
+from tests.ranks import RankPool
+from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.quantizers import BSQ, VQ, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.io.tensors import module_digest
+from vqclip.quantizers import BSQ, VQ, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.vq import _warn_skipped
+from vqclip.towers.pixels import Normalize
 from vqclip.train.optim import parameter_groups
+from vqclip.train.step import broadcast_module
+from vqclip.train.tasks.base import Task
 
 
 def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -113,6 +121,53 @@ def test_a_loaded_codebook_is_not_started_again() -> None:
     before = other.codebook.clone()
     other.update(other(torch.randn(50, 2)).stats)
     assert (other.codebook - before).abs().max() < 1
+
+
+def test_a_codebook_stored_as_started_is_not_started_again() -> None:
+    """The first update of codes without k-means, loaded before they were trained, replaced them all."""
+    stored = VQ(2, 4, kmeans=False)
+    loaded, fresh = VQ(2, 4), VQ(2, 4).state_dict()
+    loaded.load_state_dict(stored.state_dict())
+    assert loaded.started
+    for _ in range(2):
+        x = torch.randn(50, 2)
+        for each in (stored, loaded):
+            each.update(each(x).stats)
+    torch.testing.assert_close(loaded.state_dict(), stored.state_dict(), rtol=0, atol=0)
+    loaded.load_state_dict(fresh)
+    assert not loaded.started
+
+
+def started_after_a_broadcast() -> list[bool]:
+    found = []
+    for first_has_started in (False, True):
+        quantizer = VQ(2, 4, kmeans=(dist.rank() == 0) != first_has_started)
+        broadcast_module(quantizer)
+        found.append(quantizer.started)
+    return found
+
+
+def test_whether_codes_have_started_is_broadcast_with_them(ranks: RankPool) -> None:
+    assert ranks(2, started_after_a_broadcast) == [[False, True]] * 2
+
+
+def test_the_digest_is_of_what_determines_the_outputs() -> None:
+    """`skipped` counted in it; statistics of the images, which are no part of the state, must."""
+    quantizer, other = VQ(2, 4), VQ(2, 4)
+    for x in (torch.randn(50, 2), torch.full((50, 2), torch.nan)):
+        quantizer.update(quantizer(x).stats)
+    other.load_state_dict(quantizer.state_dict())
+    assert module_digest(quantizer) == module_digest(other)
+    assert module_digest(Normalize(8, (0.5,) * 3, (0.5,) * 3)) != module_digest(Normalize(8, (0.5,) * 3, (0.4,) * 3))
+
+
+def test_a_step_of_training_restores_the_codebook_alone() -> None:
+    quantizer = ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=2).build()
+    task = mock.Mock(quantizers=lambda: {"image": quantizer})
+    with mock.patch.object(VQ, "has_started", None):
+        found = Task.tensors_to_update(task)
+    stored = [value for name, value in quantizer.state_dict().items() if not name.endswith("has_started")]
+    assert sorted(each.data_ptr() for each in found) == sorted(each.data_ptr() for each in stored)
 
 
 def test_statistics_of_evaluation_are_refused() -> None:

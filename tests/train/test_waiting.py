@@ -9,12 +9,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.counting import counting
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
 from tests.ranks import for_each
 from tests.training import run_tree
+from vqclip.quantizers import VQ
 from vqclip.runlog.clock import Clock
 from vqclip.train import run as train
 from vqclip.train.tasks.kinds import load_task_config
@@ -51,6 +53,16 @@ def count_waits(tree, cache):
     modes = [found[step] for step in (LATER, LATER + 1)]
     reads = [{each: number for each, number in mode.reads.items() if each not in HOST_ONLY} for mode in modes]
     return [*reads, *(mode.collectives for mode in modes)]
+
+
+def test_reported_tokens_that_are_not_finite_make_no_later_update_wait():
+    quantizer = VQ(2, 8, kmeans=False)
+    for number in range(4):
+        stats = quantizer(torch.full((9, 2), 1.0 if number else torch.inf)).stats
+        with counting() as mode:
+            quantizer.update(stats)
+        assert mode.reads["quantizers/vq.py:_count_skipped"] == (1, 2, 0, 0)[number]
+    assert quantizer.skipped == 1
 
 
 CASES = {

@@ -36,8 +36,8 @@ from vqclip.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 
-FORGOTTEN = 128
-"""Forwards in training mode without an `update` after which its absence is reported."""
+MAX_FORWARDS_WITHOUT_UPDATE = 1024
+"""Maximum number of forwards with gradients in training mode without an `update`; one more is reported."""
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Quantizer(nn.Module, ABC):
         self._needs_update = False
         """Whether training without `update` is a mistake."""
         self._forwards = 0
-        """Forwards in training mode since the last `update`, without compiled ones."""
+        """Forwards with gradients in training mode since the last `update`, without compiled ones."""
 
     @property
     def bits(self) -> float:
@@ -170,10 +170,11 @@ class Quantizer(nn.Module, ABC):
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
         require_vectors(type(self).__name__, self.dim, x, mask)
-        if self.training and not torch.compiler.is_compiling():  # a number that changes would compile again
+        # Not when compiling: a number that changes would compile again.
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._forwards += 1
-            if self._forwards == FORGOTTEN + 1 and any(part._needs_update for part in self.parts()):
-                _warn_forgotten(type(self).__name__)
+            if self._forwards == 1 + MAX_FORWARDS_WITHOUT_UPDATE and any(part._needs_update for part in self.parts()):
+                _warn_missing_update(type(self).__name__)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             bounded = self._bound(tokens)
@@ -341,7 +342,7 @@ class Quantizer(nn.Module, ABC):
         return {}
 
     def _update(self, stats: Stats, start: bool) -> None:
-        """Do what `update` does, in training mode and without gradient."""
+        """Implement `update`, in training mode and without gradient."""
 
     def _bound(self, x: Tensor) -> Tensor:
         """Map ``(T, G, D)`` to the range of the codes, before rounding."""
@@ -396,12 +397,12 @@ class Quantizer(nn.Module, ABC):
 
 
 @functools.cache
-def _warn_forgotten(name: str) -> None:
+def _warn_missing_update(name: str) -> None:
     log.warning(
-        "%s: %d forwards in training mode without an update, so codebooks and the draws of dropout stay as they are; "
-        "call quantizer.update(stats) once after each step of the optimizer, or quantizer.eval() to train around it",
+        "%s: more than %d forwards in training mode without an update, so codebooks and the draws of dropout do not "
+        "change; call quantizer.update(stats) after each step of the optimizer, or quantizer.eval() to train around it",
         name,
-        FORGOTTEN,
+        MAX_FORWARDS_WITHOUT_UPDATE,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,8 +63,8 @@ class Stats:
     means is wrong when ranks have different numbers of tokens.
 
     Read like a mapping, it contains the sums and histograms, of this rank or of all ranks. Sums under
-    ``own/`` are never reduced over ranks. It is a plain dataclass and no `Mapping`: other programs (accelerate,
-    Lightning) rebuild a mapping of any class from its items, without the draws, but keep the fields of a dataclass.
+    ``own/`` are never reduced over ranks. It is a dataclass, not a `Mapping`: other programs (accelerate, Lightning)
+    rebuild a mapping of any class from its items, without the draws, but keep the fields of a dataclass.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
@@ -80,33 +79,29 @@ class Stats:
     is_global: bool = False
     histograms: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def _entries(self) -> dict[str, Tensor]:
+        return self.sums | self.histograms
+
     def __getitem__(self, name: str) -> Tensor:
-        return self.sums[name] if name in self.sums else self.histograms[name]
+        return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self.sums, self.histograms)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self.sums) + len(self.histograms)
+        return len(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.sums or name in self.histograms
+        return name in self._entries
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the entry of a name, or the default."""
-        return (self.sums | self.histograms).get(name, default)
+        return self._entries.get(name, default)
 
     def keys(self) -> KeysView[str]:
         """Return the names of the entries."""
-        return (self.sums | self.histograms).keys()
-
-    def values(self) -> ValuesView[Tensor]:
-        """Return the entries."""
-        return (self.sums | self.histograms).values()
-
-    def items(self) -> ItemsView[str, Tensor]:
-        """Return the names and the entries."""
-        return (self.sums | self.histograms).items()
+        return self._entries.keys()
 
     def __add__(self, other: Stats) -> Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
@@ -154,7 +149,7 @@ class Stats:
         """
         if self.is_global:
             return self
-        return Stats(self.sums | self.histograms | _draw_tokens(self.draws, None), is_global=True)
+        return Stats(self._entries | _draw_tokens(self.draws, None), is_global=True)
 
     def sync(self, order: Order | None = None, histograms: bool = True) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.

@@ -55,7 +55,8 @@ class VQ(TableQuantizer):
                      codes  = totals / sizes
         always:      codes with sizes < dead_below · mean size are replaced by random tokens
 
-    An update whose tokens contain NaN or infinity, on any rank, moves no code; the next one reports it, once.
+    An update whose tokens contain NaN or infinity moves no code; the next one reports it, once. The tokens are those of
+    all ranks with ``sync_codebook``, and of this rank without it, unless `sync` has reduced the statistics.
 
     Dead codes follow SoundStream (Zeghidour et al. 2021): at most a quarter of the codes (or 64) in one step become
     tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
@@ -124,9 +125,9 @@ class VQ(TableQuantizer):
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
-        self.register_buffer("skipped", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._skipped_before = torch.zeros((), dtype=torch.int64, device="cpu")
-        # A copy of `has_started` that forward can read without waiting for the device.
+        self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._skipped_before: Tensor | None = self.skipped
+        # The host's part of `has_started`, which forward reads without waiting for the device.
         self._is_started = not kmeans
         self._needs_update = True
         self._is_next = True
@@ -143,8 +144,8 @@ class VQ(TableQuantizer):
 
     @property
     def has_started(self) -> Tensor:
-        """() bool: True if the codebook is initialised. In the state, but no buffer: programs average all buffers."""
-        return (self.sizes.sum() > 0) | (not self._settings["kmeans"])
+        """() bool: True if the codebook is initialised. Stored, but not as a buffer: programs average all buffers."""
+        return (self.sizes.sum() > 0) | self._is_started
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
@@ -194,15 +195,16 @@ class VQ(TableQuantizer):
         # If a token has no finite distance from its code, the update is one without tokens.
         finite = stats["commitment"].to(self.codebook.dtype).isfinite().all()
         self._count_skipped(~finite)
-        sums = {name: total.where(finite, 0) for name, total in stats.items()}
+        counts = stats[f"{own}codes"].where(finite, 0)
         with full_precision(whole(self.codebook).device):
             if self._is_started:
-                self._update_averages(sums[f"{own}codes"], sums[f"{own}vectors"] if self.learning == "ema" else None)
+                self._update_averages(counts, stats[f"{own}vectors"] if self.learning == "ema" else None)
             elif start:
-                self._initialize_kmeans(sums[f"{own}codes"], sums[f"{own}drawn/vectors"], sums[f"{own}drawn/present"])
+                present = stats[f"{own}drawn/present"].where(finite, 0)
+                self._initialize_kmeans(counts, stats[f"{own}drawn/vectors"], present)
             if self.dead_below > 0:
-                self._replace_dead(sums[f"{own}drawn/vectors"], sums[f"{own}drawn/present"])
-            self._count_step(sums[f"{own}codes"])
+                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0))
+            self._count_step(counts)
         self._refresh_draws()
 
     def _bound(self, x: Tensor) -> Tensor:
@@ -239,19 +241,21 @@ class VQ(TableQuantizer):
         self._draws = torch.tensor(self._draws_wanted(), device="cpu")
 
     def _count_skipped(self, skipped: Tensor) -> None:
-        """Count the update if it is skipped; report it in the next one, so that none waits for the device."""
+        """Count the update if it is skipped; report the first one in the next, so that none waits for the device."""
+        before = self._skipped_before
         # In a plan tensors have no values. A number that has not arrived yet may be any.
-        if type(self.skipped) is Tensor and self._skipped_before > 0 and self.skipped > 0:
+        if type(skipped) is Tensor and before is not None and before > 0 and self.skipped > 0:
             _warn_skipped()
-        self.skipped.add_(skipped)
-        self._skipped_before = self.skipped.to("cpu", non_blocking=True, copy=True)
+            before = None
+        self.skipped = self.skipped.to(skipped.device) + skipped
+        self._skipped_before = None if before is None else self.skipped.to("cpu", non_blocking=True, copy=True)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}has_started"] = self.has_started
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        state_dict.pop(f"{prefix}has_started", None)  # follows from the sizes
+        self._is_started = bool(state_dict.pop(f"{prefix}has_started", not self._settings["kmeans"]))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:

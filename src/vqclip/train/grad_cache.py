@@ -39,7 +39,7 @@ def backward_from_cached_grads(out: TaskOutput, cached: TaskOutput, rows: slice)
         found = cached.rows[name].grad
         pairs.append((mine, None if found is None else found[rows]))
     for name, stats in out.stats.items():
-        pairs += [(total, cached.stats[name][key].grad) for key, total in stats.items()]
+        pairs += [(stats[key], cached.stats[name][key].grad) for key in stats]
     # Shared tensors have their gradient; DDP wants to see all weights in every backward.
     pairs += [(each, None) for each in out.shared.values()]
     with_grad = [(output, found) for output, found in pairs if output.requires_grad]  # parts of the model may be frozen

@@ -369,6 +369,7 @@ class TrainStep(Generic[SamplesT]):
 
 def broadcast_module(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers of ``module`` to all ranks. A collective."""
-    for tensor in module.state_dict().values():
+    state = module.state_dict()
+    for tensor in state.values():
         dist.broadcast_(tensor)
-    module.load_state_dict(module.state_dict())  # so that hooks derive attributes from it
+    module.load_state_dict(state)  # so that hooks derive attributes from it

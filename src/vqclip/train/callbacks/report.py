@@ -89,7 +89,7 @@ def _metrics(training: Training) -> tuple[dict[str, float], float]:
 
 def _count_tokens(stats: Stats) -> Tensor | float:
     """Return the () number of tokens that were quantized; stages and parts share them."""
-    return next((each for name, each in stats.items() if name.split("/")[-1] == "tokens"), 0.0)
+    return next((each for name, each in stats.sums.items() if name.split("/")[-1] == "tokens"), 0.0)
 
 
 def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:

@@ -134,5 +134,5 @@ def separate_sums(stats: Mapping[str, Stats]) -> tuple[dict[str, Stats], Stats]:
         modality: replace(each, sums={name: total for name, total in each.sums.items() if not name.startswith(start)})
         for modality, each in stats.items()
     }
-    sums = {name: total for each in stats.values() for name, total in each.under(PREFIX).items()}
+    sums = {name: total for each in stats.values() for name, total in each.under(PREFIX).sums.items()}
     return own, Stats(sums, is_global=True)

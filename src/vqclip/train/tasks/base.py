@@ -123,7 +123,7 @@ class Task(ABC, Generic[SamplesT]):
 
     def tensors_to_update(self) -> list[Tensor]:
         """Return the tensors that `update` changes; by default those of the quantizers."""
-        return [tensor for each in self.quantizers().values() for tensor in each.state_dict().values()]
+        return [tensor for each in self.quantizers().values() for tensor in (*each.parameters(), *each.buffers())]
 
     # What changes from step to step.
 
