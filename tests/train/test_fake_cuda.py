@@ -1,0 +1,186 @@
+"""Whole training steps on fake CUDA tensors: without a GPU, no tensor is left on the CPU, and no step waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.fake_cuda import GPU, fake_cuda
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, tiny_model
+from tests.train.test_grad_cache import LEARNED_VQ
+from tests.train.test_pixels import DETAIL, pixel_tree
+from tests.train.test_reconstruction import DECODER, LOSSES
+from tests.training import run_tree
+from vqclip.data import Batch
+from vqclip.dist._torch_versions import TORCH_VERSION
+from vqclip.quantizers import VQ
+from vqclip.train.callbacks.report import _metrics
+from vqclip.train.guards import Guards
+from vqclip.train.main import build_step, build_task
+from vqclip.train.speed import SpeedMeter
+from vqclip.train.step import TrainStep
+from vqclip.train.tasks import pixels
+from vqclip.train.tasks.kinds import load_task_config
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run on a real GPU"),
+    pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="older versions ask the driver about fake tensors, too"),
+]
+
+B = 12
+DRAWS = ("angle", "right", "down", "flip", "vertical_flip", "turns", "brightness", "contrast", "saturation", "hue")
+PIXELS = {"decoder": DECODER, "losses": LOSSES}
+"""With discriminators from step 1 on."""
+TWO_STAGES = BUSY_RESIDUAL | {"depth": 2}
+CASES = {
+    "FSQ and LFQ, microbatches": (FSQ, LFQ, {"train__micro_batches": 3, "steps": 1}),
+    "VQ and residual, a pixel decoder, bf16": (BUSY_VQ, TWO_STAGES, {"pixels": PIXELS, "train__precision": "bf16"}),
+}
+SLOW = {
+    f"{names}, {micro_batches} microbatches, {precision}": (
+        *quantizers,
+        {"train__precision": precision, "train__micro_batches": micro_batches, "steps": steps},
+    )
+    for names, quantizers in (
+        ("FSQ and LFQ", (FSQ, LFQ)),
+        ("VQ and residual", (BUSY_VQ, TWO_STAGES)),
+        ("learned VQ", (LEARNED_VQ, LEARNED_VQ)),
+    )
+    for micro_batches, precision, steps in ((1, "fp32", 3), (1, "fp16", 4), (3, "bf16", 3))  # fp16 skips one
+} | {
+    "pixel decoder, microbatches": (FSQ, FSQ, {"pixels": PIXELS, "train__micro_batches": 3}),
+    "recomputed activations": (FSQ, FSQ, {"train__activation_checkpointing": True}),
+    "sigmoid loss": (FSQ, FSQ, {"loss": {"kind": "sigmoid"}, "temperature": {"init": 10.0, "bias": -10.0}}),
+}
+
+
+def make_config(image, text, pixels=None, steps=3, temperature=None, **changes):
+    settings = {
+        "train__steps": steps,
+        "train__precision": "fp32",
+        "train__ema": {"decay": 0.9},
+        "optim__warmup_steps": 0,
+    }
+    tree = run_tree("runs", "shards", **settings | changes)
+    model = tiny_model(image, text, **({} if temperature is None else {"temperature": temperature}))
+    tree["model"] = model.model_dump(mode="json")
+    tree["model"]["image"]["pixels"] = pixels
+    tree["model"]["image"]["tower"]["args"]["depth"] = 1
+    return load_task_config(tree)
+
+
+def make_batch(number, model):
+    generator = torch.Generator().manual_seed(number)
+    images = torch.randint(0, 256, (B, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    texts = model.text.preprocess([f"a {word} {number}" for word in ("red", "blue", "small", "large") * 3])
+    places, labels = torch.arange(B), torch.full((B,), -1)
+    draws = torch.rand(B, len(DRAWS), generator=generator)
+    return Batch(number, 0, images, texts, places, labels, places, B, draws=draws, draw_names=DRAWS)
+
+
+def train(config, device, gpu=None):
+    """Train on a device as `vqclip.train.run` does, and return the metrics of every step."""
+    step = build_step(config, build_task(config, device))
+    batches = [make_batch(number, step.task.model) for number in range(config.train.steps)]
+    SpeedMeter(None).count(step, batches[0])
+    found = []
+    for batch in batches:
+        is_settled = batch.step > 0 and all(each.started for each in step.task.quantizers().values())
+        before = 0 if gpu is None else gpu.reads
+        result = step(batch, batch.step)
+        assert gpu is None or not is_settled or gpu.reads == before, "the step waited for the GPU"
+        training = SimpleNamespace(step=step, result=result, config=config, done=batch.step + 1)
+        with mock.patch("vqclip.train.callbacks.report._warn"):  # it would write to the run's folder
+            found.append(_metrics(training)[0])
+        resume_guards(step.guards)
+    step.settle()
+    assert all(each.started for each in step.task.quantizers().values())
+    return found
+
+
+def resume_guards(guards):
+    """Restore the state of guards from a checkpoint, which is read to the CPU."""
+    tensors = {name: each.to("cpu", non_blocking=True) for name, each in guards.tensors().items()}
+    guards.load_state_dict(guards.state_dict(), tensors)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES.values(), *[pytest.param(each, marks=pytest.mark.slow) for each in SLOW.values()]],
+    ids=[*CASES, *SLOW],
+)
+def test_steps_run_on_a_gpu(case):
+    image, text, changes = case
+    config = make_config(image, text, **changes)
+    expected = train(config, torch.device("cpu"))
+    with fake_cuda() as gpu:
+        found = train(config, GPU, gpu)
+    tolerance = 1e-4 if config.train.precision == "fp32" else 0.2  # autocast leaves other operators out on a CPU
+    for line, other in zip(found, expected, strict=True):
+        assert line.keys() == other.keys()
+        assert line["loss/total"] == pytest.approx(other["loss/total"], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_a_decoder_of_a_frozen_tokenizer_trains_on_a_gpu(tmp_path, monkeypatch):
+    model = tiny_model(FSQ, FSQ).build().eval()
+    model.save_pretrained(tmp_path)
+    settings = {"train__steps": 3, "train__precision": "bf16", "optim__warmup_steps": 0, "detail": DETAIL}
+    config = load_task_config(pixel_tree("runs", "shards", tmp_path, **settings))
+    # Files are read into memory, which fake tensors do not have.
+    whole = pixels._load_frozen(str(tmp_path))
+    monkeypatch.setattr(pixels, "_load_frozen", lambda _: whole)
+    monkeypatch.setattr(pixels, "fingerprint", lambda _: "")
+    with fake_cuda():
+        step = build_step(config, build_task(config, GPU))
+        for number in range(3):
+            step(make_batch(number, model), number)
+        step.settle()
+        for modality, inputs in (("image", make_batch(0, model).images), ("text", ["red", "a blue star"])):
+            tokenizer = getattr(step.task.whole, modality)
+            ids = tokenizer.encode(inputs)
+            assert {each.device for each in (ids, tokenizer.decode(ids), tokenizer.embed(ids))} == {GPU}
+        assert step.task.image.decode_pixels(step.task.image.encode_pixels(make_batch(0, model).images)).device == GPU
+
+
+def to_host(tensor):
+    return tensor.to("cpu", non_blocking=True)
+
+
+PLANTED = {
+    "step": (TrainStep, "_clip", lambda clip: lambda self: to_host(clip(self))),
+    "quantizer": (VQ, "_replace_dead", lambda replace: lambda self, *drawn: replace(self, *map(to_host, drawn))),
+    "guards": (Guards, "judge", lambda judge: lambda self, numbers: judge(self, to_host(numbers))),
+}
+
+
+def test_a_tensor_left_on_the_cpu_is_found():
+    refused = pytest.raises(RuntimeError, match="expected one device|the host waits")
+    with fake_cuda():
+        config = make_config(BUSY_VQ, FSQ)
+        step = build_step(config, build_task(config, GPU))
+        for number, (owner, name, plant) in enumerate(PLANTED.values()):
+            with mock.patch.object(owner, name, plant(getattr(owner, name))), refused:
+                step(make_batch(number, step.task.model), number)
+
+
+def test_what_a_gpu_would_refuse_or_wait_for_is_refused():
+    with fake_cuda() as gpu:
+        x = torch.ones(3, device=GPU)
+        for fails, message in (
+            (lambda: x + torch.ones(3), "expected one device"),
+            (lambda: x + torch.ones(()), "expected one device"),
+            (lambda: x[torch.tensor([0])], "expected one device"),
+            (lambda: x.cpu(), "the host waits"),
+            (lambda: torch.ones(3).copy_(x), "the host waits"),
+            (lambda: torch.rand(3, device=GPU, generator=torch.Generator()), "a generator of the CPU"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                fails()
+        assert gpu.reads == 0
+        assert x[x > 0].sum().item() == 3
+        assert gpu.reads == 2
+    assert not hasattr(torch.zeros(1), "twin")
