@@ -110,11 +110,11 @@ def test_another_tokenizer_is_refused():
 
 
 def test_tf32_is_refused_on_cuda():
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     try:
         _require_float32(torch.device("cpu"))
         with pytest.raises(ConfigError, match="got float32 matrix products in tf32, expected ieee"):
             _require_float32(torch.device("cuda"))
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)

@@ -74,7 +74,7 @@ from vqclip.dist._state import (
     shutdown,
     world_size,
 )
-from vqclip.dist._torch_versions import is_torch_compiling
+from vqclip.dist._torch_versions import is_torch_compiling, matmul_precision
 
 __all__ = [
     "BackgroundGroup",
@@ -101,6 +101,7 @@ __all__ = [
     "launcher_has_died",
     "local_rank",
     "local_rows",
+    "matmul_precision",
     "named_errors",
     "no_sync",
     "nodes",

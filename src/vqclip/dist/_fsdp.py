@@ -29,7 +29,7 @@ from vqclip.dist._collectives import broadcast_
 from vqclip.dist._control import gather_json
 from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import is_main, run_collective, world_size
-from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
+from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER, TIMES_SHARDS
 from vqclip.errors import ConfigError
 from vqclip.io.parts import Part
 
@@ -70,8 +70,9 @@ class Shards:
             root.register_forward_hook(_copy_view)
             for unit in (*units, root):  # resharded after each forward: no forward may find weights of a former step
                 fully_shard(unit, mesh=mesh, ignored_params=whole, reshard_after_forward=True)
-                unit.set_custom_all_gather(_TimedExchange(ALL_GATHER))  # type: ignore[operator]
-                unit.set_custom_reduce_scatter(_TimedExchange(REDUCE_SCATTER))  # type: ignore[operator]
+                if TIMES_SHARDS:
+                    unit.set_custom_all_gather(_TimedExchange(ALL_GATHER))  # type: ignore[operator]
+                    unit.set_custom_reduce_scatter(_TimedExchange(REDUCE_SCATTER))  # type: ignore[operator]
         self._sharded: dict[str, DTensor] = {
             name: each
             for name, each in model.named_parameters(remove_duplicate=False)

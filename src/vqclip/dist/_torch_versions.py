@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -27,6 +28,9 @@ _HAS_NEW_ARGUMENT = "forward_sync_buffers" in inspect.signature(DistributedDataP
 NO_BUFFER_SYNC = {"forward_sync_buffers" if _HAS_NEW_ARGUMENT else "broadcast_buffers": False}
 """Argument of DistributedDataParallel, which 2.13 renamed."""
 
+TIMES_SHARDS = hasattr(FSDPModule, "set_custom_all_gather")
+"""Whether the exchanges of weights in shards can be timed: from 2.9 on."""
+
 GUARDS_PROCESS_GROUP = TORCH_VERSION >= (2, 12)
 """Whether compiled code is compiled again once there is a process group."""
 
@@ -43,3 +47,11 @@ def is_torch_compiling() -> bool:
     compilation.
     """
     return torch.compiler.is_dynamo_compiling() and (TORCH_VERSION < (2, 12) or not torch.compiler.is_exporting())
+
+
+def matmul_precision() -> str:
+    """Return how GPUs compute float32 products: ``ieee`` or ``none`` in full, ``tf32`` or another one rounded."""
+    matmul = torch.backends.cuda.matmul
+    if TORCH_VERSION < (2, 9):
+        return "tf32" if matmul.allow_tf32 else "ieee"
+    return str(matmul.fp32_precision)

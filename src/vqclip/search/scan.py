@@ -27,6 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vqclip import dist
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.search.index import CodeIndex
 from vqclip.search.topk import rank_keys, scores_and_items, top_keys
@@ -201,7 +202,7 @@ def _compress(embeddings: Tensor, cache: Cache) -> tuple[Tensor, Tensor, Tensor]
 
 def _require_float32(device: torch.device) -> None:
     """Check that float32 products are not rounded to TF32 (10 bits): `_ROUNDING` only covers float32."""
-    precision = torch.backends.cuda.matmul.fp32_precision
+    precision = dist.matmul_precision()
     if device.type == "cuda" and precision not in ("none", "ieee"):
         raise ConfigError(
             f"search: got float32 matrix products in {precision}, expected ieee, without which results are not exact: "
